@@ -1,8 +1,11 @@
-"""Settings of the host's memory allocator."""
+"""Memory of the host: settings of its allocator, and tensors as bytes."""
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+from torch import Tensor
 
 _LARGEST_BLOCK = (32 << 20) - (1 << 16)  # bytes: with malloc's header, the largest block that raises glibc's limits
 
@@ -16,3 +19,24 @@ def keep_freed_memory() -> None:
     through environment variables stay; other allocators are not affected.
     """
     torch.empty(_LARGEST_BLOCK, dtype=torch.uint8, device="cpu")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU as a writable view that keeps the tensor alive."""
+    memory = borrowed_memory(tensor)
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def borrowed_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_uint8]:
+    """Return the bytes of a contiguous tensor on the CPU, valid while the tensor lives.
+
+    `Tensor.numpy` would mark its storage as not resizable for ever: FSDP and PowerSGD resize what they have reduced.
+
+    Raises:
+        TypeError: if the tensor has no memory of its own, like a DTensor.
+    """
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise TypeError(f"tensor is a {type(tensor).__name__}, which has no memory of its own; expected a plain tensor")
+    return (ctypes.c_uint8 * tensor.nbytes).from_address(address)

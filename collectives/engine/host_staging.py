@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """Return the tensor without its autograd history."""
+    """Return the tensor without its autograd history, and writable outside of inference mode."""
+    if tensor.is_inference():
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -17,11 +17,22 @@ from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_staging import flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
+from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
+ANY_SOURCE = -1
+"""Source of a receive that takes the first message with its tag from any rank."""
+
 _POLLS = 200  # before the first sleep
+
+
+class ReceiveWork(Work):
+    """Handle of a receive."""
+
+    source = ANY_SOURCE
+    """Rank whose message was received; `ANY_SOURCE` until the receive is over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +48,7 @@ class _PendingReceive:
     tensor: Tensor
     source: int
     message_tag: MessageTag
-    work: Work
+    work: ReceiveWork
     recv_code: int
     """Code of the call as this rank made it, for errors."""
     section: Ordered | None
@@ -67,6 +78,8 @@ class PointToPoint:
 
     def __init__(self, resources: GroupResources, engine: Engine) -> None:
         self._engine = engine
+        self._membership = resources.membership
+        self._others = [rank for rank in range(resources.size) if rank != resources.rank]
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
         self._side_streams = SideStreams()
@@ -97,12 +110,13 @@ class PointToPoint:
             self._sends.append(_PendingSend(request, to, code, work))
             return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive into a tensor."""
+    def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
+        """Start to receive into a tensor, from one rank or from `ANY_SOURCE`."""
         self._engine.check_open()
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
-        work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
+        join = _nothing if section is None else section.join
+        work = ReceiveWork("recv", join, tensor)
         with self._lock:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
@@ -178,8 +192,8 @@ class PointToPoint:
                 if is_over():
                     return
                 if idle_polls >= _POLLS:
-                    sources, targets = {one.source for one in self._receives}, {one.to for one in self._sends}
-                    wait = self._transport.waiter(sources, targets)
+                    sources = {source for one in self._receives for source in self._sources(one)}
+                    wait = self._transport.waiter(sources, {one.to for one in self._sends})
                 idle_polls = 0 if self._progress() else idle_polls + 1
             self._pause(wait, idle_polls)
             if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
@@ -193,7 +207,10 @@ class PointToPoint:
     def _check_waits(self) -> None:
         """Check that waiting makes sense."""
         with self._lock:
-            peers = [one.source for one in self._receives] + [one.to for one in self._sends]
+            peers = [one.to for one in self._sends]
+            for receive in self._receives:
+                sources = self._sources(receive)
+                peers += [one for one in sources if self._membership.gone.get(one) != CLOSED] or sources
             if not peers:
                 return
             with suppress(Exception), self._end_on_error(self._timed_code):  # the pending works raise it
@@ -241,47 +258,53 @@ class PointToPoint:
             sent.work.complete()
         missing: set[tuple[int, int]] = set()  # receives with one source and tag end in the order of their calls
         for receive in list(self._receives):
-            key = receive.source, receive.message_tag.sequence
-            if key not in missing and not self._try_receive(receive):
-                missing.add(key)
+            tag = receive.message_tag.sequence
+            for source in self._sources(receive):
+                if (source, tag) not in missing:
+                    if self._try_receive(receive, source):
+                        break
+                    missing.add((source, tag))
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
         """Start timing a pending message, if the watchdog times none that is still pending."""
         if self._timed is not None and not self._timed.is_completed():
             return
-        pending = [(one.work, one.recv_code) for one in self._receives]
+        pending: list[tuple[Work, int]] = [(one.work, one.recv_code) for one in self._receives]
         pending += [(one.work, one.code) for one in self._sends]
         self._timed = None
         for self._timed, self._timed_code in pending[:1]:
             self._watchdog.begin(0, self._timed_code)
 
-    def _try_receive(self, receive: _PendingReceive) -> bool:
-        """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
-        with self._end_on_error(receive.recv_code):
-            return self._take_message(receive)
+    def _sources(self, receive: _PendingReceive) -> list[int]:
+        return self._others if receive.source == ANY_SOURCE else [receive.source]
 
-    def _take_message(self, receive: _PendingReceive) -> bool:
-        early = self._early.setdefault(receive.source, deque())
+    def _try_receive(self, receive: _PendingReceive, source: int) -> bool:
+        """End a receive if its message has arrived, and return whether it had; keep other messages of the source."""
+        with self._end_on_error(receive.recv_code):
+            return self._take_message(receive, source)
+
+    def _take_message(self, receive: _PendingReceive, source: int) -> bool:
+        early = self._early.setdefault(source, deque())
         for message in early:
             if message.message_tag.sequence == receive.message_tag.sequence:
-                if self._fits(message.message_tag, receive):
+                if self._fits(message.message_tag, receive, source):
                     early.remove(message)
                     receive.take(message.into)
-                    self._complete(receive)
+                    self._complete(receive, source)
                 return True
-        while (request := self._transport.poll(receive.source)) is not None:
+        while (request := self._transport.poll(source)) is not None:
             if request.message_tag == receive.message_tag:
                 receive.take(lambda flat, request=request: request.into(flat.view(torch.uint8)))  # type: ignore[misc]
-                self._complete(receive)
+                self._complete(receive, source)
                 return True
             early.append(_read_early(request))
             if request.message_tag.sequence == receive.message_tag.sequence:
-                self._fits(request.message_tag, receive)
+                self._fits(request.message_tag, receive, source)
                 return True
         return False
 
-    def _fits(self, message_tag: MessageTag, receive: _PendingReceive) -> bool:
+    def _fits(self, message_tag: MessageTag, receive: _PendingReceive, source: int) -> bool:
         """Return whether a message with the right tag has the expected size and dtype; if not, fail the receive."""
         if message_tag == receive.message_tag:
             return True
@@ -289,15 +312,20 @@ class PointToPoint:
         self._receives.remove(receive)
         receive.work.complete(
             MismatchError(
-                f"rank {receive.source} sent {_text(sent)} with tag {message_tag.sequence}, and this rank's recv "
+                f"rank {source} sent {_text(sent)} with tag {message_tag.sequence}, and this rank's recv "
                 f"expects {_text(expected)}; the message is kept for a recv that fits"
             )
         )
         return False
 
-    def _complete(self, receive: _PendingReceive) -> None:
+    def _complete(self, receive: _PendingReceive, source: int) -> None:
         self._receives.remove(receive)
+        receive.work.source = source
         receive.work.complete()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read_early(request: ReceiveRequest) -> _EarlyMessage:

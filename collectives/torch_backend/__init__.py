@@ -13,18 +13,26 @@ backend.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from torch.distributed import Backend, Store  # type: ignore[attr-defined]
 
+from gangline.collectives.torch_backend.c10d import allow_monitored_barrier
+from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
 from gangline.collectives.torch_backend.hooks import Samples, compress_hook, weighted_hook
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
 
-__all__ = ["GanglineProcessGroup", "Samples", "compress_hook", "weighted_hook"]
+__all__ = ["GanglineProcessGroup", "Samples", "compress_hook", "replace_gloo", "weighted_hook"]
 
 
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:
+def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:
+    """Create the process group of a backend "gangline", as torch's registry calls it."""
     return GanglineProcessGroup(store, rank, size, timeout)
 
 
-Backend.register_backend("gangline", _make, devices=["cpu"])
+if "gangline" not in Backend.backend_list:  # else gangline.integrations.torch_discovery has registered it
+    Backend.register_backend("gangline", create_group, devices=["cpu"])
+allow_monitored_barrier(GanglineProcessGroup)
+if os.environ.get(REPLACE_GLOO) == "1":
+    replace_gloo()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -63,11 +62,22 @@ def root_in(opts: object, root: int) -> int:
     return opts if type(opts) is int else getattr(opts, "rootRank", root)
 
 
-def device_of(values: Sequence[object]) -> torch.device | None:
-    """Return the device of the first tensor in a call's arguments."""
+def first_tensor(values: Iterable[object]) -> Tensor | None:
+    """Return the first tensor in a call's arguments."""
     for value in values:
         if isinstance(value, Tensor):
-            return value.device
-        if isinstance(value, (list, tuple)) and (device := device_of(value)) is not None:
-            return device
+            return value
+        if isinstance(value, (list, tuple)) and (found := first_tensor(value)) is not None:
+            return found
     return None
+
+
+def inputs_of(arguments: Iterable[object]) -> list[Tensor]:
+    """Return the tensors that a call reads: its last argument that is a tensor or a list of tensors."""
+    found: list[Tensor] = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            found = [value]
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            found = list(value)
+    return found

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -17,6 +26,9 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup, distributed_c10d
 
 __all__ = [
     "AllToAllOptions",
@@ -29,8 +41,27 @@ __all__ = [
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "allow_monitored_barrier",
+    "backend_names",
+    "begin_range",
+    "end_range",
+    "has_dispatch_modes",
+    "is_fake",
+    "is_profiled",
+    "recording_group",
     "refusing_backend",
+    "rename_backends",
+    "run_eagerly",
 ]
+
+has_dispatch_modes = _len_torch_dispatch_stack
+"""Number of dispatch modes of this thread, such as FakeTensorMode."""
+is_profiled = _profiler_enabled
+"""Whether a profiler records this thread."""
+begin_range: Callable[..., object] = _record_function_with_args_enter
+"""Begin a range of a profile, given its name and the tensors whose sizes it shows."""
+end_range: Callable[[Any], None] = _record_function_with_args_exit
+"""End a range of a profile, in any thread."""
 
 
 def refusing_backend(rank: int, size: int) -> Any:
@@ -42,3 +73,72 @@ def refusing_backend(rank: int, size: int) -> Any:
     options = fake.Options()
     options.error_on_collective = True
     return fake._create_internal(rank, size, options)
+
+
+def recording_group(rank: int, size: int) -> ProcessGroup:
+    """Return a group written in C++ whose calls go to torch's dispatcher: FakeTensorMode gives their results."""
+    constructor: Any = ProcessGroup  # its stub lacks the overload without a store
+    group: ProcessGroup = constructor(rank, size)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    return group
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data, because FakeTensorMode traces the program."""
+    return isinstance(tensor, FakeTensor)
+
+
+def run_eagerly(cls: type) -> type:
+    """Keep torch.compile from tracing the functions of a class, and all that they call: class decorator.
+
+    Dynamo compiles each Python function that compiled code calls, C++ between them or not. It sees a process group as
+    an opaque object, of which it refuses to read attributes.
+    """
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function):
+            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return cls
+
+
+def backend_names(group: ProcessGroup | None) -> dict[str, str]:
+    """Return the backend names of a group by device type; torch knows them once the group has been made."""
+    words = dist.get_backend_config(group).split(",")
+    return {kind: name for kind, _, name in (word.partition(":") for word in words)}
+
+
+def allow_monitored_barrier(cls: Any) -> None:
+    """Make `torch.distributed.monitored_barrier` accept groups of a class; torch compares the name with gloo's."""
+    original = distributed_c10d.monitored_barrier
+
+    @wraps(original)
+    def monitored_barrier(
+        group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        ours: Any = dist.group.WORLD if group is None else group
+        if not isinstance(ours, cls):
+            original(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        ours.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def rename_backends(rename: Callable[[str, int], str]) -> None:
+    """Pass the backend and the rank of every new group through a function, in place of an earlier one.
+
+    ``init_process_group``, ``new_group`` and ``DeviceMesh`` all create their groups by one function.
+    """
+    original = inspect.unwrap(distributed_c10d._new_process_group_helper)
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        backend = rename(str(bound.arguments["backend"]), bound.arguments["group_rank"])
+        bound.arguments["backend"] = dist.Backend(backend)
+        return original(*bound.args, **bound.kwargs)
+
+    distributed_c10d._new_process_group_helper = create

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.engine.point_to_point import ReceiveWork
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.arguments import (
     Operation,
     Tensors,
-    device_of,
     exactly,
+    first_tensor,
+    inputs_of,
     one_list,
     op_in,
     pairs_of,
@@ -34,6 +36,13 @@ from gangline.collectives.torch_backend.c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    begin_range,
+    end_range,
+    has_dispatch_modes,
+    is_fake,
+    is_profiled,
+    recording_group,
+    run_eagerly,
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
@@ -55,21 +64,25 @@ _OLD_NAMES = {
 def _by_device(
     method: Callable[Concatenate[GroupCollectives, _Arguments], _Result],
 ) -> Callable[Concatenate[GroupCollectives, _Arguments], _Result]:
-    """Forward calls on tensors of other devices than the CPU to the group's backend for that device."""
+    """Forward calls on tensors without data, and on tensors of other devices than the CPU, to the group for those."""
     name = method.__name__
 
     @wraps(method)
     def call(self: GroupCollectives, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        device = device_of(args) or device_of(tuple(kwargs.values()))
-        if device is None or device.type == "cpu":
+        tensor = first_tensor(args) if args else None
+        if tensor is None:
+            tensor = first_tensor(kwargs.values())
+        if tensor is None or (tensor.is_cpu and not is_fake(tensor)):
             return method(self, *args, **kwargs)
+        group = self._recording_group() if is_fake(tensor) else self.other_devices.group(tensor.device)
         known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
-        result: _Result = getattr(self.other_devices.group(device), known)(*args, **kwargs)
+        result: _Result = getattr(group, known)(*args, **kwargs)
         return result
 
     return call  # type: ignore[return-value]  # mypy objects to the name self
 
 
+@run_eagerly
 class GroupCollectives:
     """Collectives of a process group, under each name that torch 2.11 to 2.15 use.
 
@@ -85,6 +98,9 @@ class GroupCollectives:
         self._limit: float | None = None  # timeout of a wait in seconds; None: the communicator's timeout only
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
+
+    def _recording_group(self) -> ProcessGroup:
+        return recording_group(self.communicator.rank, self.communicator.size)
 
     @_by_device
     def allreduce(
@@ -258,24 +274,23 @@ class GroupCollectives:
         (tensor,) = exactly(tensors, 1)
         work = self.communicator.send(operations.movable(tensor), dst, tag, async_op=True)
         assert work is not None
-        return self._message(work, [tensor])
+        return self._message("send", work, tensor)
+
+    def _receive(self, tensors: Tensors, src: int | None, tag: int) -> GroupWork:
+        (tensor,) = exactly(tensors, 1)
+        work = self.communicator.recv(operations.movable(tensor), src, tag, async_op=True)
+        assert isinstance(work, ReceiveWork)
+        return self._message("recv" if src is not None else "recvAnySource", work, tensor)
 
     @_by_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork:
         """Receive one tensor from a rank of the group."""
-        (tensor,) = exactly(tensors, 1)
-        work = self.communicator.recv(operations.movable(tensor), src, tag, async_op=True)
-        assert isinstance(work, Work)
-        return self._message(work, [tensor], src)
+        return self._receive(tensors, src, tag)
 
     @_by_device
-    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:  # noqa: ARG002
-        """Raise ValueError: messages are matched by rank and tag.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"recv from any source (tag {tag}) is not supported; expected a rank as the source")
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        """Receive the first tensor with a tag from any rank of the group; the call's `source_rank` names it."""
+        return self._receive(tensors, None, tag)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -288,14 +303,6 @@ class GroupCollectives:
     def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> GroupWork:
         """Wait until all ranks have called it."""
         return self._call("barrier", [], opts, timeout, Communicator.barrier)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Wait until all ranks have called it.
-
-        Raises:
-            StallError: if a rank does not call it in time.
-        """
-        self.barrier().wait(timeout or timedelta(0))
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -352,9 +359,15 @@ class GroupCollectives:
         limit = own.total_seconds() if has_own else self._limit
         inner = Work(name)
         work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
-        is_awaited = limit is None and not getattr(opts, "asyncOp", True)
-        run = self._queue.run if is_awaited else self._queue.submit
-        run(partial(work.run, partial(function, self.communicator, *arguments)), inner, keys=(self,), priority=0)
+        operation = partial(work.run, partial(function, self.communicator, *arguments))
+        if is_profiled():
+            work.profile(begin_range(f"gangline::{name}", *inputs_of(arguments)))
+        run = self._queue.run
+        if limit is not None or getattr(opts, "asyncOp", True) or has_dispatch_modes():  # modes belong to a thread
+            run = self._queue.submit
+        elif torch.is_inference_mode_enabled():  # buffers that are kept must be writable outside of it
+            operation = partial(_outside_inference_mode, operation)
+        run(operation, inner, keys=(self,), priority=0)
         return self._counted(work)
 
     def _calls_in_a_row(
@@ -371,11 +384,18 @@ class GroupCollectives:
 
         return self._call(f"{name} of {len(calls)}", written, opts, None, operation)
 
-    def _message(self, work: Work, tensors: Sequence[Tensor], source: int = -1) -> GroupWork:
+    def _message(self, name: str, work: Work, tensor: Tensor) -> GroupWork:
         self._calls += 1
-        return self._counted(MessageWork(work, tensors, self._limit, source))
+        if is_profiled():
+            end_range(begin_range(f"gangline::{name}", tensor))
+        return self._counted(MessageWork(work, [tensor], self._limit))
 
     def _counted(self, work: GroupWork) -> GroupWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+
+def _outside_inference_mode(operation: Callable[[], None]) -> None:
+    with torch.inference_mode(mode=False):
+        operation()

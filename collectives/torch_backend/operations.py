@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.engine.host_staging import data_of
 from gangline.collectives.errors import MismatchError
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
@@ -49,6 +50,9 @@ def op_of(reduce_op: ReduceOp | ReduceOp.RedOpType) -> Op:
 
 def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
     """Reduce a tensor in place, on all ranks."""
+    if tensor.is_sparse:
+        _all_reduce_sparse(comm, tensor, op)
+        return
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
         comm.all_reduce(tensor, op)
@@ -85,7 +89,7 @@ def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> No
             f"the input tensor has shape {tuple(tensor.shape)}; expected that of its entry in the output list, "
             f"{tuple(outs[comm.rank].shape)}"
         )
-    outs[comm.rank].detach().copy_(tensor.detach())
+    data_of(outs[comm.rank]).copy_(data_of(tensor))
     for rank, out in enumerate(outs):
         broadcast(comm, out, rank)
 
@@ -119,13 +123,13 @@ def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], o
     """Reduce lists of tensors; each rank gets the one at its rank. Sizes may differ between the entries."""
     _check_count("input tensors", tensors, comm.size)
     if _are_even(tensors):
-        reduce_scatter_single(comm, out, torch.stack([tensor.detach().reshape(out.shape) for tensor in tensors]), op)
+        reduce_scatter_single(comm, out, torch.stack([data_of(tensor).reshape(out.shape) for tensor in tensors]), op)
         return
     for rank, tensor in enumerate(tensors):
-        partial = tensor.detach().clone()
+        partial = data_of(tensor).clone()
         reduce(comm, partial, rank, op)
         if rank == comm.rank:
-            out.detach().copy_(partial)
+            data_of(out).copy_(partial)
 
 
 def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
@@ -136,7 +140,7 @@ def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: O
     else:
         taken = comm.all_to_all(rows)
         assert isinstance(taken, Tensor)
-        out.detach().copy_(functools.reduce(op, taken))
+        data_of(out).copy_(functools.reduce(op, taken))
 
 
 def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -177,7 +181,7 @@ def all_to_all_single(
 
 def movable(tensor: Tensor) -> Tensor:
     """Return a view of a dtype that communicators support; sparse and quantised tensors have none."""
-    data = tensor.detach()
+    data = data_of(tensor)
     if data.dtype in DTYPES:
         return data
     if data.is_complex():
@@ -185,8 +189,41 @@ def movable(tensor: Tensor) -> Tensor:
     return data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
 
 
+def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
+    """Reduce a COO tensor in place: gather all ranks' indices and values, and add values of equal indices.
+
+    Raises:
+        MismatchError: if the ranks' tensors have different shapes; raised on all ranks.
+    """
+    if op not in ("sum", "mean"):
+        raise TypeError(f"ReduceOp {op} of a sparse tensor is not supported; expected SUM or AVG")
+    own = tensor.detach().coalesce()
+    indices, values = own.indices().T.contiguous(), own.values()
+    layouts = comm.all_gather(torch.tensor([len(indices), own.sparse_dim(), *own.shape]))
+    assert isinstance(layouts, Tensor)
+    if not (layouts[:, 1:] == layouts[0, 1:]).all():
+        raise MismatchError(
+            f"in all_reduce the ranks' sparse tensors have sparse dimensions and shapes {layouts[:, 1:]}"
+        )
+    counts = layouts[:, 0].tolist()
+    total = torch.sparse_coo_tensor(
+        _gather_rows(comm, indices, counts).T, _gather_rows(comm, values, counts), own.shape, check_invariants=False
+    ).coalesce()
+    with torch.no_grad():  # detach() of a sparse tensor does not share its number of values
+        tensor.copy_(total / comm.size if op == "mean" else total)
+
+
+def _gather_rows(comm: Communicator, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return all ranks' rows in rank order; ``counts`` are their numbers."""
+    padded = rows.new_empty((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = rows.new_empty((comm.size, *padded.shape))
+    comm.all_gather(movable(padded), movable(gathered))
+    return torch.cat([one[:count] for one, count in zip(gathered, counts, strict=True)])
+
+
 def _reducible(tensor: Tensor, op: Op) -> Tensor:
-    data = tensor.detach()
+    data = data_of(tensor)
     if not isinstance(op, str):
         if data.is_floating_point() or data.is_complex():
             raise TypeError(f"a tensor of {data.dtype} has no bits to combine; expected integers or bools for {op}")

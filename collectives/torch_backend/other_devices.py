@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
+from gangline.collectives.torch_backend.c10d import backend_names
+
 
 class OtherDevices:
     """Backends of one process group for devices other than the CPU, created for the first tensor on each.
@@ -29,7 +31,7 @@ class OtherDevices:
         """Return a group for tensors of a device.
 
         Raises:
-            ValueError: if this group has no backend for it.
+            RuntimeError: if this group has no backend for it.
         """
         self.backend(device)
         assert self._group is not None
@@ -39,7 +41,7 @@ class OtherDevices:
         """Return the backend of a device.
 
         Raises:
-            ValueError: if this group has no backend for it.
+            RuntimeError: if this group has no backend for it.
         """
         if device.type not in self._backends:
             self._backends[device.type] = self._make(device.type)
@@ -47,7 +49,7 @@ class OtherDevices:
 
     def devices(self) -> list[torch.device]:
         """Return the device types of the group, except the CPU."""
-        return [torch.device(kind) for kind in self._names() if kind != "cpu"]
+        return [torch.device(kind) for kind in backend_names(self._of()) if kind != "cpu"]
 
     def shutdown(self) -> None:
         """Shut down the backends."""
@@ -55,13 +57,8 @@ class OtherDevices:
             self._group.shutdown()
         self._group = None
 
-    def _names(self) -> dict[str, str]:
-        """Return the backend names by device type; torch knows them once the group has been made."""
-        words = dist.get_backend_config(self._of()).split(",")
-        return {kind: name for kind, _, name in (word.partition(":") for word in words)}
-
     def _make(self, kind: str) -> Any:
-        name = self._names().get(kind, "gangline")
+        name = backend_names(self._of()).get(kind, "gangline")
         rank, size = self._rank, self._size
         store = PrefixStore(f"other_devices/{kind}", self._store)
         backend: Any
@@ -73,7 +70,7 @@ class OtherDevices:
             made = ProcessGroup.BackendType.GLOO
             backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
         else:
-            raise ValueError(
+            raise RuntimeError(  # torch's class for it
                 f"a tensor on {kind} was passed to a process group of backend {dist.get_backend_config(self._of())!r}; "
                 f"expected tensors on the CPU, or a backend for {kind} that this torch has, as in "
                 f"'cpu:gangline,{kind}:nccl' or 'cpu:gangline,{kind}:gloo'"

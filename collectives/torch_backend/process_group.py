@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import job_key
-from gangline.collectives.errors import GanglineError
-from gangline.collectives.torch_backend.c10d import refusing_backend
+from gangline.collectives.errors import GanglineError, StallError
+from gangline.collectives.torch_backend.c10d import refusing_backend, run_eagerly
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.transports.addresses import is_loopback, local_address
@@ -22,6 +24,7 @@ from gangline.collectives.transports.addresses import is_loopback, local_address
 _Base: Any = ProcessGroup  # its stubs differ between versions of torch
 
 
+@run_eagerly
 class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     """A torch process group whose collectives on CPU tensors run on a `Communicator`. Collective over its ranks.
 
@@ -60,6 +63,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout
+        self._monitored_barriers = 0
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
@@ -74,7 +78,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         device = torch.device(device)
-        return super()._get_backend(device) if device.type == "cpu" else self.other_devices.backend(device)
+        return self if device.type == "cpu" else self.other_devices.backend(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -83,6 +87,31 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     def get_group_store(self) -> Store:
         """Return the store that the group was made with."""
         return self._store
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have called it, through the store: it also works while ranks wait in a collective.
+
+        Args:
+            timeout: time limit; None: the group's.
+            wait_all_ranks: name all ranks that are late, instead of the first.
+
+        Raises:
+            StallError: if a rank does not call it in time; raised on all ranks that do. The group can still be used.
+        """
+        limit = timeout or self._timeout
+        self._monitored_barriers += 1
+        store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
+        if self.rank() == 0:
+            late = _late_ranks(store, range(1, self.size()), limit, wait_all_ranks)
+            store.set("end", _monitored_text(late, limit))
+        else:
+            store.set(str(self.rank()), "")
+            if not _arrives(store, "end", limit):
+                raise StallError(
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but rank 0 did not in {_ms(limit)} ms"
+                )
+        if text := store.get("end").decode():
+            raise StallError(text)
 
     def split_group(
         self,
@@ -138,6 +167,37 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     def _enable_collectives_timing(self) -> NoReturn:
         raise ValueError("timing of collectives is not supported; measure with torch.profiler")
+
+
+def _late_ranks(store: Store, ranks: Iterable[int], limit: timedelta, wait_all_ranks: bool) -> list[int]:
+    """Return the ranks that have not called `monitored_barrier` in time; only the first unless ``wait_all_ranks``."""
+    late = []
+    end = time.monotonic() + limit.total_seconds()
+    for rank in ranks:
+        left = timedelta(seconds=max(end - time.monotonic(), 0.001))
+        if not _arrives(store, str(rank), left):
+            late.append(rank)
+            if not wait_all_ranks:
+                break
+    return late
+
+
+def _arrives(store: Store, key: str, limit: timedelta) -> bool:
+    try:
+        store.wait([key], limit)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _monitored_text(late: list[int], limit: timedelta) -> str:
+    """Return the text of the error, which is gloo's; empty if no rank is late."""
+    ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+    return f"{ranks} failed to pass monitoredBarrier in {_ms(limit)} ms" if late else ""
+
+
+def _ms(limit: timedelta) -> int:
+    return round(limit.total_seconds() * 1_000)
 
 
 def _own_address(store: Store) -> str:

@@ -12,11 +12,13 @@ from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
 from gangline.collectives.errors import GanglineError, StallError
+from gangline.collectives.torch_backend.c10d import end_range, run_eagerly
 from gangline.collectives.work import Work
 
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
 
 
+@run_eagerly
 class GroupWork(TorchWork):
     """Handle of one call on a process group.
 
@@ -24,7 +26,6 @@ class GroupWork(TorchWork):
         work: gangline's handle of the call.
         tensors: tensors that the call writes.
         limit: default timeout of `wait` in seconds; None: no timeout.
-        source: source rank of a receive.
         give_up: function that ends the call on all ranks when ``limit``, given with the call, passes in a `wait`; None:
             the call continues.
     """
@@ -34,14 +35,13 @@ class GroupWork(TorchWork):
         work: Work,
         tensors: Sequence[Tensor],
         limit: float | None = None,
-        source: int = -1,
         give_up: Callable[[GanglineError], None] | None = None,
     ) -> None:
         super().__init__()
         self._work = work
         self._tensors = tensors
         self._limit = limit
-        self._source = source
+        self._range: object = None  # of the profiler
         self._give_up = give_up
         self._lock = threading.Lock()
         self._is_over = False
@@ -60,7 +60,14 @@ class GroupWork(TorchWork):
         except BaseException as error:
             self._end(error)
             raise
+        finally:
+            if self._range is not None:
+                end_range(self._range)
         self._end(None)
+
+    def profile(self, range_: object) -> None:
+        """End a range of the profiler with the call."""
+        self._range = range_
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait for the call and return True.
@@ -111,8 +118,8 @@ class GroupWork(TorchWork):
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the source rank of a receive; -1 for other calls."""
-        return self._source
+        """Return the source rank of a receive that is over; -1 for other calls."""
+        return getattr(self._work, "source", -1)
 
     _source_rank = source_rank
 
@@ -154,6 +161,7 @@ class GroupWork(TorchWork):
         return self.result()
 
 
+@run_eagerly
 class MessageWork(GroupWork):
     """Handle of one send or receive, which needs a waiting thread only for its future."""
 
@@ -173,6 +181,7 @@ class MessageWork(GroupWork):
             self.run(self._work.wait)
 
 
+@run_eagerly
 class CoalescedWork(GroupWork):
     """Handle of several calls, done when all are."""
 

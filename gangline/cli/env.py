@@ -194,6 +194,12 @@ VARIABLES = (
         "File with measured algorithm choices, written by `gangline bench tune`.",
     ),
     Variable(
+        "GANGLINE_REPLACE_GLOO",
+        "0",
+        "1 creates process groups of torch.distributed with backend gangline wherever a program asks for gloo. Set by "
+        "`gangline run`.",
+    ),
+    Variable(
         "GANGLINE_DEVICE_GROUP",
         "",
         "How the devices of one process reduce: nccl, peer_to_peer, staged or copies. Empty: the fastest that works.",

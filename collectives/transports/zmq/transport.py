@@ -15,6 +15,7 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, ProtocolError
+from gangline.collectives.host_memory import memory_of
 from gangline.collectives.limits import PEER_LOST_SECONDS, TRANSPORT_LINGER_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
@@ -78,7 +79,7 @@ class ZmqTransport(Transport):
         self._wake_event: int | None = None  # file descriptor
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
-        view = data.numpy().data
+        view = memory_of(data)
         header = _HEADER.pack(_MAGIC, self._sent[to], message_tag.sequence, message_tag.code, len(view))
         self._sent[to] += 1
         if len(view) <= INLINE:
@@ -239,7 +240,7 @@ class _InlineReceive(ReceiveRequest):
 
     def into(self, target: Tensor) -> None:
         if self.nbytes:
-            target.numpy().data[:] = self._body
+            memory_of(target)[:] = self._body
 
     def done(self) -> None:
         pass
@@ -262,7 +263,7 @@ class _PieceReceive(ReceiveRequest):
         return torch.frombuffer(self._frame.buffer, dtype=torch.uint8)
 
     def into(self, target: Tensor) -> None:
-        view = target.numpy().data
+        view = memory_of(target)
         while self._begin < self.nbytes:
             self._count(self._transport.receive_into(self._source, view[self._begin : self._begin + PIECE]))
 

@@ -1,0 +1,39 @@
+"""`gangline run`: run a script whose torch.distributed calls name gloo on backend "gangline"."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gangline.collectives.errors import UsageError
+
+
+def run(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS...]", help="Python file and its arguments.", show_default=False)
+    ],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+) -> None:
+    """Run a Python script with backend "gangline" wherever it or a library asks torch.distributed for gloo.
+
+    Under a launcher: torchrun --nproc-per-node 4 -m gangline run SCRIPT. Processes that the script starts do the same.
+    """
+    from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
+
+    script = arguments[0]
+    if not module and not Path(script).exists():
+        raise UsageError(f"{script} is not a file; expected a Python file, or -m and the name of a module")
+    os.environ[REPLACE_GLOO] = "1"  # for child processes
+    replace_gloo()
+    sys.argv[:] = arguments
+    if module:
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,40 @@
+"""Entry points by which torch finds backend "gangline" without an import in the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+_HOME = "gangline.collectives.torch_backend"
+
+
+def register() -> None:
+    """Register the backend when a program first names it: group ``torch.distributed.backends``, torch 2.14 and later."""
+    import gangline.collectives.torch_backend  # noqa: F401
+
+
+def at_import_of_torch() -> None:
+    """Register the backend, to be imported with its first group: group ``torch.backends``, which torch calls at import.
+
+    GANGLINE_REPLACE_GLOO=1 imports it now, to replace gloo. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all this off.
+    """
+    from torch import distributed as dist
+
+    if not dist.is_available() or _HOME in sys.modules:  # its import is under way, and registers the backend
+        return
+    if os.environ.get("GANGLINE_REPLACE_GLOO") == "1":
+        register()
+    elif "gangline" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("gangline", _create, devices=["cpu"])
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> object:
+    from gangline.collectives.torch_backend import create_group
+
+    return create_group(store, rank, size, timeout)
