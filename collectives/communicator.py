@@ -379,8 +379,14 @@ class Communicator:
         work = self._messages.send(flat_values(tensor), to, tag)
         return self._messages.finish(work, async_op=async_op)
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0, *, async_op: bool = False) -> Tensor | Work:
+    def recv(self, tensor: Tensor, source: int | None, tag: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Receive a tensor that another rank sends with the same tag; tags may arrive in any order.
+
+        Args:
+            tensor: tensor that is overwritten.
+            source: rank that sends it; None: any rank, whose number is ``work.source`` then.
+            tag: tag of the message.
+            async_op: return a `Work`.
 
         Returns:
             ``tensor``.
@@ -394,8 +400,10 @@ class Communicator:
         """
         check_tensor(tensor)
         check_written(tensor)
-        check_peer("source", source, self.rank, self.size, tag)
-        work = self._messages.receive(tensor, source, tag)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sources = [source] if source is not None else others or [self.rank]
+        check_peer("source", sources[0], self.rank, self.size, tag)
+        work = self._messages.receive(tensor, sources, tag)
         pending = self._messages.finish(work, async_op=async_op)
         return tensor if pending is None else pending
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -17,11 +17,19 @@ from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_staging import flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
+from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
 _POLLS = 200  # before the first sleep
+
+
+class ReceiveWork(Work):
+    """Handle of a receive."""
+
+    source = -1
+    """Rank that has sent the message, once it has arrived."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,9 +43,10 @@ class _PendingSend:
 @dataclass(eq=False, slots=True)
 class _PendingReceive:
     tensor: Tensor
-    source: int
+    sources: tuple[int, ...]
+    """Ranks any of which may send it."""
     message_tag: MessageTag
-    work: Work
+    work: ReceiveWork
     recv_code: int
     """Code of the call as this rank made it, for errors."""
     section: Ordered | None
@@ -69,6 +78,7 @@ class PointToPoint:
         self._engine = engine
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
+        self._gone = resources.membership.gone
         self._side_streams = SideStreams()
         self._lock = threading.Lock()
         self._sends: list[_PendingSend] = []
@@ -97,16 +107,18 @@ class PointToPoint:
             self._sends.append(_PendingSend(request, to, code, work))
             return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive into a tensor."""
+    def receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> ReceiveWork:
+        """Start to receive into a tensor, from whichever of these ranks sends first."""
         self._engine.check_open()
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
-        work = Work("recv", result=tensor) if section is None else Work("recv", section.join, tensor)
+        name = "recv"
+        work = ReceiveWork(name, result=tensor) if section is None else ReceiveWork(name, section.join, tensor)
         with self._lock:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
-            self._receives.append(_PendingReceive(tensor, source, MessageTag(tag, code), work, recv_code, section))
+            message_tag = MessageTag(tag, code)
+            self._receives.append(_PendingReceive(tensor, tuple(sources), message_tag, work, recv_code, section))
             self._wake_thread()
         return work
 
@@ -178,7 +190,8 @@ class PointToPoint:
                 if is_over():
                     return
                 if idle_polls >= _POLLS:
-                    sources, targets = {one.source for one in self._receives}, {one.to for one in self._sends}
+                    sources = {source for one in self._receives for source in one.sources}
+                    targets = {one.to for one in self._sends}
                     wait = self._transport.waiter(sources, targets)
                 idle_polls = 0 if self._progress() else idle_polls + 1
             self._pause(wait, idle_polls)
@@ -193,7 +206,9 @@ class PointToPoint:
     def _check_waits(self) -> None:
         """Check that waiting makes sense."""
         with self._lock:
-            peers = [one.source for one in self._receives] + [one.to for one in self._sends]
+            peers = [one.to for one in self._sends]
+            for one in self._receives:  # of several ranks, those that have left regularly are not needed
+                peers += [source for source in one.sources if self._gone.get(source) != CLOSED] or one.sources
             if not peers:
                 return
             with suppress(Exception), self._end_on_error(self._timed_code):  # the pending works raise it
@@ -239,9 +254,10 @@ class PointToPoint:
         for sent in [one for one in self._sends if one.request.is_done()]:
             self._sends.remove(sent)
             sent.work.complete()
-        missing: set[tuple[int, int]] = set()  # receives with one source and tag end in the order of their calls
+        # receives with the same sources and tag end in the order of their calls
+        missing: set[tuple[tuple[int, ...], int]] = set()
         for receive in list(self._receives):
-            key = receive.source, receive.message_tag.sequence
+            key = receive.sources, receive.message_tag.sequence
             if key not in missing and not self._try_receive(receive):
                 missing.add(key)
         return len(self._sends) + len(self._receives) < before
@@ -250,7 +266,7 @@ class PointToPoint:
         """Start timing a pending message, if the watchdog times none that is still pending."""
         if self._timed is not None and not self._timed.is_completed():
             return
-        pending = [(one.work, one.recv_code) for one in self._receives]
+        pending: list[tuple[Work, int]] = [(one.work, one.recv_code) for one in self._receives]
         pending += [(one.work, one.code) for one in self._sends]
         self._timed = None
         for self._timed, self._timed_code in pending[:1]:
@@ -259,29 +275,29 @@ class PointToPoint:
     def _try_receive(self, receive: _PendingReceive) -> bool:
         """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
         with self._end_on_error(receive.recv_code):
-            return self._take_message(receive)
+            return any(self._take_message(receive, source) for source in receive.sources)
 
-    def _take_message(self, receive: _PendingReceive) -> bool:
-        early = self._early.setdefault(receive.source, deque())
+    def _take_message(self, receive: _PendingReceive, source: int) -> bool:
+        early = self._early.setdefault(source, deque())
         for message in early:
             if message.message_tag.sequence == receive.message_tag.sequence:
-                if self._fits(message.message_tag, receive):
+                if self._fits(message.message_tag, receive, source):
                     early.remove(message)
                     receive.take(message.into)
-                    self._complete(receive)
+                    self._complete(receive, source)
                 return True
-        while (request := self._transport.poll(receive.source)) is not None:
+        while (request := self._transport.poll(source)) is not None:
             if request.message_tag == receive.message_tag:
                 receive.take(lambda flat, request=request: request.into(flat.view(torch.uint8)))  # type: ignore[misc]
-                self._complete(receive)
+                self._complete(receive, source)
                 return True
             early.append(_read_early(request))
             if request.message_tag.sequence == receive.message_tag.sequence:
-                self._fits(request.message_tag, receive)
+                self._fits(request.message_tag, receive, source)
                 return True
         return False
 
-    def _fits(self, message_tag: MessageTag, receive: _PendingReceive) -> bool:
+    def _fits(self, message_tag: MessageTag, receive: _PendingReceive, source: int) -> bool:
         """Return whether a message with the right tag has the expected size and dtype; if not, fail the receive."""
         if message_tag == receive.message_tag:
             return True
@@ -289,14 +305,15 @@ class PointToPoint:
         self._receives.remove(receive)
         receive.work.complete(
             MismatchError(
-                f"rank {receive.source} sent {_text(sent)} with tag {message_tag.sequence}, and this rank's recv "
+                f"rank {source} sent {_text(sent)} with tag {message_tag.sequence}, and this rank's recv "
                 f"expects {_text(expected)}; the message is kept for a recv that fits"
             )
         )
         return False
 
-    def _complete(self, receive: _PendingReceive) -> None:
+    def _complete(self, receive: _PendingReceive, source: int) -> None:
         self._receives.remove(receive)
+        receive.work.source = source
         receive.work.complete()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -269,13 +269,12 @@ class GroupCollectives:
         return self._message(work, [tensor], src)
 
     @_by_device
-    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:  # noqa: ARG002
-        """Raise ValueError: messages are matched by rank and tag.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"recv from any source (tag {tag}) is not supported; expected a rank as the source")
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        """Receive one tensor from whichever rank of the group sends first; the work's ``source_rank()`` names it."""
+        (tensor,) = exactly(tensors, 1)
+        work = self.communicator.recv(operations.movable(tensor), None, tag, async_op=True)
+        assert isinstance(work, Work)
+        return self._message(work, [tensor])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
