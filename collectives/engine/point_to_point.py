@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -46,7 +46,8 @@ class _PendingSend:
 @dataclass(eq=False, slots=True)
 class _PendingReceive:
     tensor: Tensor
-    source: int
+    sources: tuple[int, ...]
+    """Ranks any of which may send it."""
     message_tag: MessageTag
     work: ReceiveWork
     recv_code: int
@@ -82,6 +83,7 @@ class PointToPoint:
         self._others = [rank for rank in range(resources.size) if rank != resources.rank]
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
+        self._gone = resources.membership.gone
         self._side_streams = SideStreams()
         self._lock = threading.Lock()
         self._sends: list[_PendingSend] = []
@@ -120,7 +122,8 @@ class PointToPoint:
         with self._lock:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
-            self._receives.append(_PendingReceive(tensor, source, MessageTag(tag, code), work, recv_code, section))
+            message_tag = MessageTag(tag, code)
+            self._receives.append(_PendingReceive(tensor, tuple(sources), message_tag, work, recv_code, section))
             self._wake_thread()
         return work
 
@@ -256,7 +259,8 @@ class PointToPoint:
         for sent in [one for one in self._sends if one.request.is_done()]:
             self._sends.remove(sent)
             sent.work.complete()
-        missing: set[tuple[int, int]] = set()  # receives with one source and tag end in the order of their calls
+        # receives with the same sources and tag end in the order of their calls
+        missing: set[tuple[tuple[int, ...], int]] = set()
         for receive in list(self._receives):
             tag = receive.message_tag.sequence
             for source in self._sources(receive):

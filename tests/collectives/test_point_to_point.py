@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine import point_to_point
-from gangline.collectives.errors import GanglineError, MismatchError
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import ReceiveRequest
 from gangline.collectives.transports.in_process import InProcessTransport
@@ -124,8 +126,31 @@ def _misfits(comm: Communicator, count: int) -> None:
     check(comm, "all_reduce", 6, torch.float32, "sum", 0)
 
 
+def _from_any_rank(comm: Communicator) -> None:
+    """Collect messages of all other ranks, of which some have closed by then, and one has another tag and size."""
+    others = range(1, comm.size)
+    if comm.rank:
+        comm.send(_message(2, comm.rank), 0, 7)  # large
+        comm.send(_message(3, comm.rank), 0, 8)
+        comm.barrier()
+        return
+    _receive(comm, 1, 8, _message(3, 1))  # keeps the message with tag 7 for later
+    for tag, number in ((7, 2), (8, 3)):
+        found = []
+        for _ in others if tag == 7 else others[1:]:
+            got = torch.empty_like(_message(number, 0))
+            work = _work(comm.recv(got, None, tag, async_op=True))
+            work.wait()
+            assert isinstance(work, point_to_point.ReceiveWork)
+            same(got, _message(number, work.source), f"tag {tag} from {work.source}")
+            found.append(work.source)
+        assert sorted(found) == list(others if tag == 7 else others[1:])
+    comm.barrier()
+
+
 def _everything(comm: Communicator) -> None:
     _between_collectives(comm)
+    _from_any_rank(comm)
     if comm.size == 2:
         _tags_out_of_order(comm)
         _many_under_way(comm)
@@ -186,7 +211,7 @@ def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_po
             with monkeypatch.context() as patch:
                 patch.setattr(InProcessTransport, "poll", late)
                 messages = comm._messages  # recv itself would poll between the two
-                works = [messages.receive(first, 0, 0), messages.receive(second, 0, 0)]
+                works = [messages.receive(first, [0], 0), messages.receive(second, [0], 0)]
                 for work in reversed(works):
                     messages.finish(work, async_op=False)
             same(first, values(3, 0, torch.float32), "first")
@@ -226,6 +251,40 @@ def test_pending_receives_fail_at_close() -> None:
 
 
 # Waiting
+
+
+def _wait_for_any(comm: Communicator, path: str) -> tuple[int, str]:
+    """Wait on rank 0 for any rank: rank 1 closes without a message, rank 2 sends one and dies."""
+    actor = Actor(comm.rank, path)
+    if comm.rank == 1:
+        comm.close()
+        actor.announce_waits(0)
+        actor.hear()
+        return 0, ""
+    if comm.rank == 2:
+        actor.hear()
+        comm.send(torch.ones(3), 0)
+        actor.hear()
+        os.kill(os.getpid(), signal.SIGKILL)
+    actor.announce_waits(2)
+    work = _work(comm.recv(torch.empty(3), None, async_op=True))
+    work.wait()
+    assert isinstance(work, point_to_point.ReceiveWork)
+    with pytest.raises(DeadNodeError, match="rank 2") as caught:
+        comm.recv(torch.empty(3), None)
+    return work.source, str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_a_receive_from_any_rank_needs_no_rank_that_has_closed(transport: str) -> None:
+    with Stage(_wait_for_any, 3, transport=transport) as stage:
+        assert [stage.heard(0) for _ in range(2)] == [WAITS] * 2
+        stage.say(2)
+        stage.say(2)
+        stage.say(1)
+        first, _, _ = stage.outcomes()
+        assert first.error is None
+        assert first.value[0] == 2
 
 
 def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
@@ -286,7 +345,7 @@ def _send_from_memory_that_goes_away(comm: Communicator, async_op: bool) -> list
     shm_transport.PEER_LOST_SECONDS = 0.1  # type: ignore[attr-defined]  # nobody will report a reason
     comm.barrier()
     target = torch.empty(1 << 18)
-    work, other = comm._messages.receive(target, 0, 0), comm._messages.receive(torch.empty(3), 0, 7)
+    work, other = comm._messages.receive(target, [0], 0), comm._messages.receive(torch.empty(3), [0], 7)
     if async_op:
         comm._messages.finish(work, async_op=True)
         texts = [_text_of(partial(work.wait, 30))]
@@ -317,7 +376,7 @@ def test_any_error_of_the_background_thread_fails_what_is_pending(
         if comm.rank == 0:
             work = _work(comm.send(torch.ones(3), 1, 1, async_op=True))
             return [_text_of(partial(work.wait, 30))]
-        works = [comm._messages.receive(torch.empty(3), 0, tag) for tag in (0, 2)]
+        works = [comm._messages.receive(torch.empty(3), [0], tag) for tag in (0, 2)]
         comm._messages.finish(works[0], async_op=True)
         return [*(_text_of(partial(work.wait, 30)) for work in works), _text_of(comm.barrier)]
 

@@ -136,7 +136,7 @@ def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match=r"the mean of torch\.int64"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), ReduceOp.AVG)
     with pytest.raises(TypeError, match="dense tensor on the CPU"):
-        dist.all_reduce(torch.eye(3).to_sparse())
+        dist.broadcast(torch.eye(3).to_sparse(), 0)
     with pytest.raises(ValueError, match="2 tensors were given; expected 1"):
         group().allreduce([torch.ones(1), torch.ones(1)])
 
@@ -324,8 +324,13 @@ def messages(rank: int, size: int) -> None:
         assert dist.recv(tensor, 0) == 0
         same(tensor, given(3, 0))
         dist.send(given(3, 1), 0)
-    with pytest.raises(ValueError, match="any source"):
-        dist.recv(torch.zeros(1))
+    if rank == 0:
+        tensor = torch.zeros(2)
+        found = {dist.recv(tensor): tensor.tolist() for _ in range(size - 1)}
+        assert found == {other: [other, other] for other in range(1, size)}
+    else:
+        dist.send(torch.full((2,), float(rank)), 0)
+    dist.barrier()
     with pytest.raises(MismatchError, match=r"sent 2 x float32 with tag 3, and this rank's recv expects 3 x float32"):
         exchange_unequal(following, before)
     dist.barrier()
@@ -339,6 +344,24 @@ def exchange_unequal(following: int, before: int) -> None:
         dist.recv(torch.zeros(2), before, tag=3)
         assert sent is not None
         sent.wait()
+
+
+@case
+def sparse_tensors(rank: int, size: int) -> None:
+    tensor = torch.sparse_coo_tensor([[rank, size, size]], [1.0, 2.0, 3.0], (size + 2,), dtype=torch.float64)
+    dist.all_reduce(tensor)
+    same(tensor.to_dense(), torch.tensor([1.0] * size + [5.0 * size, 0], dtype=torch.float64))
+    rows = torch.sparse_coo_tensor([list(range(rank))], torch.ones(rank, 3), (size, 3))  # of rank 0 none
+    dist.all_reduce(rows)
+    same(rows.to_dense(), (size - 1 - torch.arange(size)).clamp(min=0)[:, None].expand(size, 3).float())
+    with pytest.raises(ValueError, match="expected SUM"):
+        dist.all_reduce(rows, ReduceOp.MAX)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(size + 1, 2, sparse=True))
+    model(torch.tensor([rank, size])).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    same(gradient.to_dense(), torch.tensor([[1 / size] * 2] * size + [[1.0, 1.0]]))
 
 
 @case
