@@ -20,7 +20,6 @@ from gangline.collectives.engine.arguments import (
     check_peer,
     check_rank,
     check_rows,
-    check_tag,
     check_tensor,
     check_written,
     result_or_in_place,
@@ -29,7 +28,7 @@ from gangline.collectives.engine.arguments import (
 from gangline.collectives.engine.engine import Engine, GroupResources, make_engine
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import data_of, flat_values, is_contiguous_on_cpu
-from gangline.collectives.engine.point_to_point import ANY_SOURCE, PointToPoint
+from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
@@ -385,8 +384,7 @@ class Communicator:
 
         Args:
             tensor: tensor that is overwritten.
-            source: rank that sends it; None: the first message with the tag from any rank. The `Work` of an
-                asynchronous call then names the rank in ``source``.
+            source: rank that sends it; None: any rank, whose number is ``work.source`` then.
             tag: tag of the message.
             async_op: return a `Work`.
 
@@ -402,13 +400,10 @@ class Communicator:
         """
         check_tensor(tensor)
         check_written(tensor)
-        if source is not None:
-            check_peer("source", source, self.rank, self.size, tag)
-        elif self.size == 1:
-            raise ValueError("source is None; expected another rank, and the communicator has only this one")
-        else:
-            check_tag(tag)
-        work = self._messages.receive(tensor, ANY_SOURCE if source is None else source, tag)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sources = [source] if source is not None else others or [self.rank]
+        check_peer("source", sources[0], self.rank, self.size, tag)
+        work = self._messages.receive(tensor, sources, tag)
         pending = self._messages.finish(work, async_op=async_op)
         return tensor if pending is None else pending
 

@@ -22,17 +22,14 @@ from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
 from gangline.collectives.work import Work
 
-ANY_SOURCE = -1
-"""Source of a receive that takes the first message with its tag from any rank."""
-
 _POLLS = 200  # before the first sleep
 
 
 class ReceiveWork(Work):
     """Handle of a receive."""
 
-    source = ANY_SOURCE
-    """Rank whose message was received; `ANY_SOURCE` until the receive is over."""
+    source = -1
+    """Rank that has sent the message, once it has arrived."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,8 +76,6 @@ class PointToPoint:
 
     def __init__(self, resources: GroupResources, engine: Engine) -> None:
         self._engine = engine
-        self._membership = resources.membership
-        self._others = [rank for rank in range(resources.size) if rank != resources.rank]
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
         self._gone = resources.membership.gone
@@ -112,13 +107,13 @@ class PointToPoint:
             self._sends.append(_PendingSend(request, to, code, work))
             return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> ReceiveWork:
-        """Start to receive into a tensor, from one rank or from `ANY_SOURCE`."""
+    def receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> ReceiveWork:
+        """Start to receive into a tensor, from whichever of these ranks sends first."""
         self._engine.check_open()
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
-        join = _nothing if section is None else section.join
-        work = ReceiveWork("recv", join, tensor)
+        name = "recv"
+        work = ReceiveWork(name, result=tensor) if section is None else ReceiveWork(name, section.join, tensor)
         with self._lock:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
@@ -195,8 +190,9 @@ class PointToPoint:
                 if is_over():
                     return
                 if idle_polls >= _POLLS:
-                    sources = {source for one in self._receives for source in self._sources(one)}
-                    wait = self._transport.waiter(sources, {one.to for one in self._sends})
+                    sources = {source for one in self._receives for source in one.sources}
+                    targets = {one.to for one in self._sends}
+                    wait = self._transport.waiter(sources, targets)
                 idle_polls = 0 if self._progress() else idle_polls + 1
             self._pause(wait, idle_polls)
             if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
@@ -211,9 +207,8 @@ class PointToPoint:
         """Check that waiting makes sense."""
         with self._lock:
             peers = [one.to for one in self._sends]
-            for receive in self._receives:
-                sources = self._sources(receive)
-                peers += [one for one in sources if self._membership.gone.get(one) != CLOSED] or sources
+            for one in self._receives:  # of several ranks, those that have left regularly are not needed
+                peers += [source for source in one.sources if self._gone.get(source) != CLOSED] or one.sources
             if not peers:
                 return
             with suppress(Exception), self._end_on_error(self._timed_code):  # the pending works raise it
@@ -262,12 +257,9 @@ class PointToPoint:
         # receives with the same sources and tag end in the order of their calls
         missing: set[tuple[tuple[int, ...], int]] = set()
         for receive in list(self._receives):
-            tag = receive.message_tag.sequence
-            for source in self._sources(receive):
-                if (source, tag) not in missing:
-                    if self._try_receive(receive, source):
-                        break
-                    missing.add((source, tag))
+            key = receive.sources, receive.message_tag.sequence
+            if key not in missing and not self._try_receive(receive):
+                missing.add(key)
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
@@ -280,13 +272,10 @@ class PointToPoint:
         for self._timed, self._timed_code in pending[:1]:
             self._watchdog.begin(0, self._timed_code)
 
-    def _sources(self, receive: _PendingReceive) -> list[int]:
-        return self._others if receive.source == ANY_SOURCE else [receive.source]
-
-    def _try_receive(self, receive: _PendingReceive, source: int) -> bool:
-        """End a receive if its message has arrived, and return whether it had; keep other messages of the source."""
+    def _try_receive(self, receive: _PendingReceive) -> bool:
+        """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
         with self._end_on_error(receive.recv_code):
-            return self._take_message(receive, source)
+            return any(self._take_message(receive, source) for source in receive.sources)
 
     def _take_message(self, receive: _PendingReceive, source: int) -> bool:
         early = self._early.setdefault(source, deque())
@@ -326,10 +315,6 @@ class PointToPoint:
         self._receives.remove(receive)
         receive.work.source = source
         receive.work.complete()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _read_early(request: ReceiveRequest) -> _EarlyMessage:

@@ -62,29 +62,6 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
         tensor.copy_(functools.reduce(op, rows))
 
 
-def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
-    """Add up sparse tensors in rank order. Ranks may have different elements."""
-    if op != "sum":
-        raise ValueError(f"a sparse tensor is reduced by {op!r}; expected SUM")
-    own = tensor.detach().coalesce()
-    counts = comm.all_gather(torch.tensor([own._nnz(), own.sparse_dim(), own.dim(), *own.shape]))
-    assert isinstance(counts, Tensor)
-    if not bool((counts[:, 1:] == counts[comm.rank, 1:]).all()):
-        raise MismatchError(f"all_reduce of sparse tensors of different sizes: {counts[:, 3:].tolist()}")
-    most = int(counts[:, 0].max())
-    gathered = []
-    for part in (own.indices().t().contiguous(), own.values()):
-        padded = part.new_zeros(most, *part.shape[1:])
-        padded[: len(part)] = part
-        rows = comm.all_gather(movable(padded))
-        assert isinstance(rows, Tensor)
-        gathered.append(torch.cat([row[:count] for row, count in zip(rows, counts[:, 0].tolist(), strict=True)]))
-    indices, values = gathered
-    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False)
-    with torch.no_grad():  # not `detach`, whose copy of a sparse tensor has indices of its own
-        tensor.copy_(total.coalesce())
-
-
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
     """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
     tensor = _reducible(tensor, op)

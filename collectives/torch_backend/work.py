@@ -165,12 +165,6 @@ class GroupWork(TorchWork):
 class MessageWork(GroupWork):
     """Handle of one send or receive, which needs a waiting thread only for its future."""
 
-    def source_rank(self) -> int:
-        """Return the source rank of a receive, once it is done if it is from any source; -1 for a send."""
-        return self._source if self._source >= 0 else getattr(self._work, "source", -1)
-
-    _source_rank = source_rank
-
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensor that is sent or received."""
         future = super().get_future()
