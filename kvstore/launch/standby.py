@@ -29,7 +29,7 @@ class Standby:
     def __init__(self, environment: Mapping[str, str], descriptors: Sequence[int], prepare: Callable[[], None]) -> None:
         self._environment = dict(environment)
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "gangline.kvstore.parameter_server.standby"],
+            [sys.executable, "-m", "gangline.kvstore.parameter_server.server.standby"],
             env={**os.environ, **environment},
             pass_fds=descriptors,
             stdin=subprocess.PIPE,

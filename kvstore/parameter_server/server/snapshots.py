@@ -82,6 +82,8 @@ class Snapshots:
                     found, header = self._read(folder / _file_name(number_))
                     if folder == self._own:
                         own, name = found, header["optimizer"]
+            except MismatchError:
+                raise
             except ValueError as error:
                 _log.warning("server %d leaves out the snapshot of round %d: %s", self._rank, number_, error)
                 continue

@@ -147,9 +147,7 @@ def test_a_full_disk_costs_the_snapshot_only(tmp_path: Path) -> None:
 def test_another_program_cannot_resume(tmp_path: Path) -> None:
     run(*SNAPSHOTS, str(tmp_path), steps=6)
     for text, arguments in {
-        "has shard 0 of key 'small' from element 0 on, torch.float32 of shape (10,), and this job shard 0": {
-            "key": "other"
-        },
+        "of key 'small' from element 0 on, torch.float32 of shape (10,), and this job shard": {"key": "other"},
         "has optimizer 'sgd', and this job sets 'adam'": {"optimizer": "adam"},
     }.items():
         status, _, errors = run(*SNAPSHOTS, str(tmp_path), **arguments)
