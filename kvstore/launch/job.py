@@ -13,7 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gangline.collectives.environments.restart import ELASTIC, INCARNATION, PROCESS_RESTARTS, RESTART, RUN_ID
+from gangline.collectives.environments.restart import (
+    ELASTIC,
+    INCARNATION,
+    PROCESS_RESTARTS,
+    RESTART,
+    RUN_ID,
+    SNAPSHOT_DIR,
+    SNAPSHOT_EVERY,
+)
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
@@ -44,6 +52,8 @@ class JobSpec:
     """Number of workers and servers that are started again, each alone, while the job runs."""
     elastic: tuple[int, int] | None = None
     """Least and most workers of a job whose workers may change; None: they do not."""
+    snapshots: tuple[str, int] | None = None
+    """Folder of the servers' snapshots and number of rounds between them; None: there are none."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job that is the same in all its starts."""
 
@@ -132,6 +142,8 @@ def process_table(
     }
     if job.elastic is not None:
         common[ELASTIC] = "{}:{}".format(*job.elastic)
+    if job.snapshots is not None:
+        common[SNAPSHOT_DIR], common[SNAPSHOT_EVERY] = job.snapshots[0], str(job.snapshots[1])
     supervised: list[tuple[str, int | None]] = []
     if job.servers:
         supervised = [("scheduler", None), *(("server", rank) for rank in range(job.servers))]

@@ -15,8 +15,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from gangline.kvstore.launch.job import Process
 from gangline.kvstore.launch.output import Output, Stream, write_what_fits
 from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
 from gangline.kvstore.launch.restarts import CHECKPOINTED, FINAL
+from gangline.kvstore.launch.standby import Standby
 
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
@@ -137,6 +138,8 @@ class Supervisor:
         self._restarts = 0
         self._kept_memory: dict[int, int] = {}
         """Descriptor of the memory of each server, by rank: a server that starts again finds its state there."""
+        self._standby: Standby | None = None
+        """Process that takes the place of the next server that dies."""
         self._verdict: int | None = None
         """Pipe of the scheduler, by which it says that restarts are of no use any more."""
         self._worker_codes: set[int] = set()
@@ -188,6 +191,7 @@ class Supervisor:
             listener = unix_sockets.listen(elastic.control)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         self._start_all([process for process in processes if not process.is_spare])
+        self._start_standby()
         while self._children or self._has_orphans():
             self._wait()
         for child in self._started:
@@ -254,9 +258,7 @@ class Supervisor:
         return done
 
     def _start_all(self, processes: Sequence[Process]) -> None:
-        with inherited_key(self._key) as (environment, descriptors):
-            if self._key is not None:
-                environment["GANGLINE_JOB_ID"] = self._key.job_id()
+        with self._inherited() as (environment, descriptors):
             for process in processes:
                 if self._code is not None:
                     return
@@ -272,6 +274,22 @@ class Supervisor:
                     self._start(process, more, [*descriptors, kept])
                 else:
                     self._start(process, environment, descriptors)
+
+    @contextmanager
+    def _inherited(self) -> Iterator[tuple[dict[str, str], list[int]]]:
+        """Return variables and descriptors by which a process started in the block gets the job's key."""
+        with inherited_key(self._key) as (environment, descriptors):
+            if self._key is not None:
+                environment["GANGLINE_JOB_ID"] = self._key.job_id()
+            yield environment, list(descriptors)
+
+    def _start_standby(self) -> None:
+        """Start the process that takes the place of the next server that dies, if one may be started again."""
+        self._standby = None
+        if self._kept_memory and self._restarts_left and self._code is None:
+            with self._inherited() as (environment, descriptors):
+                prepare = partial(_prepare, os.getpid(), ())
+                self._standby = Standby(environment, [*descriptors, *self._kept_memory.values()], prepare)
 
     def _kept_memory_of(self, server: int) -> int:
         if server not in self._kept_memory:
@@ -298,8 +316,15 @@ class Supervisor:
         total = self._restarts + self._restarts_left
         self._report(f"{child} {_how(code)}; it starts again (restart {self._restarts} of {total} of single processes)")
         send_group(child.popen.pid, signal.SIGKILL)  # what it has started works for nobody
-        environment = {**child.process.environment, INCARNATION: str(number)}
-        self._start_all([replace(child.process, environment=environment)])
+        process = replace(child.process, environment={**child.process.environment, INCARNATION: str(number)})
+        if process.role != "server" or self._standby is None:
+            self._start_all([process])
+            return
+        if self._standby.become(process, {KEPT_MEMORY: str(self._kept_memory_of(process.rank or 0))}):
+            self._watch(process, self._standby.popen)
+        else:
+            self._start_all([process])
+        self._start_standby()
 
     def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
@@ -318,12 +343,17 @@ class Supervisor:
             code = 127 if error.errno == errno.ENOENT else 126
             self._fail(f"{process.label} cannot be started: {process.command[0]!r}: {error.strerror}", code)
             return
+        self._watch(process, popen)
+
+    def _watch(self, process: Process, popen: subprocess.Popen[bytes]) -> None:
+        """Watch a started process and its output."""
         child = self._children[popen.pid] = _Child(process, popen)
         self._started.append(child)
-        if popen.stdin is not None:
+        if process.document is not None:
+            assert popen.stdin is not None
             fcntl.fcntl(popen.stdin, fcntl.F_SETPIPE_SZ, _PIPE)
             os.set_blocking(popen.stdin.fileno(), False)
-            self._tell(child, process.document or "")
+            self._tell(child, process.document)
         elif self._reports.log_dir is not None:
             path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
             is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
@@ -552,6 +582,9 @@ class Supervisor:
 
     def _has_orphans(self) -> bool:
         """Return True if descendants of the ended processes still run; send them SIGTERM the first time."""
+        if self._standby is not None:
+            self._standby.end()
+            self._standby = None
         orphans = descendants()
         if orphans and not self._are_orphans_terminated:
             self._are_orphans_terminated = True

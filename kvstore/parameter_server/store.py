@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gangline.collectives.compression import Compression
 from gangline.collectives.environments.engines import Dmlc
+from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
@@ -99,6 +100,11 @@ class DistStore(KVStore):
         if max_staleness is not None and (not is_async or isinstance(max_staleness, bool) or max_staleness < 0):
             raise ValueError(
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
+            )
+        if is_async and os.environ.get(SNAPSHOT_DIR):
+            raise ValueError(
+                f"snapshots of servers need a sync store, whose rounds are equal on all servers, not {name!r}; "
+                f"expected {SNAPSHOT_DIR} not to be set"
             )
         self.max_staleness = max_staleness
         self._on_device = "device" in name
@@ -230,7 +236,7 @@ class DistStore(KVStore):
             Rank of the worker that called it last.
         """
         self._check_open()
-        if self._scheduler.views:
+        if self._continuation.counts_steps:
             self._continuation.refuse("join()")
         self._settle()
         command(self._servers, "join")
@@ -593,7 +599,7 @@ class DistStore(KVStore):
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
-        if self._scheduler.views:
+        if self._continuation.counts_steps:
             self._continuation.refuse("compression")
         params = None if compression is None else compression.params
         self._settle()

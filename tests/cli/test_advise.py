@@ -56,9 +56,8 @@ def torchrun(**variables: object) -> dict[str, Any]:
     return advise("--", sys.executable, "-m", "torch.distributed.run", *ranks[1:], **variables)
 
 
-@pytest.mark.parametrize(
-    "cause", [pytest.param(one, marks=[] if one == "backward" else pytest.mark.slow) for one in CAUSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", CAUSES)
 def test_the_verdict_names_the_cause_and_the_process(cause: str) -> None:
     assert first(torchrun(CAUSE=cause)) == VERDICTS[cause]
 

@@ -96,6 +96,7 @@ class Trace:
         assert len(set(ends)) == len(ends)
 
 
+@pytest.mark.slow
 def test_workers_and_server_of_a_training_job_are_in_one_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     done = launch(path, *TRAIN, "--batch-size", "256", "--kv-store", "dist_sync", servers=1)
@@ -150,6 +151,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+@pytest.mark.slow
 def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     shifted = tmp_path / "worker"
@@ -175,6 +177,7 @@ def test_clocks_of_ranks_with_another_clock_agree(tmp_path: Path) -> None:
     assert trace.clocks["rank 0"]["error_us"] == 0
 
 
+@pytest.mark.slow
 def test_another_job_replaces_the_file_and_a_killed_one_leaves_its_spans(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("of something else")

@@ -62,6 +62,7 @@ def check(out: list[str], errors: list[str], ranks: set[int]) -> None:
     assert weight == pytest.approx(-3 * 4 * 23.5, rel=1e-11)
 
 
+@pytest.mark.slow
 def test_resize_adds_and_removes_workers() -> None:
     with job({3: (0, 1, 2), 8: (0,)}, "--elastic", "1:4") as run:
         run.hear("at 3")

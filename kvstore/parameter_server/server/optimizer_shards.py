@@ -101,6 +101,11 @@ class ShardOptimizers:
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
     @property
+    def name(self) -> str:
+        """Name of the optimizer."""
+        return self._spec.name
+
+    @property
     def keeps_sums(self) -> bool:
         """True if sums are kept for `update_kept`, as clip_global_norm needs it."""
         return self._spec.clip_global_norm is not None
