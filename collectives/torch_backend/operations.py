@@ -16,7 +16,6 @@ from torch.distributed import ReduceOp
 
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.errors import MismatchError
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
 """Reduction: the communicator's name for it, or a function that is applied in rank order."""
@@ -147,20 +146,7 @@ def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Ten
     """
     _check_count("output tensors", outs, comm.size)
     _check_count("input tensors", tensors, comm.size)
-    table = comm.all_gather(torch.tensor([part.numel() for part in (*tensors, *outs)]))
-    assert isinstance(table, Tensor)
-    sent, received = table[:, : comm.size], table[:, comm.size :].T
-    for source, target in (sent != received).nonzero().tolist():
-        raise MismatchError(
-            f"in all_to_all rank {source} sends {int(sent[source, target])} elements to rank {target}, which expects "
-            f"{int(received[source, target])}; expected the same number"
-        )
-    rows = _padded(tensors, int(sent.max()))
-    got = comm.all_to_all(rows)
-    assert isinstance(got, Tensor)
-    for out, row in zip(outs, got, strict=True):
-        data = movable(out)
-        data.copy_(row[: data.numel()].view(data.shape))
+    comm.all_to_all_uneven([movable(tensor) for tensor in tensors], [movable(out) for out in outs])
 
 
 def all_to_all_single(
@@ -172,7 +158,10 @@ def all_to_all_single(
         received = _rows("the output", out, comm.size, _slice_shape("the output", out, comm.size))
         comm.all_to_all(movable(sent), movable(received))
     else:
-        all_to_all(comm, _split("the output", out, out_splits, comm), _split("the input", tensor, splits, comm))
+        received, sent = movable(out), movable(tensor)
+        comm.all_to_all_uneven(
+            _split("the input", sent, splits, comm), _split("the output", received, out_splits, comm)
+        )
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -232,16 +221,6 @@ def _split(name: str, tensor: Tensor, splits: Sequence[int], comm: Communicator)
             f"{name} has split sizes {splits}; expected {comm.size} that add up to its first axis, {tensor.shape[0]}"
         )
     return torch.split(tensor, splits)
-
-
-def _padded(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """Return the tensors as rows (len(tensors), n); the padding is uninitialised."""
-    flats = [movable(tensor).reshape(-1) for tensor in tensors]
-    scale = 2 if tensors[0].is_complex() else 1
-    rows = flats[0].new_empty((len(flats), longest * scale))
-    for row, flat in zip(rows, flats, strict=True):
-        row[: flat.numel()].copy_(flat)
-    return rows
 
 
 def _stack(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
