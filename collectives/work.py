@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _log = logging.getLogger("gangline")
+_thread = threading.local()
 
 
 class Work:
@@ -215,6 +216,7 @@ class WorkQueue:
             pass
 
     def _serve(self) -> None:
+        _thread.is_background = True
         while True:
             with self._changed:
                 while not self._ready:
@@ -238,6 +240,11 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
+
+
+def is_in_background() -> bool:
+    """Return whether this thread is that of a `WorkQueue`, beside which other threads of the process may compute."""
+    return getattr(_thread, "is_background", False)
 
 
 def _closed_text(name: str) -> str:
