@@ -30,6 +30,8 @@ _OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_DIRECT_BYTES = 1 << 18
+"""Bytes of a tensor from which it is gathered straight into the list of outputs, without a joined tensor between."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
 
 
@@ -76,17 +78,15 @@ def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
 def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
     """Gather every rank's tensor into one of ``outs``; sizes may differ if all ranks pass the same sizes."""
     _check_count("output tensors", outs, comm.size)
-    if _are_even(outs):
+    if _are_even(outs) and tensor.nbytes < _DIRECT_BYTES:
         _unpack(comm.all_gather(movable(tensor)), outs)
         return
-    if outs[comm.rank].shape != tensor.shape:
+    if outs[comm.rank].numel() != tensor.numel() or outs[comm.rank].dtype != tensor.dtype:
         raise ValueError(
-            f"the input tensor has shape {tuple(tensor.shape)}; expected that of its entry in the output list, "
-            f"{tuple(outs[comm.rank].shape)}"
+            f"the input tensor is {tuple(tensor.shape)} of {tensor.dtype}; expected the size of its entry in the output "
+            f"list, {tuple(outs[comm.rank].shape)} of {outs[comm.rank].dtype}"
         )
-    outs[comm.rank].detach().copy_(tensor.detach())
-    for rank, out in enumerate(outs):
-        broadcast(comm, out, rank)
+    comm.all_to_all_uneven([movable(tensor)] * comm.size, [movable(out) for out in outs])
 
 
 def all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
