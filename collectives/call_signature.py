@@ -20,6 +20,7 @@ COLLECTIVES = (
     "empty",
     "send",
     "recv",
+    "all_to_all_uneven",
 )
 OPS = ("sum", "mean", "product", "min", "max")
 DTYPES = (
@@ -88,6 +89,8 @@ class CallSignature:
     def __str__(self) -> str:
         if self.collective == "barrier":
             return "barrier()"
+        if self.collective == "all_to_all_uneven":
+            return f"all_to_all_uneven({str(self.dtype).removeprefix('torch.')})"
         words = [f"{self.count} x {str(self.dtype).removeprefix('torch.')}"]
         words += [self.op] if self.op is not None else []
         words += [f"root {self.root}"] if self.root is not None else []

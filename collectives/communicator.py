@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import TypeVar
@@ -297,6 +298,32 @@ class Communicator:
         result = result_tensor(out, tensor.shape, tensor)
         code = encode_signature("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
         return self._dispatcher.call("all_to_all", code, (tensor, result), result, async_op)
+
+    def all_to_all_uneven(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Send tensor j to rank j and receive ``outs[i]`` from rank i; all may differ in size.
+
+        Args:
+            tensors: a tensor for each rank, all of one dtype.
+            outs: a tensor for what each rank sends, of that dtype.
+
+        Raises:
+            ValueError: if there is not one tensor for each rank, dtypes differ, or an out is expanded.
+            TypeError: if a tensor is not on the CPU or a GPU, or its dtype is not supported.
+            MismatchError: on all ranks, if a rank sends another number of elements than its peer expects.
+            GanglineError: if a rank is dead, late or in another call.
+        """
+        for name, given in (("tensors", tensors), ("outs", outs)):
+            if len(given) != self.size:
+                raise ValueError(f"{len(given)} {name} were given; expected one for each of {self.size} ranks")
+            for tensor in given:
+                check_tensor(tensor, name)
+                if tensor.dtype != tensors[0].dtype:
+                    raise ValueError(f"{name} has a tensor of {tensor.dtype}; expected {tensors[0].dtype} for all")
+        for out in outs:
+            check_written(out, "outs")
+        self._engine.settle()
+        code = encode_signature("all_to_all_uneven", 0, tensors[0].dtype, None, None)
+        self._host.all_to_all_uneven(code, tensors, outs)
 
     def gather(
         self, tensor: Tensor, root: int = 0, out: Tensor | None = None, *, async_op: bool = False

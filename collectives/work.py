@@ -15,6 +15,7 @@ from typing import Any
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
+_thread = threading.local()
 
 
 class Work:
@@ -225,6 +226,7 @@ class WorkQueue:
             pass
 
     def _serve(self) -> None:
+        _thread.is_background = True
         while True:
             with self._changed:
                 while not self._ready:
@@ -260,6 +262,11 @@ def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
         operation()
 
     return recorded
+
+
+def is_in_background() -> bool:
+    """Return whether this thread is that of a `WorkQueue`, beside which other threads of the process may compute."""
+    return getattr(_thread, "is_background", False)
 
 
 def _closed_text(name: str) -> str:

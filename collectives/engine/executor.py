@@ -116,7 +116,7 @@ def _receive(
     step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_ChunkSend]
 ) -> None:
     target = chunks.target(step.first, step.last)
-    request = _expect(transport, step.source, message_tag, target)
+    request = expect(transport, step.source, message_tag, target)
     unread = _unread(pending, step)
     received = torch.empty_like(target) if unread else target
     request.into(received.view(torch.uint8))
@@ -133,7 +133,7 @@ def _reduce(
     divisor: int,
 ) -> None:
     own = chunks.source(step.first, step.last)
-    requests = [None if rank == transport.rank else _expect(transport, rank, message_tag, own) for rank in step.ranks]
+    requests = [None if rank == transport.rank else expect(transport, rank, message_tag, own) for rank in step.ranks]
     target = chunks.target(step.first, step.last)
     unread = _unread(pending, step)
     result = torch.empty_like(target) if unread else target
@@ -153,7 +153,7 @@ def _reduce(
     _write_when_read(target, result, unread)
 
 
-def _expect(transport: Transport, source: int, message_tag: MessageTag, like: Tensor) -> ReceiveRequest:
+def expect(transport: Transport, source: int, message_tag: MessageTag, like: Tensor) -> ReceiveRequest:
     """Wait for a rank's next message and check that it has this tag and the length of ``like``."""
     request = transport.receive(source)
     if request.message_tag != message_tag:

@@ -16,12 +16,14 @@ from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import as_rows, data_of, flat_buffer, flat_values, write_back
 from gangline.collectives.engine.reduction import HALVES, OPERATIONS, combine
+from gangline.collectives.engine.uneven_all_to_all import UnevenAllToAll
 from gangline.collectives.host_memory import borrowed_memory
 from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import MessageTag
 
 _MOST_SMALL_ALL_REDUCES = 4096
 _MOST_ADDRESSES = 64  # whose arrays are kept, for each prepared all-reduce
+_MOST_SLOT_VIEWS = 4096
 
 
 class HostCollectives:
@@ -35,9 +37,11 @@ class HostCollectives:
         resources = engine.resources
         self.small_all_reduces: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
         """Prepared all-reduces through slots, by dtype, number of elements and operation."""
+        self.all_to_all_uneven = UnevenAllToAll(engine, self._all_gather)
         self._engine = engine
         self._transport = resources.transport
         self._rank, self._size = resources.rank, resources.size
+        self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
 
     def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce over all ranks; ``result`` may be ``tensor``."""
@@ -221,7 +225,11 @@ class HostCollectives:
         """
         slot_exchange = self._engine.resources.slot_exchange
         assert slot_exchange is not None
-        slots = slot_exchange.slots(nbytes, flat.dtype)
+        slots = self._slots.get((nbytes, flat.dtype))
+        if slots is None:
+            if len(self._slots) >= _MOST_SLOT_VIEWS:
+                self._slots.clear()
+            slots = self._slots[nbytes, flat.dtype] = slot_exchange.slots(nbytes, flat.dtype)
         slots[slot_exchange.parity][self._rank][: flat.numel()].copy_(flat)
         return slots[self._engine.exchange_slots(*message_tag)]
 

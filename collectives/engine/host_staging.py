@@ -74,4 +74,4 @@ def pinned_memory(count: int, dtype: torch.dtype) -> Tensor:
 
 def _flat_view(data: Tensor) -> Tensor:
     """Return a 1-d view of stride 1; `Tensor.view` keeps any other stride of a tensor with a single element."""
-    return data.as_strided((data.numel(),), (1,))
+    return data if data.dim() == 1 and data.stride(0) == 1 else data.as_strided((data.numel(),), (1,))

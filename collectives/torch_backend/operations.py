@@ -32,6 +32,8 @@ _OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_DIRECT_BYTES = 1 << 18
+"""Bytes of a tensor from which it is gathered straight into the list of outputs, without a joined tensor between."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
 
 
@@ -81,17 +83,15 @@ def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
 def all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
     """Gather every rank's tensor into one of ``outs``; sizes may differ if all ranks pass the same sizes."""
     _check_count("output tensors", outs, comm.size)
-    if _are_even(outs):
+    if _are_even(outs) and tensor.nbytes < _DIRECT_BYTES:
         _unpack(comm.all_gather(movable(tensor)), outs)
         return
-    if outs[comm.rank].shape != tensor.shape:
+    if outs[comm.rank].numel() != tensor.numel() or outs[comm.rank].dtype != tensor.dtype:
         raise ValueError(
-            f"the input tensor has shape {tuple(tensor.shape)}; expected that of its entry in the output list, "
-            f"{tuple(outs[comm.rank].shape)}"
+            f"the input tensor is {tuple(tensor.shape)} of {tensor.dtype}; expected the size of its entry in the "
+            f"output list, {tuple(outs[comm.rank].shape)} of {outs[comm.rank].dtype}"
         )
-    data_of(outs[comm.rank]).copy_(data_of(tensor))
-    for rank, out in enumerate(outs):
-        broadcast(comm, out, rank)
+    comm.all_to_all_uneven([movable(tensor)] * comm.size, [movable(out) for out in outs])
 
 
 def all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
@@ -151,20 +151,7 @@ def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Ten
     """
     _check_count("output tensors", outs, comm.size)
     _check_count("input tensors", tensors, comm.size)
-    table = comm.all_gather(torch.tensor([part.numel() for part in (*tensors, *outs)]))
-    assert isinstance(table, Tensor)
-    sent, received = table[:, : comm.size], table[:, comm.size :].T
-    for source, target in (sent != received).nonzero().tolist():
-        raise MismatchError(
-            f"in all_to_all rank {source} sends {int(sent[source, target])} elements to rank {target}, which expects "
-            f"{int(received[source, target])}; expected the same number"
-        )
-    rows = _padded(tensors, int(sent.max()))
-    got = comm.all_to_all(rows)
-    assert isinstance(got, Tensor)
-    for out, row in zip(outs, got, strict=True):
-        data = movable(out)
-        data.copy_(row[: data.numel()].view(data.shape))
+    comm.all_to_all_uneven([movable(tensor) for tensor in tensors], [movable(out) for out in outs])
 
 
 def all_to_all_single(
@@ -176,7 +163,10 @@ def all_to_all_single(
         received = _rows("the output", out, comm.size, _slice_shape("the output", out, comm.size))
         comm.all_to_all(movable(sent), movable(received))
     else:
-        all_to_all(comm, _split("the output", out, out_splits, comm), _split("the input", tensor, splits, comm))
+        received, sent = movable(out), movable(tensor)
+        comm.all_to_all_uneven(
+            _split("the input", sent, splits, comm), _split("the output", received, out_splits, comm)
+        )
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -269,16 +259,6 @@ def _split(name: str, tensor: Tensor, splits: Sequence[int], comm: Communicator)
             f"{name} has split sizes {splits}; expected {comm.size} that add up to its first axis, {tensor.shape[0]}"
         )
     return torch.split(tensor, splits)
-
-
-def _padded(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """Return the tensors as rows (len(tensors), n); the padding is uninitialised."""
-    flats = [movable(tensor).reshape(-1) for tensor in tensors]
-    scale = 2 if tensors[0].is_complex() else 1
-    rows = flats[0].new_empty((len(flats), longest * scale))
-    for row, flat in zip(rows, flats, strict=True):
-        row[: flat.numel()].copy_(flat)
-    return rows
 
 
 def _stack(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

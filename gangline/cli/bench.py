@@ -16,6 +16,7 @@ class _Benches(TyperGroup):
             return
         from gangline.bench.algorithms.simulate import simulate
         from gangline.bench.algorithms.tune import tune
+        from gangline.bench.backend import backend
         from gangline.bench.balance import balance
         from gangline.bench.collectives import collective
         from gangline.bench.compression import compression
@@ -53,6 +54,7 @@ class _Benches(TyperGroup):
         benches.command()(compare)
         benches.command()(startup)
         benches.command()(connect)
+        benches.command()(backend)
         benches.command()(simplicity)
         benches.command()(faults)
         benches.command(context_settings={"allow_interspersed_args": False})(

@@ -34,6 +34,7 @@ def _report() -> dict[str, dict[str, Any]]:
     import torch
 
     from gangline.collectives.devices.inventory import device_table
+    from gangline.collectives.transports.shm.host_group import processor_problem
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -53,6 +54,7 @@ def _report() -> dict[str, dict[str, Any]]:
         },
         "devices": {row.context: row.name for row in device_table()},
         "shared memory": {
+            "between ranks": processor_problem() or "works",
             "memfd_create": _problem_of_memfd() or "works",
             "cross-memory attach": _problem_of_cma() or "works",
             **_size_of_dev_shm(),

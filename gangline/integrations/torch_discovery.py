@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _HOME = "gangline.collectives.torch_backend"
 
 
 def register() -> None:
-    """Register the backend when a program first names it: group ``torch.distributed.backends``, torch 2.14 and later."""
+    """Register the backend when a program names it: group ``torch.distributed.backends``, torch 2.14 and later."""
     import gangline.collectives.torch_backend  # noqa: F401
 
 

@@ -82,6 +82,7 @@ def test_env_reports_what_a_bug_report_needs() -> None:
     report = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)
     assert report["versions"]["torch"].startswith("2.")
     assert report["devices"]["cpu(0)"]
+    assert report["shared memory"]["between ranks"] == "works"
     assert report["shared memory"]["memfd_create"] == "works"
     assert report["shared memory"]["cross-memory attach"]
     assert report["launcher"] == {"found": "none"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from types import FrameType
 from typing import Any
@@ -94,7 +95,7 @@ def test_a_communicator_on_one_host_opens_in_few_exchanges() -> None:
     assert spawn(_rounds, 3, transport="ipc", timeout=60) == [ROUNDS] * 3
 
 
-def _no_memory_on_rank_1(comm: Communicator, transport: str) -> tuple[str, int, list[str]]:
+def _no_memory_on_rank_1(comm: Communicator, transport: str, machine: str = "") -> tuple[str, int, list[str]]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -105,7 +106,9 @@ def _no_memory_on_rank_1(comm: Communicator, transport: str) -> tuple[str, int, 
 
     exchange = _CountingExchange(comm)
     with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == 1:
+        if machine:
+            patch.setattr(platform, "machine", lambda: machine)
+        elif comm.rank == 1:
             patch.setattr(host_group, "Offer", refuse)
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
             assert other.all_reduce(torch.ones(3)).tolist() == [comm.size] * 3
@@ -119,6 +122,16 @@ def test_all_ranks_use_sockets_if_one_cannot_share_memory_and_each_warns_once() 
     assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 3
     with pytest.raises(OSError, match=f"transport is 'shared_memory': {reason}"):
         spawn(_no_memory_on_rank_1, 3, "shared_memory", transport="ipc", timeout=60)
+
+
+def test_ranks_on_a_processor_that_reorders_stores_use_sockets() -> None:
+    reason = "not implemented for aarch64 processors, which may reorder stores"
+    warning = f"ranks communicate through sockets instead of shared memory: rank 0 cannot offer memory: {reason}"
+    found = spawn(_no_memory_on_rank_1, 2, "auto", "aarch64", transport="ipc", timeout=60)
+    assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "machine", lambda: "aarch64")
+        assert host_group.processor_problem() == reason
 
 
 def test_every_reduction_of_the_call_signature_has_functions() -> None:

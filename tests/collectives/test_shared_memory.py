@@ -9,8 +9,10 @@ import re
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +26,24 @@ from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
-from gangline.collectives.transports.shm import cma, segments, transport
+from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.work import Work
-from tests.collectives.ranks import LARGE, SLOT_BYTES, cases, check, combined, expected, open_again, same, values
+from tests.collectives.ranks import (
+    LARGE,
+    SLOT_BYTES,
+    cases,
+    check,
+    combined,
+    exchange_over,
+    expected,
+    open_again,
+    same,
+    values,
+)
 
 COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements: whole pieces, and more than a slot holds
 
@@ -600,3 +613,32 @@ def _fail_at_the_second_transport(comm: Communicator) -> None:
 
 def test_the_first_transport_is_closed_if_the_second_fails() -> None:
     spawn(_fail_at_the_second_transport, 2, transport="shared_memory", timeout=60)
+
+
+def _yields_before_sleep(comm: Communicator, *, is_crowded: bool, async_op: bool) -> int:
+    """Return the yields of rank 0 while it waits for rank 1, which is late."""
+    libc, yields = futex_wakeup._libc, []
+    sched_yield = libc.sched_yield
+
+    def counted() -> None:
+        yields.append(None)
+        sched_yield()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_crowded:
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        with open_communicator(comm.rank, comm.size, exchange_over(comm), transport="shared_memory") as other:
+            other.barrier()
+            patch.setattr(libc, "sched_yield", counted)
+            if comm.rank == 1:
+                time.sleep(0.3)
+            work = other.all_reduce(torch.ones(3), async_op=async_op)
+            if isinstance(work, Work):
+                work.wait()
+    return len(yields)
+
+
+@pytest.mark.parametrize(("is_crowded", "async_op"), [(True, False), (False, True)])
+def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep(is_crowded: bool, async_op: bool) -> None:
+    first, _ = spawn(partial(_yields_before_sleep, is_crowded=is_crowded, async_op=async_op), 2, transport="ipc")
+    assert 0 < first <= 20

@@ -354,7 +354,7 @@ def sparse_tensors(rank: int, size: int) -> None:
     rows = torch.sparse_coo_tensor([list(range(rank))], torch.ones(rank, 3), (size, 3))  # of rank 0 none
     dist.all_reduce(rows)
     same(rows.to_dense(), (size - 1 - torch.arange(size)).clamp(min=0)[:, None].expand(size, 3).float())
-    with pytest.raises(ValueError, match="expected SUM"):
+    with pytest.raises(TypeError, match="expected SUM"):
         dist.all_reduce(rows, ReduceOp.MAX)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(size + 1, 2, sparse=True))

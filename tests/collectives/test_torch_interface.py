@@ -1,4 +1,4 @@
-"""Probes of torch.distributed's interface, run with gloo and gangline: what gloo does, gangline does with the same result.
+"""Probes of torch.distributed's interface with gloo and gangline: what gloo does, gangline does with equal results.
 
 A probe gets a new process group, its rank and the number of ranks, and returns what the test compares.
 """

@@ -31,7 +31,11 @@ BY_NAME = {
 
 def environment(**variables: str) -> dict[str, str]:
     root = str(Path(__file__).parents[2])
-    return os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "100"} | variables
+    return (
+        os.environ
+        | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "100"}
+        | variables
+    )
 
 
 @cache

@@ -1,7 +1,7 @@
 """torch's own tests of torch.distributed, from its wheel, for one backend: ``python -m tests.collectives.torch_suite``.
 
-The backend and the number of ranks come from BACKEND and WORLD_SIZE, as torch's tests want. The outcome of every test is
-written as JSON: {name: ["passed" | "failed" | "skipped", reason]}.
+The backend and the number of ranks come from BACKEND and WORLD_SIZE, as torch's tests want. The outcome of every test
+is written as JSON: {name: ["passed" | "failed" | "skipped", reason]}.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection
 from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import WaitPolicy
 from gangline.collectives.transports.shm.host_group import HostGroup
+from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
 _YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual CPU that sleeps is slow to wake up
+_FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
 _FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
@@ -58,7 +60,9 @@ class FutexWakeup:
         rank, size = group.rank, group.size
         self._rank = rank
         self._wait_policy = wait_policy
-        self._spins = _SPINS if size <= len(group.cores) else 0
+        has_cores = size <= len(group.cores)
+        self._spins = _SPINS if has_cores else 0
+        self._yields = _YIELDS if has_cores else _FEW_YIELDS
         segments = group.take(self.nbytes(size))  # the futex word has a cache line of its own
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
@@ -91,7 +95,7 @@ class FutexWakeup:
             if ready():
                 return
         busy = progress is not None and progress()
-        for _ in range(_YIELDS):
+        for _ in range(_FEW_YIELDS if is_in_background() else self._yields):
             if ready():
                 return
             _libc.sched_yield()

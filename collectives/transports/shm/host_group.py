@@ -56,6 +56,19 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
+def processor_problem() -> str:
+    """Return why ranks cannot share memory on this processor; "" if they can.
+
+    A rank writes data, then a flag, with plain stores; another one reads the flag, then the data. On x86-64 other cores
+    see stores in their order, and loads are not reordered either. Elsewhere, as on aarch64, both need fences. System
+    calls and semaphores have them, but the fast path makes neither: a flag that is already set is read without a futex.
+    """
+    machine = platform.machine()
+    if machine == "x86_64":
+        return ""
+    return f"not implemented for {machine} processors, which may reorder stores"
+
+
 def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: BootstrapAllGather) -> HostGroup:
     """Share memory between the ranks of this host.
 
@@ -75,8 +88,8 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
     offer, handle, problem = None, b"", ""
     try:
         try:
-            if platform.machine() != "x86_64":  # other CPUs may reorder stores
-                raise OSError(f"not implemented for {platform.machine()} CPUs")
+            if reason := processor_problem():
+                raise OSError(reason)
             offer = Offer(nbytes)
             handle = offer.handle
         except OSError as error:

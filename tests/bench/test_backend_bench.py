@@ -1,0 +1,47 @@
+"""`gangline bench backend`, small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gangline.bench.driver import installed
+from gangline.bench.driver.rank_group import RankGroup
+from gangline.cli.bench import bench
+
+
+@pytest.mark.slow
+def test_backend_writes_a_row_for_each_case_beside_gloo(tmp_path: Path) -> None:
+    path = tmp_path / "backend.json"
+    calls = ["all_reduce", "all_gather", "broadcast", "barrier", "ddp", "fsdp2", "embeddings", "in_flight", "groups"]
+    words = ["backend", "--ranks", "2", "--calls", ",".join(calls), "--sizes", "64,1M", "--peers", "gloo"]
+    done = CliRunner().invoke(bench, [*words, "--runs", "1", "--json", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    rows = json.loads(path.read_text())["rows"]
+    cases = [(call, size) for call in calls for size in ((64, 1 << 20) if call in calls[:3] else (0,))]
+    assert [(row["who"].partition(",")[0], row["call"], row["size"]) for row in rows] == [
+        (who, *case) for case in cases for who in ("gangline", "gloo")
+    ]
+    for row in rows:
+        assert (row["ranks"], row["runs"]) == (2, 1)
+        assert row["time_us"] > 0
+        assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
+
+
+@pytest.mark.skipif(not installed.available_peers("mpi", "backend"), reason="no MPI: run `make peers`")
+def test_an_mpi_runs_each_collective() -> None:
+    candidate, *_ = installed.collective_ranks("mpi", 2, "backend")
+    with RankGroup(candidate) as group:
+        for call in ("all_reduce", "all_gather", "broadcast", "barrier"):
+            assert group.prepare({"call": call, "size": 4096}) > 0
+            assert group.seconds(3) > 0
+
+
+def test_an_unknown_call_is_refused() -> None:
+    done = CliRunner().invoke(bench, ["backend", "--calls", "ddp,fsdp"])
+    assert "--calls has 'fsdp'; expected names out of all_reduce, all_gather, broadcast, barrier, ddp" in str(
+        done.exception
+    )
