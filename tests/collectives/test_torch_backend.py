@@ -664,7 +664,7 @@ def test_no_method_is_inherited_from_torch_s_backend() -> None:
 def test_calls_that_reach_torch_s_backend_are_errors() -> None:
     store = dist.HashStore()
     made = GanglineProcessGroup(store, 0, 1, timedelta(seconds=30))
-    backend = made._get_backend(torch.device("cpu"))
+    backend = dist.ProcessGroup._get_backend(made, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="error_on_collective"):
         backend.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="error_on_collective"):

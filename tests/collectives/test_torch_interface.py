@@ -26,11 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend
 from tests.collectives.processes import Processes, Rank
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch itself calls
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Probe = Callable[[Any, int, int], Any]
 PROBES: dict[str, Probe] = {}
