@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
@@ -185,8 +184,8 @@ def _late_ranks(store: Store, ranks: Iterable[int], limit: timedelta, wait_all_r
 def _arrives(store: Store, key: str, limit: timedelta) -> bool:
     try:
         store.wait([key], limit)
-    except dist.DistStoreError:
-        return False
+    except RuntimeError:  # each store has its own error for a timeout
+        return store.check([key])
     return True
 
 
