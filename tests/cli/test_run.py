@@ -1,0 +1,101 @@
+"""`gangline run`: programs that name gloo themselves run on backend gangline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gangline.kvstore.launch.job import free_ports
+
+SCRIPT = """\
+import sys
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+alone = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+dist.init_process_group("gloo", **({} if len(sys.argv) > 1 else alone))
+groups = [None, dist.new_group(backend="gloo"), dist.new_group(backend="cpu:gloo")]
+sums = [torch.ones(1), torch.ones(1), torch.ones(1)]
+for tensor, group in zip(sums, groups):
+    dist.all_reduce(tensor, group=group)
+words = [__name__, sys.argv[1:], *map(dist.get_backend, groups), *(one.item() for one in sums)]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")
+dist.destroy_process_group()
+"""
+SAID = "process groups of backend 'gloo' are created as 'gangline' (GANGLINE_REPLACE_GLOO=1)"
+
+
+def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "named_gloo.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_that_names_gloo_runs_on_gangline(script: Path) -> None:
+    done = python("-m", "gangline", "run", script)
+    assert done.stdout == "__main__ [] gangline gangline cpu:gangline 1.0 1.0 1.0\n", done.stderr
+    assert done.stderr.count(SAID) == 1
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_do_so_too_and_arguments_reach_the_script(script: Path) -> None:
+    ranks = ("torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_ports(1)[0])
+    done = python("-m", *ranks, "-m", "gangline", "run", script, "--epochs", "3")
+    line = "__main__ ['--epochs', '3'] gangline gangline cpu:gangline 2.0 2.0 2.0\n"
+    assert done.stdout == 2 * line, done.stderr
+    assert done.stderr.count(SAID) == 1
+
+
+@pytest.mark.slow
+def test_a_module_runs_by_its_name(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gangline", "run", "-m", "named_gloo"],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "__main__ [] gangline gangline cpu:gangline 1.0 1.0 1.0\n", done.stderr
+
+
+def test_a_missing_script_is_named() -> None:
+    done = python("-m", "gangline", "run", "missing.py")
+    assert done.returncode == 2
+    assert "missing.py is not a file; expected a Python file, or -m and the name of a module" in done.stderr
+
+
+INSTALLED = """\
+import sys
+import torch.distributed as dist
+assert "gangline.collectives" not in sys.modules
+dist.init_process_group("gangline", rank=0, world_size=1, store=dist.HashStore())
+print(type(dist.distributed_c10d._world.default_pg).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_torch_finds_the_backend_of_an_installed_gangline_without_an_import(script: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    target = tmp_path / "installed"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, root],
+        check=True,
+        capture_output=True,
+    )
+    done = python("-c", INSTALLED, PYTHONPATH=str(target))
+    assert done.stdout == "GanglineProcessGroup\n", done.stderr
+    done = python(script, PYTHONPATH=str(target), GANGLINE_REPLACE_GLOO="1")
+    assert done.stdout == "__main__ [] gangline gangline cpu:gangline 1.0 1.0 1.0\n", done.stderr
