@@ -101,7 +101,7 @@ class Watchdog:
     def _check_clock(self, missing: set[int], now: float) -> None:
         waited = now - self._since
         if waited >= self._timeout:
-            self._raise(StallError(self._stall_text(missing, waited)))
+            self._raise(StallError(f"{self._stall_text(missing, waited)}; the timeout is {self._timeout:g} s"))
         if waited >= self._stall_warn and not self._warned:
             self._warned = True
             _log.warning("%s", self._stall_text(missing, waited))

@@ -97,7 +97,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         Raises:
             StallError: if a rank does not call it in time; raised on all ranks that do. The group can still be used.
         """
-        limit = timeout or self._timeout
+        limit = self._timeout if timeout is None else timeout
         self._monitored_barriers += 1
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         if self.rank() == 0:
@@ -192,7 +192,8 @@ def _arrives(store: Store, key: str, limit: timedelta) -> bool:
 def _monitored_text(late: list[int], limit: timedelta) -> str:
     """Return the text of the error, which is gloo's; empty if no rank is late."""
     ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-    return f"{ranks} failed to pass monitoredBarrier in {_ms(limit)} ms" if late else ""
+    own = "" if limit else "Rank 0 timed out in monitoredBarrier: "
+    return f"{own}{ranks} failed to pass monitoredBarrier in {_ms(limit)} ms" if late else ""
 
 
 def _ms(limit: timedelta) -> int:

@@ -222,7 +222,8 @@ def test_a_rank_beyond_the_timeout_gets_the_same_error_itself(transport: str, si
         errors = [outcome.value[index] for outcome in outcomes]
         for rank in others:
             assert errors[rank].kind == "StallError"
-            assert re.fullmatch(text.format(who=_who(size, late), late=late), errors[rank].text), errors[rank]
+            expected = text.format(who=_who(size, late), late=late) + r"; the timeout is \S+ s"
+            assert re.fullmatch(expected, errors[rank].text), errors[rank]
         assert errors[late] in [errors[rank] for rank in others]
 
 

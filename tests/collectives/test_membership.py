@@ -745,7 +745,7 @@ def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "gangline"):
         error = check_until(watchdog, [2])
     assert isinstance(error, StallError)
-    assert re.fullmatch(words, str(error))
+    assert re.fullmatch(words + "; the timeout is 0.2 s", str(error))
     (record,) = caplog.records
     assert re.fullmatch(words, record.getMessage())
     assert isinstance(group[1].failure, StallError)
@@ -754,7 +754,7 @@ def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.Lo
 def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
     group = group_at((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0))
     error = check_until(watch_of(group[0], timeout=0.01), [1])
-    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not")
+    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not; the timeout is 0.01 s")
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -777,7 +777,8 @@ def test_a_wait_for_a_message_names_both_ranks() -> None:
     group = group_at((5, SUM), (9, FROM_0))
     error = check_until(watch_of(group[0], timeout=0.1, sequence=0), [1])
     assert isinstance(error, StallError)
-    assert re.fullmatch(r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1", str(error))
+    words = r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1; the timeout is 0\.1 s"
+    assert re.fullmatch(words, str(error))
 
 
 def _killed_in_a_call(rank: Rank) -> None:
