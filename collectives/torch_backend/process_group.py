@@ -102,14 +102,17 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         store = PrefixStore(f"monitored_barrier/{self._monitored_barriers}", self._store)
         if self.rank() == 0:
             late = _late_ranks(store, range(1, self.size()), limit, wait_all_ranks)
-            store.set("end", _monitored_text(late, limit))
+            text = _monitored_text(late, limit)
+            store.set("end", text)
         else:
             store.set(str(self.rank()), "")
-            if not _arrives(store, "end", limit):
-                raise StallError(
-                    f"Rank {self.rank()} successfully reached monitoredBarrier, but rank 0 did not in {_ms(limit)} ms"
-                )
-        if text := store.get("end").decode():
+            is_over = _arrives(store, "end", limit)
+            text = store.get("end").decode() if is_over else f"rank 0 did not reach it in {_ms(limit)} ms"
+            text = text and (
+                f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {text}"  # gloo's words
+            )
+        if text:
             raise StallError(text)
 
     def split_group(
