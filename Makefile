@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all fuzz soak lint format wheel docs peers engines clean
+.PHONY: train test test-all test-torch fuzz soak lint format wheel docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -14,6 +14,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
+
+# The torch.distributed backend with other versions of torch, of which the package index has CPU builds.
+TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+test-torch: $(VENV)/.installed
+	$(BIN)/python -m tests.torch_versions $(TORCH)
 
 # A million mutated messages to a live job in each mode: `make fuzz MESSAGES=20000`.
 MESSAGES ?= 1000000

@@ -1,0 +1,55 @@
+"""Tests of the torch.distributed backend with several versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
+
+Each version runs in a virtual environment of its own below .peers/. A version without a CPU build in the package index
+is left out, with a line that says so. The exit code is 1 if a version fails, or if none could be installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/collectives/test_torch_backend.py", "tests/collectives/test_torch_interface.py")
+NEEDED = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+
+
+def install(version: str) -> Path | None:
+    """Return the Python of an environment with a version of torch; None if it has no CPU build."""
+    folder = ROOT / ".peers" / f"torch-{version}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [python, "-m", "pip", "install", "-q"]
+    if subprocess.run([*pip, f"torch=={version}+cpu"], check=False).returncode:
+        return None
+    subprocess.run([*pip, *NEEDED, "-e", ROOT], check=True)
+    return python
+
+
+def main(versions: list[str]) -> int:
+    """Test the versions; return the exit code."""
+    outcomes = {}
+    for version in versions:
+        python = install(version)
+        if python is None:
+            outcomes[version] = "no CPU build of it in the package index"
+            continue
+        done = subprocess.run(
+            [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        sys.stdout.write(done.stdout)
+        outcomes[version] = f"exit code {done.returncode}: {done.stdout.strip().splitlines()[-1]}"
+    for version, outcome in outcomes.items():
+        print(f"torch {version}: {outcome}")
+    ran = [outcome for outcome in outcomes.values() if outcome.startswith("exit code")]
+    return 0 if ran and all(outcome.startswith("exit code 0") for outcome in ran) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
