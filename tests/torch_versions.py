@@ -1,4 +1,4 @@
-"""Tests of the torch.distributed backend with several versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
+"""Tests of the torch.distributed backend with versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
 
 Each version runs in a virtual environment of its own below .peers/. A version without a CPU build in the package index
 is left out, with a line that says so. The exit code is 1 if a version fails, or if none could be installed.
