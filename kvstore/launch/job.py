@@ -142,6 +142,8 @@ def process_table(
     }
     if job.elastic is not None:
         common[ELASTIC] = "{}:{}".format(*job.elastic)
+    if job.restart_processes:
+        common[PROCESS_RESTARTS] = str(job.restart_processes)
     if job.snapshots is not None:
         common[SNAPSHOT_DIR], common[SNAPSHOT_EVERY] = job.snapshots[0], str(job.snapshots[1])
     supervised: list[tuple[str, int | None]] = []
@@ -172,7 +174,7 @@ def _restartable(job: JobSpec, rank: int | None) -> dict[str, str]:
     """Return what a scheduler or server needs if processes are started again."""
     if not job.restart_processes:
         return {}
-    return {PROCESS_RESTARTS: str(job.restart_processes)} if rank is None else {"DMLC_SERVER_ID": str(rank)}
+    return {} if rank is None else {"DMLC_SERVER_ID": str(rank)}
 
 
 def _belongs_to_outer_job(name: str, value: str) -> bool:

@@ -136,8 +136,8 @@ class Supervisor:
         self._restarts_left = 0
         """Number of processes that may still be started again."""
         self._restarts = 0
-        self._kept_memory: dict[int, int] = {}
-        """Descriptor of the memory of each server, by rank: a server that starts again finds its state there."""
+        self._kept_memory: dict[str, int] = {}
+        """Descriptors by label: a server or scheduler that starts again finds its state in this memory."""
         self._standby: Standby | None = None
         """Process that takes the place of the next server that dies."""
         self._verdict: int | None = None
@@ -262,14 +262,17 @@ class Supervisor:
             for process in processes:
                 if self._code is not None:
                     return
-                if process.role == "scheduler" and self._restarts_left:
+                if process.role == "scheduler" and (self._restarts_left or self._restarts):
+                    if self._verdict is not None:
+                        os.close(self._verdict)
                     self._verdict, writing = os.pipe()
                     os.set_blocking(self._verdict, False)
-                    more = {**environment, LAUNCHER_FD: str(writing)}
-                    self._start(process, more, [*descriptors, writing])
+                    kept = self._kept_memory_of(process)
+                    more = {**environment, LAUNCHER_FD: str(writing), KEPT_MEMORY: str(kept)}
+                    self._start(process, more, [*descriptors, writing, kept])
                     os.close(writing)
                 elif process.role == "server" and self._verdict is not None:
-                    kept = self._kept_memory_of(process.rank or 0)
+                    kept = self._kept_memory_of(process)
                     more = {**environment, KEPT_MEMORY: str(kept)}
                     self._start(process, more, [*descriptors, kept])
                 else:
@@ -291,22 +294,22 @@ class Supervisor:
                 prepare = partial(_prepare, os.getpid(), ())
                 self._standby = Standby(environment, [*descriptors, *self._kept_memory.values()], prepare)
 
-    def _kept_memory_of(self, server: int) -> int:
-        if server not in self._kept_memory:
+    def _kept_memory_of(self, process: Process) -> int:
+        if process.label not in self._kept_memory:
             descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._kept_memory[server] = descriptor
-        return self._kept_memory[server]
+            self._kept_memory[process.label] = descriptor
+        return self._kept_memory[process.label]
 
     def _may_restart(self, child: _Child, code: int) -> bool:
         """Return whether a process that has ended is started again alone: others need it, and the job can go on."""
-        if not self._restarts_left or code in FINAL or child.process.role not in ("worker", "server"):
+        if not self._restarts_left or code in FINAL or child.process.role not in ("worker", "server", "scheduler"):
             return False
         assert self._verdict is not None
         try:
-            os.read(self._verdict, 1)  # the scheduler has said so, or has ended
+            verdict = os.read(self._verdict, 1)
         except BlockingIOError:
             return True
-        return False
+        return not verdict and child.process.role == "scheduler"  # its end has closed the pipe
 
     def _restart(self, child: _Child, code: int) -> None:
         """Start a process again, under its role and rank."""
@@ -320,7 +323,7 @@ class Supervisor:
         if process.role != "server" or self._standby is None:
             self._start_all([process])
             return
-        if self._standby.become(process, {KEPT_MEMORY: str(self._kept_memory_of(process.rank or 0))}):
+        if self._standby.become(process, {KEPT_MEMORY: str(self._kept_memory_of(process))}):
             self._watch(process, self._standby.popen)
         else:
             self._start_all([process])
@@ -446,7 +449,8 @@ class Supervisor:
                 else:
                     ended.append((child, child.popen.wait()))
                     del self._children[info.si_pid]
-        for child, code in sorted(ended, key=lambda one: one[1] >= 0):  # of several ends, a kill is the likelier cause
+        # of several ends, a kill is the likelier cause; the others need the scheduler
+        for child, code in sorted(ended, key=lambda one: (one[1] >= 0, one[0].process.role != "scheduler")):
             self._ended(child, code)
 
     def _ended(self, child: _Child, code: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from gangline.collectives.environments.restart import incarnation
+from gangline.collectives.environments.restart import PROCESS_RESTARTS, incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -111,7 +111,7 @@ class SchedulerClient:
         """Number of the membership, which rises when a restarted process takes the place of another."""
         self.servers: list[str] = []
         """Addresses of the servers."""
-        self.allows_restarts = False
+        self.allows_restarts = os.environ.get(PROCESS_RESTARTS, "0") != "0"
         """True if the others wait for the restart of a process that dies."""
         self.is_restarted = False
         """True if this process has taken the place of one that died after the start, or has joined an elastic job."""
@@ -151,6 +151,7 @@ class SchedulerClient:
         self._number_in_round = 0  # of the last other one, where workers may be restarted
         self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
+        self._restart_limit = bounds.restart_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
         self._numbering = threading.Lock()  # collectives are sent in order of their numbers
@@ -585,14 +586,21 @@ class SchedulerClient:
             for frames in self._channel.receive(events):
                 heard_at = time.monotonic()
                 self._receive(frames[0])
-            now, disconnected_at = time.monotonic(), self._channel.disconnected_at
-            if self._connections and disconnected_at and now - disconnected_at > _CONFIRM_SECONDS and not self.lost:
-                if self._channel.is_refused():
-                    self._lose("was killed or left: connection lost")
-                elif now - heard_at > self._limit:
-                    self._lose(f"at {self._address} could not be reached for {self._limit:g} s")
-            if self._is_registered and not self.lost and now - heard_at > self._limit:
-                self._lose(f"gave no sign of life for {self._limit:g} s")
+            if not self.lost and (why := self._death(heard_at)):
+                self._lose(why)
+
+    def _death(self, heard_at: float) -> str:
+        """Return why the scheduler counts as dead; "" if it does not, or may be started again."""
+        now, disconnected_at = time.monotonic(), self._channel.disconnected_at
+        silent = now - heard_at
+        if self._connections and disconnected_at and now - disconnected_at > _CONFIRM_SECONDS:
+            if self._channel.is_refused():
+                if self.allows_restarts and not self._has_left and now - disconnected_at < self._restart_limit:
+                    return ""
+                return "was killed or left: connection lost"
+            if silent > self._limit:
+                return f"at {self._address} could not be reached for {self._limit:g} s"
+        return f"gave no sign of life for {self._limit:g} s" if self._is_registered and silent > self._limit else ""
 
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""

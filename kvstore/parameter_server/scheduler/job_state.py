@@ -123,6 +123,19 @@ class JobState:
         self.allows_restarts = self.restarts > 0
         self._keeps_records = self.allows_restarts or self.views is not None
 
+    def start_again(self, now: float) -> None:
+        """Continue in a restarted scheduler: members connect again, and repeat what they wait for.
+
+        Args:
+            now: `time.monotonic` seconds.
+        """
+        self.restarts = max(self.restarts - 1, 0)
+        self.collectives.clear()
+        self.since.clear()
+        self.warned.clear()
+        for member in self.members.values():
+            member.heard_at, member.disconnected_at = now, 0.0
+
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
         members = (member for member in self.members.values() if member.registration.role == role)

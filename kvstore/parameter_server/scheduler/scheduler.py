@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import time
 from collections.abc import Callable
 from functools import partial
 
-from gangline.collectives.environments.restart import LAUNCHER_FD, PROCESS_RESTARTS, elastic_bounds
+from gangline.collectives.environments.restart import KEPT_MEMORY, LAUNCHER_FD, PROCESS_RESTARTS, elastic_bounds, incarnation
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
@@ -43,6 +44,7 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
 from gangline.kvstore.parameter_server.scheduler.views import Views
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import points_of
@@ -82,7 +84,7 @@ class Scheduler:
     ) -> None:
         self._is_supervised = is_supervised
         self._faults = script_of("scheduler", 0)
-        restarts = int(os.environ.get(PROCESS_RESTARTS) or 0)
+        restarts = max(int(os.environ.get(PROCESS_RESTARTS) or 0) - incarnation(), 0)
         bounds_of_workers = elastic_bounds()
         views = None if bounds_of_workers is None else Views(*bounds_of_workers, workers)
         job = os.environ.get("GANGLINE_JOB_ID", "")
@@ -99,6 +101,17 @@ class Scheduler:
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
         self._looked_at = 0.0
+        kept = os.environ.pop(KEPT_MEMORY, "")
+        self._kept = KeptState(int(kept)) if kept else None
+        self._unsent: list[tuple[Member, Message]] = []  # messages that tell of changes which are not kept yet
+        if self._kept is not None and (content := self._kept.read()):
+            self._restore(content)
+
+    def _restore(self, content: bytes) -> None:
+        """Take over the state that the former process has left, as if all its connections had broken."""
+        self._state, self._last_joined = pickle.loads(content)  # noqa: S301  this user's own memory
+        self._state.start_again(time.monotonic())
+        _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
 
     @property
     def port(self) -> int:
@@ -120,12 +133,23 @@ class Scheduler:
                 self._handle_disconnects()
                 self._start_if_full()
                 self._check_liveness()
+                self._send_kept()
                 if self._is_supervised and not self._state.of_role("worker"):
                     began = time.monotonic()
                 if not self._state.started and time.monotonic() - began > self._timeout:
                     self._give_up()
+            self._send_kept()
         finally:
             self.close()
+
+    def _send_kept(self) -> None:
+        """Keep the state, and then send the messages that tell of it: a restarted scheduler knows what others know."""
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            assert self._kept is not None
+            self._kept.write(pickle.dumps((self._state, self._last_joined)))
+            for member, message in unsent:
+                self._send_faulty(member, message)
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered. Idempotent."""
@@ -433,7 +457,9 @@ class Scheduler:
                 missing.append(f"{count - len(ranks)} of {count} {role}s{f' (present: {known})' if known else ''}")
         text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
         for member in state.members.values():
-            self._send(member, Rejected(StallError.__name__, text))
+            self._send_faulty(member, Rejected(StallError.__name__, text))
+        if self._launcher_fd:
+            os.write(int(self._launcher_fd), b"!")
         raise StallError(text)
 
     def _send_to_role(self, role: str, message: Message) -> None:
@@ -450,6 +476,13 @@ class Scheduler:
         faults.pass_on(points_of(message), (member.identity, way), act, partial(self._listener.cut, member.identity))
 
     def _send(self, member: Member, message: Message) -> None:
+        if self._kept is None or isinstance(message, Heartbeat):
+            self._send_faulty(member, message)
+        else:
+            self._unsent.append((member, message))
+
+    def _send_faulty(self, member: Member, message: Message) -> None:
+        """Send a message, with the scripted faults."""
         if self._faults is None:
             self._send_now(member, message)
         else:
