@@ -37,7 +37,8 @@ POINTS: Mapping[str, tuple[str, ...]] = {
 _NOT_MESSAGES = ("update", "close", "collective")
 ACTIONS = ("kill", "stop", "stop for N s", "break", "repeat", "swap")
 _FORM = re.compile(
-    r"(?P<role>\S+)(?: (?P<rank>\d+)(?:\.(?P<incarnation>\d+))?)? (?P<action>\S+)(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
+    r"(?P<role>[^\s.]+)(?:(?: (?P<rank>\d+))?(?:\.(?P<incarnation>\d+))?)? (?P<action>\S+)"
+    r"(?: for (?P<seconds>\d+(?:\.\d+)?) s)?"
     r" at (?P<point>\S+) (?P<number>\d+)"
 )
 

@@ -13,7 +13,7 @@ RUN_ID = "GANGLINE_RUN_ID"
 INCARNATION = "GANGLINE_INCARNATION"
 """Variable with the number of times that this process alone was started again."""
 PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
-"""Variable of the scheduler: how many processes the launcher starts again while the job runs."""
+"""Variable with the number of processes that the launcher starts again while the job runs."""
 
 ELASTIC = "GANGLINE_ELASTIC"
 """Variable with the least and the most workers of an elastic job, such as 1:4."""

@@ -256,7 +256,7 @@ VARIABLES = (
     Variable(
         "GANGLINE_RESTART_PROCESSES",
         "0",
-        "Set by `gangline launch --restart-processes` for the scheduler: number of processes that it waits for.",
+        "Set by `gangline launch --restart-processes`: number of processes that the others wait for.",
     ),
     Variable(
         "GANGLINE_ELASTIC",

@@ -133,8 +133,8 @@ def launch(
         typer.Option(
             metavar="N",
             min=0,
-            help="Number of workers and servers of a dist_* store that start again alone, while the others wait for "
-            "them. Beyond it the job fails.",
+            help="Number of processes of a dist_* store, scheduler included, that start again alone, while the others "
+            "wait for them. Beyond it the job fails.",
         ),
     ] = 0,
     elastic: Annotated[

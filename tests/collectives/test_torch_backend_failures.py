@@ -93,7 +93,7 @@ def do_not_join(rank: Rank, path: str) -> None:
         assert isinstance(work, GroupWork)
         found["wait"] = error_of(lambda: work.wait(timedelta(seconds=0.05)))
         found["is_completed"] = work.is_completed()
-        found["call"] = error_of(lambda: limited.monitored_barrier(timedelta(seconds=0.05)))
+        found["monitored"] = error_of(lambda: limited.monitored_barrier(timedelta(seconds=0.05)))
         limited.set_timeout(timedelta(seconds=0.05))
         found["set_timeout"] = error_of(lambda: dist.barrier(group=limited))
         rank.tell("late")
@@ -106,19 +106,20 @@ def do_not_join(rank: Rank, path: str) -> None:
         tensor = torch.ones(3)
         dist.all_reduce(tensor, group=limited)
         dist.barrier(group=limited)
-        dist.barrier(group=limited)
         rank.tell(tensor.tolist())
         rank.hear()
     dist.destroy_process_group()
 
 
-def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_call_or_the_group(tmp_path: Path) -> None:
+def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_barrier_or_the_group(tmp_path: Path) -> None:
     with Processes(do_not_join, 2, f"{tmp_path}/store") as processes:
         assert processes.heard(0) == "late"
         processes.say(1, "come")
         assert processes.heard(1) == [2, 2, 2]
         found = processes.heard(0)
-        for name in ("wait", "call", "set_timeout"):
+        kind, text, _ = found["monitored"]
+        assert (kind, text) == ("StallError", "Rank 1 failed to pass monitoredBarrier in 50 ms")
+        for name in ("wait", "set_timeout"):
             kind, text, _ = found[name]
             assert kind == "StallError"
             assert "is still running after 0.05 s" in text

@@ -211,7 +211,7 @@ def test_one_rank_alone() -> None:
         found: list[Any] = [None]
         dist.all_gather_object(found, "x")
         assert found == ["x"]
-        with pytest.raises(ValueError, match=r"on meta was passed to a process group of backend 'cpu:gangline'"):
+        with pytest.raises(RuntimeError, match=r"on meta was passed to a process group of backend 'cpu:gangline'"):
             dist.all_reduce(torch.empty(3, device="meta"))
     finally:
         dist.destroy_process_group()

@@ -9,7 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from gangline.collectives.environments.restart import KEPT_MEMORY, LAUNCHER_FD, PROCESS_RESTARTS, elastic_bounds, incarnation
+from gangline.collectives.environments.restart import (
+    KEPT_MEMORY,
+    LAUNCHER_FD,
+    PROCESS_RESTARTS,
+    elastic_bounds,
+    incarnation,
+)
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits

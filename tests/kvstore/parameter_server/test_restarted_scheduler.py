@@ -1,0 +1,119 @@
+"""A scheduler that is killed and started again: rounds go on meanwhile, collectives pass after it, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
+from tests.kvstore.test_launch import launch
+
+pytestmark = pytest.mark.timeout(110)
+
+LOOP = """\
+import hashlib, sys, torch, gangline
+torch.set_num_threads(1)
+with gangline.create(sys.argv[1]) as kv:
+    keys, outs = [0, 1], [torch.zeros(10), torch.zeros(300_000)]
+    kv.init(keys, outs)
+    if sys.argv[1] == "dist_sync":
+        kv.set_optimizer(("adam", {"learning_rate": 0.01}))
+    kv.pull(keys, outs)
+    for step in range(kv.first_step, 12):
+        gradients = [torch.cos(out + kv.rank + step) for out in outs]
+        if sys.argv[1] == "dist_async":
+            gradients = [torch.full_like(out, 3.0**step) for out in outs]
+        kv.pushpull(keys, gradients, outs)
+        if sys.argv[1] == "dist_sync":
+            kv.barrier()
+    kv.barrier()
+    kv.pull(keys, outs)
+    print(hashlib.sha256(outs[0].numpy().tobytes() + outs[1].numpy().tobytes()).hexdigest())
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, store: str = "dist_sync") -> tuple[int, set[str], list[str]]:
+    """Run the loop; return exit code, the distinct results of the workers, and the lines of standard error."""
+    monkeypatch.setenv("GANGLINE_FAULT", script)
+    restarts = ("--restart-processes", str(script.count("kill"))) if script else ()
+    with launch("-n", "2", "-s", "1", *restarts, "--", sys.executable, "-c", LOOP, store) as job:
+        status, out, errors = job.end(100)
+    return status, {line.partition("] ")[2] for line in out}, errors
+
+
+def check(monkeypatch: pytest.MonkeyPatch, scripts: list[str], store: str = "dist_sync") -> None:
+    """Check that faults change no bit."""
+    _, wanted, _ = run(monkeypatch, "", store)
+    assert len(wanted) == 1
+    for script in scripts:
+        status, found, errors = run(monkeypatch, script, store)
+        assert status == 0, (script, errors)
+        assert found == wanted, script
+        assert sum("it starts again" in line for line in errors) == script.count("kill"), (script, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["join", "met", "meet", "leave"])
+def test_a_scheduler_killed_at_any_message_changes_no_bit(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    numbers = {"join": (1, 3), "met": (1, 2, 9, 20), "meet": (1, 4, 11, 20), "leave": (1, 2, 3)}[point]
+    check(monkeypatch, [f"scheduler kill at {point} {number}" for number in numbers])
+
+
+@pytest.mark.slow
+def test_a_scheduler_killed_twice_and_with_others_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = [
+        "scheduler kill at meet 9; scheduler.1 kill at met 4",
+        "scheduler kill at met 12; server 0 kill at update 14",
+        "scheduler kill at meet 15; worker 1 kill at push-sent 9",
+        "worker 1 kill at push-sent 5; scheduler kill at join 4",
+    ]
+    check(monkeypatch, scripts)
+
+
+@pytest.mark.slow
+def test_async_pushes_count_once_though_the_scheduler_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, ["scheduler kill at meet 5", "scheduler kill at leave 1"], "dist_async")
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_dies_too_often_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_FAULT", "scheduler kill at meet 5; scheduler.1 kill at meet 5")
+    words = ("-n", "2", "-s", "1", "--restart-processes", "1", "--", sys.executable, "-c", LOOP, "dist_sync")
+    with launch(*words) as job:
+        status, _, errors = job.end(100)
+    assert status == 137
+    assert any("scheduler" in line and "was killed by SIGKILL; stopping" in line for line in errors)
+
+
+def test_the_newest_content_is_read_again_whatever_its_length() -> None:
+    memory = os.memfd_create("test")
+    kept = KeptState(memory)
+    assert kept.read() == b""
+    for length in (10, 100_000, 3, 0, 7_000, 5_000, 100_000, 1):
+        content = bytes([length % 251]) * length
+        kept.write(content)
+        assert KeptState(os.dup(memory)).read() == content
+    assert os.fstat(memory).st_size < 500_000
+
+
+def test_an_interrupted_write_leaves_the_content_before_it() -> None:
+    memory = os.memfd_create("test")
+    kept = KeptState(memory)
+    kept.write(b"first")
+    whole = os.pread(memory, 1 << 20, 0)
+    kept.write(b"second, longer")
+    after = os.pread(memory, 1 << 20, 0)
+    for cut in range(8, len(after)):  # all but the version, which is written last
+        os.ftruncate(memory, 0)
+        os.pwrite(memory, whole[:8] + after[8:cut] + whole[cut:], 0)
+        assert KeptState(memory).read() == b"first"
+
+
+def test_a_damaged_content_is_an_error() -> None:
+    memory = os.memfd_create("test")
+    KeptState(memory).write(b"content")
+    os.pwrite(memory, b"X", 4096)
+    with pytest.raises(OSError, match="has a wrong checksum"):
+        KeptState(memory).read()
