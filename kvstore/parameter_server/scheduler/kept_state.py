@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import zlib
+from typing import Any
 
 _VERSION = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQQ")
@@ -15,9 +17,10 @@ _BEGIN = 4096
 
 
 class KeptState:
-    """A content that is replaced as a whole; a process may be killed between any two instructions.
+    """An object that is replaced as a whole; a process may be killed between any two instructions.
 
-    The memory begins with the version of the content. Two entries, for even and for odd versions, say where it is.
+    Only this user's launcher and scheduler have the memory, so the object is pickled. It begins with the version of the
+    object. Two entries, for even and for odd versions, say where it is.
 
     Args:
         descriptor: of the memory (a memfd).
@@ -29,23 +32,24 @@ class KeptState:
         self._version = _VERSION.unpack(words)[0] if words else 0
         self._offset, self._length = _BEGIN, 0
 
-    def read(self) -> bytes:
-        """Return the content; b"" if there is none yet.
+    def read(self) -> Any:
+        """Return the object; None if there is none yet.
 
         Raises:
             OSError: if its checksum is wrong.
         """
         if not self._version:
-            return b""
+            return None
         entry = os.pread(self._descriptor, _ENTRY.size, self._entry(self._version))
         self._offset, self._length, checksum = _ENTRY.unpack(entry)
         content = os.pread(self._descriptor, self._length, self._offset)
         if zlib.crc32(content) != checksum:
             raise OSError(f"the scheduler's kept state of version {self._version} has a wrong checksum")
-        return content
+        return pickle.loads(content)  # noqa: S301  the launcher's memory
 
-    def write(self, content: bytes) -> None:
-        """Replace the content."""
+    def write(self, state: object) -> None:
+        """Replace the object."""
+        content = pickle.dumps(state)
         fits_before = _BEGIN + len(content) <= self._offset
         offset = _BEGIN if fits_before else self._offset + self._length
         os.pwrite(self._descriptor, content, offset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import time
 from collections.abc import Callable
 from functools import partial
@@ -110,12 +109,12 @@ class Scheduler:
         kept = os.environ.pop(KEPT_MEMORY, "")
         self._kept = KeptState(int(kept)) if kept else None
         self._unsent: list[tuple[Member, Message]] = []  # messages that tell of changes which are not kept yet
-        if self._kept is not None and (content := self._kept.read()):
-            self._restore(content)
+        if self._kept is not None and (state := self._kept.read()) is not None:
+            self._restore(*state)
 
-    def _restore(self, content: bytes) -> None:
+    def _restore(self, state: JobState, last_joined: int | None) -> None:
         """Take over the state that the former process has left, as if all its connections had broken."""
-        self._state, self._last_joined = pickle.loads(content)  # noqa: S301  this user's own memory
+        self._state, self._last_joined = state, last_joined
         self._state.start_again(time.monotonic())
         _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
 
@@ -153,7 +152,7 @@ class Scheduler:
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             assert self._kept is not None
-            self._kept.write(pickle.dumps((self._state, self._last_joined)))
+            self._kept.write((self._state, self._last_joined))
             for member, message in unsent:
                 self._send_faulty(member, message)
 
