@@ -76,6 +76,22 @@ def test_resize_adds_and_removes_workers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 4, 6])
+def test_a_scheduler_killed_while_a_view_is_agreed_on_changes_no_sum(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setenv("GANGLINE_FAULT", f"scheduler kill at view {number}")
+    with job({3: (0, 1, 2), 8: (0,)}, "--elastic", "1:4", "--restart-processes", "1") as run:
+        run.hear("at 3")
+        assert resize(run, 3)[0] == 0
+        run.hear("at 8")
+        assert resize(run, 1)[0] == 0
+        status, out, errors = run.end(60)
+    assert status == 0, errors
+    check(out, errors, {0, 1, 2})
+
+
+@pytest.mark.slow
 def test_a_worker_that_gets_sigterm_leaves_after_its_step() -> None:
     with job({5: (0,)}, "--elastic", "1:2") as run:
         run.hear("at 5")
