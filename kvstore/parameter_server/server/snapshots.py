@@ -203,8 +203,9 @@ class Snapshots:
             optimizers: their optimizer.
             is_end: True if no push follows.
         """
-        for round_ in sorted(self._copies):
-            copies = self._copies[round_]
+        with self._lock:
+            pending = sorted(self._copies.items())
+        for round_, copies in pending:
             waiting = [shard for shard in shards if shard.number not in copies]
             if any(shard.closed or shard.open for shard in waiting):
                 return
