@@ -148,7 +148,8 @@ class Supervisor:
         """True while workers end: they need the servers to end cleanly, or to learn which other worker died."""
         self._alarm: tuple[float, Callable[[], None]] | None = None
         """Monotonic time and what to do then."""
-        self._are_orphans_terminated = False
+        self._terminated: set[int] = set()
+        """Orphans that were sent SIGTERM."""
         self._cannot_write = False
         self._lost_of_logs = 0
         """Number of bytes that did not fit on the disk of the log files."""
@@ -585,18 +586,18 @@ class Supervisor:
         self._alarm = time.monotonic() + _KILL_INTERVAL, self._kill
 
     def _has_orphans(self) -> bool:
-        """Return True if descendants of the ended processes still run; send them SIGTERM the first time."""
+        """Return True if descendants of the ended processes still run; send each of them SIGTERM once."""
         if self._standby is not None:
             self._standby.end()
             self._standby = None
         orphans = descendants()
-        if orphans and not self._are_orphans_terminated:
-            self._are_orphans_terminated = True
-            for pid in orphans:
-                send(pid, signal.SIGTERM)
-            if self._code is None or self._alarm is None:
-                self._code = self._code or 0
-                self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
+        is_first = bool(orphans) and not self._terminated
+        for pid in set(orphans) - self._terminated:  # some were forked since the last look
+            send(pid, signal.SIGTERM)
+            self._terminated.add(pid)
+        if is_first and (self._code is None or self._alarm is None):
+            self._code = self._code or 0
+            self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
         return bool(orphans)
 
 
