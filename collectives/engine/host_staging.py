@@ -19,8 +19,14 @@ def data_of(tensor: Tensor) -> Tensor:
 
 
 def is_contiguous_on_cpu(tensor: object) -> bool:
-    """Return whether an object is a dense contiguous tensor on the CPU."""
-    return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
+    """Return whether an object is a dense contiguous tensor on the CPU whose memory holds its values."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
 def flat_values(tensor: Tensor) -> Tensor:
@@ -31,7 +37,7 @@ def flat_values(tensor: Tensor) -> Tensor:
     """
     data = data_of(tensor)
     if not data.is_cuda:
-        return _flat_view(data.contiguous())
+        return _flat_view(data.contiguous().resolve_neg())
     flat = pinned_memory(data.numel(), data.dtype)
     flat.copy_(data.contiguous().view(-1), non_blocking=True)
     torch.cuda.current_stream(data.device).record_event().synchronize()
@@ -46,7 +52,7 @@ def flat_buffer(tensor: Tensor) -> Tensor:
     data = data_of(tensor)
     if data.is_cuda:
         return pinned_memory(data.numel(), data.dtype)
-    return _flat_view(data) if data.is_contiguous() else data.new_empty(data.numel())
+    return _flat_view(data) if is_contiguous_on_cpu(data) else data.new_empty(data.numel())
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:

@@ -347,6 +347,27 @@ def exchange_unequal(following: int, before: int) -> None:
 
 
 @case
+def lazily_negated_tensors(rank: int, size: int) -> None:
+    """Imaginary parts of conjugates: torch negates what it reads of their memory, gloo does not."""
+    for count in (1, 7, LARGE):
+        own = torch.full((count,), -1.0 - rank)
+        ranks = torch.arange(size) + 1.0
+        for op, want in {ReduceOp.SUM: -ranks.sum(), ReduceOp.MAX: torch.tensor(-1.0)}.items():
+            tensor = torch._neg_view(-own) if rank else own.clone()
+            dist.all_reduce(own.clone(), op)  # prepares one for this size
+            dist.all_reduce(tensor, op)
+            same(tensor.resolve_neg(), want.expand(count))
+        tensor, rows = torch._neg_view(-own), [torch.zeros(count) for _ in range(size)]
+        dist.all_gather(rows, tensor)
+        same(torch.stack(rows), -ranks[:, None].expand(size, count))
+        if rank < 2:
+            (dist.recv if rank == 0 else dist.send)(tensor, 1 - rank)
+            same(tensor.resolve_neg(), torch.full((count,), -2.0))
+        dist.broadcast(tensor, size - 1)
+        same(tensor.resolve_neg(), torch.full((count,), -float(size)))
+
+
+@case
 def sparse_tensors(rank: int, size: int) -> None:
     tensor = torch.sparse_coo_tensor([[rank, size, size]], [1.0, 2.0, 3.0], (size + 2,), dtype=torch.float64)
     dist.all_reduce(tensor)
