@@ -101,3 +101,13 @@ class CallSignature:
 def encode_signature(collective: str, count: int, dtype: torch.dtype, op: str | None, root: int | None) -> int:
     """Return the code of a call; cached, because training repeats the same calls."""
     return CallSignature(collective, count, dtype, op, root).code
+
+
+_SIZES = [dtype.itemsize for dtype in DTYPES] + [0] * (16 - len(DTYPES))
+_COUNT_BITS = _COUNTS - 1
+_DTYPE_SHIFT = (_ROOTS * _COUNTS * 8).bit_length() - 1
+
+
+def nbytes_of(code: int) -> int:
+    """Return the bytes of the tensor, or of one row, of a call."""
+    return (code & _COUNT_BITS) * _SIZES[code >> _DTYPE_SHIFT & 15]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gangline.collectives import algorithms
-from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.call_signature import CallSignature, nbytes_of
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.liveness.membership import Membership
+from gangline.collectives.liveness.status_socket import Part, publish
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
@@ -82,9 +83,14 @@ class Engine:
         self.queue = WorkQueue()
         self.is_inherited = False
         """Whether this process was forked from the one that opened the communicator, whose sockets it must not use."""
+        self.bytes = 0
+        """Bytes that this rank has passed to collectives."""
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
         _engines.add(self)
+        if resources.medium != "in_process":
+            membership = resources.membership
+            publish(self, "" if membership.label else membership.names([membership.rank])[0])
 
     @property
     def next_number(self) -> int:
@@ -109,6 +115,16 @@ class Engine:
         work = Work(name, join, result)
         self.queue.submit(operation, work, keys=(self,), priority=0)
         return work
+
+    def status(self) -> Part:
+        """Return what this communicator does, for `gangline status`."""
+        resources = self.resources
+        return {
+            "part": "communicator",
+            "group": resources.membership.label,
+            "counters": {"calls": self._sequence, "bytes": self.bytes},
+            "waits": [*resources.watchdog.waits(), *resources.messages_watchdog.waits()],
+        }
 
     def settle(self) -> None:
         """Wait for all submitted operations."""
@@ -146,6 +162,7 @@ class Engine:
         """
         self.check_open()
         self._sequence = sequence = self._sequence + 1
+        self.bytes += nbytes_of(code)
         self.resources.watchdog.begin(sequence, code)
         return sequence
 

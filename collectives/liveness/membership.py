@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -73,6 +73,14 @@ class Membership(ABC):
     def fail(self, error: GanglineError) -> None:
         """Report an error to all ranks that can be reached. Never raises, never blocks."""
 
+    def names(self, ranks: Iterable[int]) -> list[str]:
+        """Return the names of ranks in the job, such as "rank 3"."""
+        return [f"rank {rank}" for rank in ranks]
+
+    def process_here(self, rank: int) -> int | None:  # noqa: ARG002
+        """Return the process id of a rank that is another process of this host; None otherwise."""
+        return None
+
     def abort(self, error: GanglineError) -> None:
         """End this rank's waits with an error and report it to all ranks. Thread-safe; never blocks."""
         self.failure = self.failure or error
@@ -110,6 +118,13 @@ class GroupMembership(Membership):
     def processes(self) -> list[int]:
         """Process id of each rank on its host."""
         return [self.connections.process_ids[process] for process in self.numbers]
+
+    def names(self, ranks: Iterable[int]) -> list[str]:  # noqa: D102
+        processes = list(self.numbers)
+        return [f"rank {processes[rank]}" for rank in ranks]
+
+    def process_here(self, rank: int) -> int | None:  # noqa: D102
+        return self.connections.process_here(list(self.numbers)[rank])
 
     def subgroup(self, members: Sequence[int], number: int) -> GroupMembership:
         """Return the membership of some of the ranks, which uses the same connections and may outlive this one.
@@ -247,6 +262,11 @@ class PeerConnections:
     def process_ids(self) -> list[int]:
         """Process id of each rank on its host."""
         return [int(pid) for _, pid, _ in self._processes]
+
+    def process_here(self, rank: int) -> int | None:
+        """Return the process id of a rank on this host; None if it is on another one."""
+        host, process, _ = self._processes[rank]
+        return int(process) if host == this_process()[0] else None
 
     def add(self, group: GroupMembership) -> None:
         """Start to receive a group's messages."""

@@ -10,11 +10,15 @@ from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
+from gangline.collectives.liveness.status_query import places_of_processes
+from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
 
 _CALLS_PER_POLL = 256
 """Calls after which a rank that never waits reads the others' announcements, which would fill its memory."""
+_WAITING_SECONDS = 0.5
+"""A thread that waits checks more often than this."""
 
 
 class Watchdog:
@@ -44,6 +48,7 @@ class Watchdog:
         self._sequence = sequence
         self.code = code
         self._since = 0.0  # time at which the call first had to wait; 0: not yet
+        self._checked_at = 0.0
 
     def check(self, missing: Iterable[int]) -> None:
         """Check that waiting for the ranks ``missing`` still makes sense; to be called every 10 ms of a wait.
@@ -56,6 +61,7 @@ class Watchdog:
         """
         now = time.monotonic()
         needed = set(missing)
+        self._checked_at, self._missing = now, needed
         if not self._since:
             self._since = now
             self._warned = False
@@ -73,6 +79,21 @@ class Watchdog:
         if self._sequence:
             self._check_calls(now)
         self._check_clock(needed, now)
+
+    def waits(self) -> list[Wait]:
+        """Return the call that a thread waits in, for how long and for which ranks; none if it does not wait."""
+        now = time.monotonic()
+        if not self._since or now - self._checked_at > _WAITING_SECONDS:
+            return []
+        late = self._late_ranks() if self._sequence else set()
+        return [
+            Wait(
+                what=_text(self.code),
+                seconds=now - self._since,
+                missing=self._membership.names(sorted(late or self._missing)),
+                waiting=self._membership.names([self._membership.rank]),
+            )
+        ]
 
     def _check_gone(self, missing: set[int], now: float) -> None:
         closed = [rank for rank in sorted(missing) if self._membership.gone.get(rank) == CLOSED]
@@ -109,14 +130,28 @@ class Watchdog:
     def _stall_text(self, missing: set[int], waited: float) -> str:
         call = _text(self.code)
         if not self._sequence:
-            peers = f" for {name_ranks(missing)}" if missing else ""
+            peers = f" for {name_ranks(missing)}{self._places(missing)}" if missing else ""
             return f"{call} on rank {self._membership.rank} has waited {waited:.3g} s{peers}"
+        late = self._late_ranks()
+        arrived = set(range(self._membership.size)) - late
+        ranks = (
+            f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not{self._places(late)}"
+            if late
+            else "all ranks arrived"
+        )
+        return f"{call}, call {self._sequence}, has waited {waited:.3g} s: {ranks}"
+
+    def _places(self, ranks: Iterable[int]) -> str:
+        """Return where ranks of this host are."""
+        found = [self._membership.process_here(rank) for rank in ranks]
+        processes = {process for process in found if process is not None}
+        return places_of_processes(processes) if processes else ""
+
+    def _late_ranks(self) -> set[int]:
+        """Return the ranks that have not announced this call, nor a later one."""
         numbers = {rank: number for rank, (number, _) in list(self._membership.at.items())}
         arrived = {rank for rank, n in numbers.items() if n % PROPOSALS >= self._sequence + (n >= PROPOSALS)}
-        arrived.add(self._membership.rank)
-        late = set(range(self._membership.size)) - arrived
-        ranks = f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not" if late else "all ranks arrived"
-        return f"{call}, call {self._sequence}, has waited {waited:.3g} s: {ranks}"
+        return set(range(self._membership.size)) - arrived - {self._membership.rank}
 
     def _raise(self, error: GanglineError) -> None:
         self._membership.fail(error)

@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from gangline.collectives.environments.job_name import job_name
+from gangline.collectives.environments.restart import RUN_ID
+
 VARIABLE = "GANGLINE_TIMELINE"
 _JOB = "GANGLINE_TIMELINE_JOB"
-_STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables of launchers whose processes on a host have one parent."""
 _WRITE_SECONDS = 1.0
 _MOST_PENDING = 1 << 20
 """Events kept in memory; further ones are counted and dropped until the next write."""
@@ -199,21 +200,12 @@ class Timeline:
 
 def _job() -> str:
     """Return a text that the processes of a job have in common, and two jobs do not."""
-    return os.environ.get("GANGLINE_RUN_ID") or os.environ[_JOB]
+    return os.environ.get(RUN_ID) or os.environ[_JOB]
 
 
 def _name_job() -> None:
     """Name the job for this process and those that it starts, if its launcher has not: by what started it."""
-    variables = os.environ
-    if any(name in variables for name in _STARTED_BY_ONE):
-        name = f"of process {os.getppid()} at {variables.get('MASTER_PORT', '')}"
-    elif "DMLC_PS_ROOT_PORT" in variables:
-        name = f"at {variables.get('DMLC_PS_ROOT_URI')}:{variables['DMLC_PS_ROOT_PORT']}"
-    elif "MASTER_PORT" in variables:
-        name = f"at {variables.get('MASTER_ADDR')}:{variables['MASTER_PORT']}"
-    else:
-        name = f"process {os.getpid()} since {time.time():.3f}"
-    os.environ.setdefault(_JOB, name)
+    os.environ.setdefault(_JOB, job_name() or f"process {os.getpid()} since {time.time():.3f}")
 
 
 def _json(value: object) -> str:

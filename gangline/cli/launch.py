@@ -18,6 +18,7 @@ import typer
 from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
+from gangline.collectives.liveness.status_metrics import serve_metrics
 from gangline.collectives.timeline import recorder
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
@@ -171,6 +172,10 @@ def launch(
         Path | None,
         typer.Option(help="File for a trace of all processes, to open in ui.perfetto.dev. Each host writes its own."),
     ] = None,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Serve Prometheus metrics of this host's processes; see status."),
+    ] = None,
     hostfile: Annotated[
         Path | None,
         typer.Option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.", rich_help_panel="Hosts"),
@@ -226,6 +231,8 @@ def launch(
         )
     if timeline is not None:
         os.environ[recorder.VARIABLE] = str(timeline.absolute())
+    if metrics_port is not None:
+        serve_metrics(metrics_port)
     bounds = _bounds(elastic, workers, servers, work_load_list)
     if snapshot_dir is not None and (not servers or bounds):
         raise UsageError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.status_socket import Part, Wait, publish
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
@@ -129,6 +130,8 @@ class ServerClient:
         scheduler.on_change = self._on_change
         self._refusal: Exception | None = None  # of a Hello
         self._undelivered: list[str] | None = None  # requests that were lost during close()
+        self._count = self._sent_bytes = 0  # of requests
+        publish(self, f"worker {scheduler.rank}")
         try:
             self._greet_all()
         except BaseException:
@@ -270,6 +273,23 @@ class ServerClient:
                 f"{seconds:g} s"
             )
 
+    def status(self) -> Part:
+        """Return what is sent and not answered, for `gangline status`."""
+        now, name = time.monotonic(), f"worker {self._scheduler.rank}"
+        oldest = [
+            (server, min(pending, key=lambda request: request.sent_at))
+            for server, connection in enumerate(self._connections)
+            if (pending := list(connection.pending.values()))
+        ]
+        return {
+            "part": "requests",
+            "counters": {"calls": self._count, "sent_bytes": self._sent_bytes},
+            "waits": [
+                Wait(what=one.what, seconds=now - one.sent_at, missing=[f"server {server}"], waiting=[name])
+                for server, one in oldest
+            ],
+        }
+
     def _wait_for_releases(self, seconds: float) -> None:
         """Wait until servers have released all pushes; not after another worker has left, without which none closes."""
         ends = time.monotonic() + seconds
@@ -363,6 +383,8 @@ class ServerClient:
             request.on_error(error)
             return
         connection.pending[request.sequence] = request
+        self._count += 1
+        self._sent_bytes += request.nbytes
         connection.in_flight += request.nbytes
         connection.undelivered += request.completes_when_sent
         if connection.has_hello:  # else it follows the Hello

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gangline.collectives.errors import ProtocolError, name_ranks
+from gangline.collectives.liveness.status_query import places_of_workers
+from gangline.collectives.liveness.status_socket import Wait
 from gangline.kvstore.group.remote_errors import differing, refused
 from gangline.kvstore.parameter_server.protocol import (
     ROUND,
@@ -61,6 +63,11 @@ class Member:
     def is_present(self) -> bool:
         """True while it takes part and is not known to be dead."""
         return self.gone is None and not self.away
+
+    @property
+    def state(self) -> str:
+        """Whether it takes part or has left, or why it has died."""
+        return "has left" if self.gone == "" else self.gone or self.away or "takes part"
 
     @property
     def name(self) -> str:
@@ -323,8 +330,22 @@ class JobState:
                 present = self.collectives[number]
                 name = next(iter(present.values())).name
                 missing = name_ranks(self.active(number) - present.keys())
-                warnings.append(f"{name} waits for {missing}; present: {name_ranks(present.keys())}")
+                places = places_of_workers(self.active(number) - present.keys())
+                warnings.append(f"{name} waits for {missing}{places}; present: {name_ranks(present.keys())}")
         return warnings
+
+    def waits(self, now: float) -> list[Wait]:
+        """Return the collectives in progress, and for which workers they wait."""
+        return [
+            Wait(
+                what=next(iter(present.values())).name,
+                seconds=now - self.since[number],
+                missing=[f"worker {rank}" for rank in sorted(self.active(number) - present.keys())],
+                waiting=[f"worker {rank}" for rank in sorted(present)],
+            )
+            for number, present in list(self.collectives.items())
+            if present
+        ]
 
     def waiting(self, now: float) -> dict[int, tuple[str, int]]:
         """Return the workers that have waited in a collective for a while, with the call's name and number."""

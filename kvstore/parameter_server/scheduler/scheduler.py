@@ -19,6 +19,7 @@ from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
+from gangline.collectives.liveness.status_socket import Part, publish
 from gangline.collectives.transports.addresses import resolved
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import (
@@ -108,6 +109,7 @@ class Scheduler:
         self._looked_at = 0.0
         kept = os.environ.pop(KEPT_MEMORY, "")
         self._kept = KeptState(int(kept)) if kept else None
+        publish(self, "scheduler")
         self._unsent: list[tuple[Member, Message]] = []  # messages that tell of changes which are not kept yet
         if self._kept is not None and (state := self._kept.read()) is not None:
             self._restore(*state)
@@ -117,6 +119,16 @@ class Scheduler:
         self._state, self._last_joined = state, last_joined
         self._state.start_again(time.monotonic())
         _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
+
+    def status(self) -> Part:
+        """Return the members and the collectives in progress, for `gangline status`."""
+        members = list(self._state.members.values())
+        return {
+            "part": "scheduler",
+            "counters": {"collectives": self._state.number},
+            "waits": self._state.waits(time.monotonic()),
+            "members": {one.name: one.state for one in members if one.rank >= 0},
+        }
 
     @property
     def port(self) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
+from gangline.collectives.liveness.status_query import places_of_workers
+from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.recorder import Timeline
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
@@ -401,8 +403,35 @@ class ShardRounds:
         before = now - self._stall_warn
         waited = [shard for shard in self.shards.values() if shard.waiters]
         warnings = {shard.stall_warning(self._needed(shard.closed + 1), before) for shard in waited}
-        for text in warnings - {""}:  # shards of one key give the same text
-            _log.warning("%s", text)
+        warnings.discard("")
+        if warnings:
+            late = {int(name.removeprefix("worker ")) for wait in self.waits() for name in wait["missing"]}
+            places = places_of_workers(late)
+            for text in sorted(warnings):  # shards of one key give the same text
+                _log.warning("%s%s", text, places)
+
+    def waits(self) -> list[Wait]:
+        """Return which rounds wait for whom; rounds that wait for the same workers are one."""
+        now = time.monotonic_ns()
+        found: dict[tuple[int, ...], list[tuple[int, Shard, list[int]]]] = {}
+        for shard in list(self.shards.values()) if self.is_sync else ():
+            this = shard.open.get(shard.closed + 1)
+            missing = set() if this is None else set(self._needed(shard.closed + 1) - this.pushes.keys())
+            if this is not None and missing:
+                found.setdefault(tuple(sorted(missing)), []).append((this.began, shard, sorted(this.pushes)))
+        waits = []
+        for ranks, rounds in found.items():
+            began, shard, present = min(rounds, key=lambda one: one[0])
+            others = f" and {len(rounds) - 1} more" if len(rounds) > 1 else ""
+            waits.append(
+                Wait(
+                    what=f"round {shard.closed + 1} of key {shard.key!r}{others}",
+                    seconds=(now - began) / 1e9,
+                    missing=[f"worker {rank}" for rank in ranks],
+                    waiting=[f"worker {rank}" for rank in present],
+                )
+            )
+        return waits
 
     def why_lost(self, shard: Shard, number: int) -> str:
         """Return why a round can never close; "" if it can."""

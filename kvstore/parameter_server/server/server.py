@@ -18,6 +18,7 @@ from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
+from gangline.collectives.liveness.status_socket import Part, publish
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
@@ -110,6 +111,7 @@ class Server:
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
+        self._received_bytes = 0  # of pushes
         self._kept = self._rounds.kept = kept
         self._snapshots = self._rounds.snapshots = snapshots
         self._resumed: set[int] = set()  # workers that know the round of the snapshot
@@ -123,6 +125,17 @@ class Server:
             self._restore(kept)
         self._follow_views()
         scheduler.on_change = self._thread_pool.notify
+        publish(self, f"server {scheduler.rank}")
+
+    def status(self) -> Part:
+        """Return what this server does, for `gangline status`."""
+        rounds = max((shard.closed for shard in list(self._rounds.shards.values())), default=0)
+        sent = self._sessions.sent_bytes
+        return {
+            "part": "server",
+            "counters": {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent},
+            "waits": self._rounds.waits(),
+        }
 
     def _restore(self, kept: KeptMemory) -> None:
         """Take over the state that the former process of this server has left."""
@@ -412,6 +425,7 @@ class Server:
                 f"round {self._snapshots.round}; expected {SNAPSHOT_DIR} in the environment of workers, too"
             )
         datas = self._data(worker, push.entries, push.region, frames)
+        self._received_bytes += sum(data.nbytes for data in datas)
         shards = [self._shard(entry[0]) for entry in push.entries]
         release = _do_nothing
         # A repeated message is released with its first copy.

@@ -101,6 +101,8 @@ class Sessions:
         """Compression of values; None: none."""
         self.max_backlog = math.inf
         """Bytes of backlog beyond which acknowledgements are withheld."""
+        self.sent_bytes = 0
+        """Bytes of values that workers were sent, or may read in place."""
         self._listener = listener
         self._mark_changed = mark_changed
         self._is_awaited = is_awaited
@@ -192,6 +194,7 @@ class Sessions:
         if in_place:
             self._number += 1
             shards = [shard for _, shard in in_place]
+            self.sent_bytes += sum(shard.flat.nbytes for shard in shards)
             self._end_lost_reads(worker.rank, sequence, shards)
             for shard in shards:
                 shard.readers.add((worker.rank, self._number))
@@ -211,6 +214,7 @@ class Sessions:
                     data, kind = codec.encode(data), CODED
                 entries.append([shard.number, shard.closed, kind, data.nbytes])
                 datas.append(data)
+            self.sent_bytes += sum(data.nbytes for data in datas)
             self.send(worker.identity, Values(sequence, 0, entries, []), datas)
 
     def is_reading(self, waiter: Waiter, shard: Shard) -> bool:

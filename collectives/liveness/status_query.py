@@ -1,0 +1,187 @@
+"""Ask the processes of this user on this host for their status, and find the one that others wait for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gangline.collectives.environments.job_name import job_name
+from gangline.collectives.liveness.status_socket import PREFIX, Part, Wait
+from gangline.collectives.transports import unix_sockets
+
+_MOST_THREADS = 16
+_PLACE_SECONDS = 0.3
+_MOST_PLACES = 4
+_STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]), "<frozen ")
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """Status of one process."""
+
+    name: str
+    """Such as "worker 1"."""
+    process: int
+    """Process id."""
+    state: str
+    """"runs", "sleeps", "stopped", "waits for a disk" or "ended"."""
+    answers: bool
+    """False if it did not answer in time: it is stopped, or a library holds its interpreter."""
+    cpu_seconds: float
+    """Seconds that its threads have run."""
+    memory_bytes: int
+    """Bytes of memory that are resident."""
+    job: str = ""
+    """Text that the processes of a job have in common."""
+    host: str = ""
+    since: float = 0.0
+    """Time of its start, in seconds since the epoch."""
+    parts: Sequence[Part] = ()
+    stack: Sequence[str] = ()
+    """Functions of its main thread, the outermost first."""
+
+    @property
+    def doing(self) -> str:
+        """Where its main thread is, as "is at FILE:LINE in FUNCTION", without frames of libraries; or why not."""
+        own = [frame for frame in self.stack if not any(name in frame for name in _LIBRARIES)]
+        if own or self.stack:
+            return f"is at {(own or self.stack)[-1]}"
+        return "is stopped" if self.state == "stopped" else "does not answer"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for json.dumps."""
+        return asdict(self)
+
+
+@dataclass
+class Late:
+    """A process that others wait for, while it does not wait itself."""
+
+    name: str
+    seconds: float
+    """For how long they have waited."""
+    what: str
+    """The call or round that they wait in."""
+    waiting: list[str] = field(default_factory=list)
+    """Names of the processes that wait for it."""
+
+
+def statuses(
+    seconds: float = 1.0, is_wanted: Callable[[str, int], bool] = lambda _name, _process: True
+) -> list[ProcessStatus]:
+    """Return the status of the gangline processes of this user that share this one's network, by job and name.
+
+    Args:
+        seconds: time for a process to answer.
+        is_wanted: returns whether to ask a process, given its name, such as "worker 1", and its process id.
+    """
+    found = [one for one in _sockets() if is_wanted(_name_of(one), _process_of(one))]
+    if not found:
+        return []
+    with ThreadPoolExecutor(min(len(found), _MOST_THREADS)) as threads:
+        answers = [status for status in threads.map(lambda name: _ask(name, seconds), found) if status is not None]
+    return sorted(answers, key=lambda one: (one.job, one.name.rstrip("0123456789"), len(one.name), one.name))
+
+
+def late_processes(processes: Sequence[ProcessStatus], least: float = 0.0) -> list[Late]:
+    """Return the processes of one job that others wait for while they wait for nobody, the longest awaited first.
+
+    Args:
+        processes: those of one job.
+        least: seconds from which a wait counts.
+    """
+    waits = [wait for process in processes for part in process.parts for wait in part["waits"]]
+    waits = [wait for wait in waits if wait["seconds"] >= least]
+    waiting = {name for wait in waits for name in wait["waiting"] if wait["missing"]}
+    waiting |= {process.name for process in processes if any(part["waits"] for part in process.parts)}
+    late: dict[str, Late] = {}
+    for wait in sorted(waits, key=lambda one: -one["seconds"]):
+        for name in wait["missing"]:
+            if name not in waiting:
+                one = late.setdefault(name, Late(name, wait["seconds"], wait["what"]))
+                one.waiting += [each for each in wait["waiting"] if each not in one.waiting]
+    return list(late.values())
+
+
+def places_of_workers(ranks: Iterable[int]) -> str:
+    """Return where the workers of this process's job are that run on this host, for a warning; "" if unknown."""
+    names = {f"worker {rank}" for rank in ranks}
+    found = statuses(_PLACE_SECONDS, lambda name, _: name in names)
+    return _places([one for one in found if one.job == job_name()])
+
+
+def places_of_processes(processes: Collection[int]) -> str:
+    """Return where the main threads of processes of this host are, for an error; "" if unknown."""
+    return _places(statuses(_PLACE_SECONDS, lambda _, process: process in processes))
+
+
+def _places(processes: Sequence[ProcessStatus]) -> str:
+    texts = [f"{one.name} {one.doing}" for one in processes[:_MOST_PLACES]]
+    return f" ({'; '.join(texts)})" if texts else ""
+
+
+def waits_of(process: ProcessStatus, processes: Sequence[ProcessStatus]) -> list[Wait]:
+    """Return what a process waits for, the longest first: by its own account, or that of another process."""
+    waits = [wait for one in processes for part in one.parts for wait in part["waits"]]
+    return sorted((wait for wait in waits if process.name in wait["waiting"]), key=lambda one: -one["seconds"])
+
+
+def _sockets() -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    listening = (line.split()[-1] for line in lines if f"@{PREFIX}" in line and line.split()[3] == "00010000")
+    return sorted({name.removeprefix("@") for name in listening})
+
+
+def _name_of(socket_name: str) -> str:
+    return socket_name.removeprefix(PREFIX).partition("-")[2].rpartition("-")[0].replace("_", " ")
+
+
+def _process_of(socket_name: str) -> int:
+    return int(socket_name.removeprefix(PREFIX).partition("-")[0])
+
+
+def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
+    """Return the status of the process with a socket; None if it has ended."""
+    process = _process_of(socket_name)
+    try:
+        found = psutil.Process(process)
+        with found.oneshot():
+            letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            times, memory = found.cpu_times(), found.memory_info().rss
+            job = job_name(found.environ(), found.ppid())
+    except (psutil.Error, OSError):
+        return None
+    answer: dict[str, Any] = {"job": job}
+    answers = False
+    if letter not in "Tt":
+        with suppress(OSError, ValueError):
+            answer, answers = _answer(socket_name, seconds), True
+    known = {name: answer[name] for name in ("job", "host", "since", "parts", "stack") if name in answer}
+    return ProcessStatus(
+        name=answer.get("name") or _name_of(socket_name) or f"process {process}",
+        process=process,
+        state=_STATES.get(letter, letter),
+        answers=answers,
+        cpu_seconds=times.user + times.system,
+        memory_bytes=memory,
+        **known,
+    )
+
+
+def _answer(socket_name: str, seconds: float) -> dict[str, Any]:
+    connection = unix_sockets.connect(socket_name)
+    with connection:
+        connection.settimeout(seconds)
+        chunks = []
+        while chunk := connection.recv(1 << 16):
+            chunks.append(chunk)
+    answer: dict[str, Any] = json.loads(b"".join(chunks))
+    return answer

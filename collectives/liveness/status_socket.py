@@ -1,0 +1,149 @@
+"""Status on request: a Unix socket of this process that tells what its communicators, stores or servers do now.
+
+It answers processes of the same user on this host only, and costs nothing until it is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any, NotRequired, Protocol, TypedDict
+
+from gangline.collectives.environments.job_name import job_name
+from gangline.collectives.transports import unix_sockets
+
+_log = logging.getLogger("gangline")
+_SEND_SECONDS = 1.0
+_MOST_FRAMES = 24
+
+
+class Wait(TypedDict):
+    """Something that an object waits for."""
+
+    what: str
+    """Name of the call, or of the round."""
+    seconds: float
+    """For how long it has waited."""
+    missing: list[str]
+    """Names of the processes that it waits for, such as "worker 1"."""
+    waiting: list[str]
+    """Names of the processes that wait."""
+
+
+class Part(TypedDict):
+    """What one object does."""
+
+    part: str
+    """"communicator", "requests" of a worker to servers, "server" or "scheduler"."""
+    group: NotRequired[str]
+    """Name of a group of ranks; "" for all of them."""
+    counters: dict[str, int]
+    """Counters since the start, by name."""
+    waits: list[Wait]
+    members: NotRequired[dict[str, str]]
+    """State of each process of the job, by name."""
+
+
+class Source(Protocol):
+    """Object with a status."""
+
+    def status(self) -> Part:
+        """Return what the object does. Called in another thread; must not block."""
+
+
+class _StatusSocket:
+    """Socket and thread of this process."""
+
+    def __init__(self) -> None:
+        self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._name = ""
+        self._since = time.time()
+
+    def publish(self, source: Source, name: str) -> None:
+        with self._lock:
+            self._sources.add(source)
+            self._name = name or self._name
+            if self._listener is not None:
+                return
+            try:
+                self._listener = unix_sockets.listen(_socket_name(self._name))
+            except OSError as error:
+                _log.info("gangline status cannot ask this process: %s", error)
+                return
+            self._listener.setblocking(True)
+            threading.Thread(target=self._serve, args=[self._listener], name="gangline-status", daemon=True).start()
+
+    def leave_to_parent(self) -> None:
+        """Close the parent's socket in a forked process, which has neither its thread nor its objects."""
+        if self._listener is not None:
+            self._listener.close()
+        self._lock, self._listener, self._name = threading.Lock(), None, ""  # the parent's lock may be held
+        self._sources = weakref.WeakSet()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # no file descriptor is left
+                time.sleep(_SEND_SECONDS)
+                continue
+            try:
+                with connection:
+                    unix_sockets.check_user(connection)
+                    connection.settimeout(_SEND_SECONDS)
+                    connection.sendall(json.dumps(self._status()).encode())
+            except Exception as error:  # noqa: BLE001  the next request is answered all the same
+                _log.info("a request of gangline status failed: %s", error)
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "host": os.uname().nodename,
+            "process": os.getpid(),
+            "job": job_name(),
+            "since": self._since,
+            "parts": [part for source in list(self._sources) if (part := _part_of(source)) is not None],
+            "stack": main_stack(),
+        }
+
+
+def _part_of(source: Source) -> Part | None:
+    for _ in range(3):  # other threads may change a dict during its iteration
+        with suppress(RuntimeError):
+            return source.status()
+    return None
+
+
+def main_stack() -> list[str]:
+    """Return the functions that the main thread is in, the outermost first, as "file:line in function"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found: list[str] = []
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.insert(0, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+PREFIX = f"gangline-status-{os.getuid()}-"
+"""Beginning of the names of the sockets of this user's processes; pid, name of the process and a token follow."""
+
+
+def _socket_name(name: str) -> str:
+    return f"{PREFIX}{os.getpid()}-{name.replace(' ', '_')}-{secrets.token_hex(4)}"
+
+
+_socket = _StatusSocket()
+publish = _socket.publish
+"""Tell of an object when this process is asked for its status, and name the process unless the name is ""."""
+
+os.register_at_fork(after_in_child=_socket.leave_to_parent)

@@ -1,0 +1,141 @@
+"""`gangline status`: show what the gangline processes of this user on this host do, and which of them is late."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gangline.collectives.liveness.status_metrics import serve_metrics
+from gangline.collectives.liveness.status_query import Late, ProcessStatus, late_processes, statuses, waits_of
+
+_LEAST_WAIT = 0.1
+"""Seconds from which a wait is shown: shorter ones are part of every step."""
+_RATE_SECONDS = 0.5
+_FRAMES = 4
+_WIDTH = 160
+"""Characters of a line in a file or pipe."""
+
+
+def status(
+    watch: Annotated[
+        float | None, typer.Option("-w", "--watch", metavar="SECONDS", min=0.1, help="Refresh the table this often.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line each time.")] = False,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:]PORT", help="Serve the same as Prometheus metrics, by default on 127.0.0.1."),
+    ] = None,
+) -> None:
+    """Show the running jobs of this user on this host: what each process does, at which rate, and who is late.
+
+    Each process answers on a Unix socket. On other hosts of a job, run the command there.
+    """
+    if metrics_port is not None:
+        serve_metrics(metrics_port)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    before, began = statuses(), time.monotonic()
+    if as_json:
+        for count in itertools.count():
+            now = before if not count else statuses()
+            print(json.dumps({"processes": [one.as_json() for one in now], "late": _late_as_json(now)}), flush=True)
+            if watch is None:
+                return
+            time.sleep(watch)
+    if watch is None and metrics_port is None:
+        time.sleep(_RATE_SECONDS)
+        console.print(_page(before, statuses(), time.monotonic() - began))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(watch or 1.0)
+            now, ended = statuses(), time.monotonic()
+            live.update(_page(before, now, ended - began), refresh=True)
+            before, began = now, ended
+
+
+def _late_as_json(processes: Sequence[ProcessStatus]) -> list[dict[str, Any]]:
+    return [
+        {"job": job, **vars(late)}
+        for job, own in groupby(processes, key=lambda one: one.job)
+        for late in late_processes(list(own), _LEAST_WAIT)
+    ]
+
+
+def _page(before: Sequence[ProcessStatus], now: Sequence[ProcessStatus], seconds: float) -> Group:
+    """Return the tables of all jobs, with rates over the seconds between two looks."""
+    former = {one.process: one for one in before}
+    pages: list[Table | Text] = []
+    for _, own in groupby(now, key=lambda one: one.job):
+        pages += _job(list(own), former, seconds)
+    return Group(*pages or [Text("no gangline process of this user runs on this host")])
+
+
+def _job(processes: Sequence[ProcessStatus], former: dict[int, ProcessStatus], seconds: float) -> list[Table | Text]:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("process", "left"), ("pid", "right"), ("state", "left"), ("CPU", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("counts and rates")
+    table.add_column("waits")
+    for one in processes:
+        earlier = former.get(one.process)
+        cpu = "" if earlier is None else f"{(one.cpu_seconds - earlier.cpu_seconds) / seconds:.0%}"
+        state = one.state if one.answers or one.state == "stopped" else f"{one.state}, does not answer"
+        waits = [wait for wait in waits_of(one, processes) if wait["seconds"] >= _LEAST_WAIT]
+        texts = [f"{wait['seconds']:.1f} s in {wait['what']} for {_names(wait['missing'])}" for wait in waits[:1]]
+        memory = f"{one.memory_bytes / 2**20:.0f} MiB"
+        table.add_row(one.name, str(one.process), state, cpu, memory, _rates(earlier, one, seconds), "".join(texts))
+    return [table, *(_verdict(late, processes) for late in late_processes(processes, _LEAST_WAIT)), Text("")]
+
+
+def _rates(earlier: ProcessStatus | None, now: ProcessStatus, seconds: float) -> str:
+    """Return each counter and its rate, summed over the groups of a communicator."""
+    counters, previous = _counters(now), {} if earlier is None else _counters(earlier)
+    words = []
+    for name, value in counters.items():
+        rate = (value - previous.get(name, value)) / seconds
+        kind, _, unit = name.rpartition("_")
+        words.append(
+            f"{rate / 1e6:.1f} MB/s {kind}".rstrip() if unit == "bytes" else f"{value:,} {name} ({rate:.0f}/s)"
+        )
+    return ", ".join(words)
+
+
+def _counters(process: ProcessStatus) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in process.parts:
+        for name, value in part["counters"].items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def _verdict(late: Late, processes: Sequence[ProcessStatus]) -> Text:
+    process = next((one for one in processes if one.name == late.name), None)
+    text = Text(f"late: {late.name}", style="bold")
+    text.append(f", for {late.seconds:.1f} s: {_names(late.waiting)} {'waits' if len(late.waiting) == 1 else 'wait'}")
+    text.append(f" in {late.what}", style="not bold")
+    if process is None:
+        text.append("; it is on another host, or has ended", style="not bold")
+    elif process.state == "stopped":
+        text.append(f"; process {process.process} is stopped: kill -CONT {process.process}", style="not bold")
+    elif process.stack:
+        text.append("; it is at", style="not bold")
+        for frame in reversed(process.stack[-_FRAMES:]):
+            text.append(f"\n  {frame}", style="not bold")
+    return text
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,201 @@
+"""`gangline status`: what each process of a running job does, and which one is late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gangline.collectives.liveness import status_query
+from gangline.collectives.liveness.status_metrics import serve_metrics
+from gangline.collectives.liveness.status_query import ProcessStatus, statuses
+from gangline.kvstore.launch.job import free_ports
+from tests.kvstore.test_launch import ROOT
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = str(ROOT / "tests" / "cli" / "job_with_a_late_worker.py")
+
+
+def environment(**variables: object) -> dict[str, str]:
+    words = {name: str(value) for name, value in variables.items()}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **words}
+
+
+def status(*arguments: str) -> str:
+    command = [sys.executable, "-m", "gangline", "status", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+
+
+@contextmanager
+def job(kind: str, until: Path, *, fails: bool = False, **variables: object) -> Iterator[list[str]]:
+    """Run a job whose second process is late until a file exists, and end it; yields a list for what it prints."""
+    if kind == "servers":
+        command = ["gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, SCRIPT, kind, str(until)]
+    else:
+        port = str(free_ports(1)[0])
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, SCRIPT, kind, str(until)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], env=environment(**variables), stderr=subprocess.PIPE, text=True
+    )
+    printed: list[str] = []
+    try:
+        yield printed
+        if fails:
+            process.wait(60)
+        until.touch()
+        printed.append(process.communicate(timeout=60)[1])
+        assert bool(process.returncode) is fails, printed
+    finally:
+        until.touch()
+        process.terminate()
+        process.wait()
+
+
+def late(job_of: str, is_there: Callable[[dict[str, Any]], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the late process of a job, and the status of all its processes, once the late one is as wanted."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        answer = json.loads(status("--json"))
+        for one in answer["late"]:
+            processes = {p["name"]: p for p in answer["processes"] if p["job"] == one["job"]}
+            own = processes.get(one["name"])
+            if own is not None and job_of in Path(f"/proc/{own['process']}/cmdline").read_text() and is_there(own):
+                return one, processes
+        time.sleep(0.2)
+    raise AssertionError(answer)
+
+
+def is_in_wait(process: dict[str, Any]) -> bool:
+    return any(frame.endswith("in wait_for") for frame in process["stack"])
+
+
+def test_a_late_worker_is_named_with_the_line_that_it_is_at(tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    with job("servers", until):
+        found, processes = late(str(until), is_in_wait)
+        table = status()
+    assert (found["name"], found["waiting"]) == ("worker 1", ["worker 0"])
+    assert found["what"] == "round 6 of key 'w'"
+    assert sorted(processes) == ["scheduler", "server 0", "worker 0", "worker 1"]
+    (server,) = processes["server 0"]["parts"]
+    assert server["counters"] == {"rounds": 5, "received_bytes": 11 * 4000, "sent_bytes": 10 * 4000}
+    (scheduler,) = processes["scheduler"]["parts"]
+    assert scheduler["members"] == dict.fromkeys(["worker 0", "worker 1", "server 0"], "takes part")
+    assert "late: worker 1" in table
+    assert "in wait_for" in table
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    with job("ranks", until, GANGLINE_HEARTBEAT_LIMIT=60):
+        _, processes = late(str(until), is_in_wait)
+        stopped = processes["rank 1"]["process"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found, processes = late(str(until), lambda process: process["state"] == "stopped")
+            table = status()
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    assert (found["name"], found["waiting"]) == ("rank 1", ["rank 0"])
+    assert found["what"] == "all_reduce(1000 x float32, sum)"
+    assert not processes["rank 1"]["answers"]
+    (communicator,) = processes["rank 0"]["parts"]
+    assert communicator["counters"]["bytes"] >= 6 * 4000
+    assert f"is stopped: kill -CONT {stopped}" in table
+
+
+def test_the_error_of_a_late_rank_names_the_line_that_it_is_at(tmp_path: Path) -> None:
+    with job("ranks", tmp_path / "until", fails=True, LIMIT=1) as printed:
+        pass
+    place = r"rank 1 did not \(rank 1 is at \S*job_with_a_late_worker.py:\d+ in wait_for\)"
+    assert re.search(place, printed[0]), printed[0]
+
+
+def test_metrics_are_served(tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    port = free_ports(1)[0]
+    with job("ranks", until):
+        late(str(until), is_in_wait)
+        port = serve_metrics("0")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = answer.read().decode()
+    own = [line for line in text.splitlines() if line.startswith("gangline_communicator_calls_total")]
+    assert any('process="rank 0"' in line for line in own), text
+    awaited = [line for line in text.splitlines() if line.startswith("gangline_late_seconds")]
+    assert any('process="rank 1"' in line and float(line.split()[-1]) > 0 for line in awaited), text
+
+
+def test_processes_of_other_users_get_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    until = tmp_path / "until"
+    with job("ranks", until):
+        late(str(until), is_in_wait)
+        names = [one for one in status_query._sockets() if "rank_0" in one]
+        program = (
+            "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+            "s.connect('\\0' + sys.argv[1]); print(s.recv(100))"
+        )
+        for name in names:
+            done = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=True)
+            assert done.stdout == "b''\n"
+    assert names
+
+
+def test_a_forked_process_does_not_answer_for_its_parent() -> None:
+    program = """
+import os, sys, time
+from gangline.collectives.liveness.status_socket import publish
+class Source:
+    def status(self):
+        return {"part": "communicator", "counters": {}, "waits": []}
+source = Source()
+publish(source, "rank 7")
+if os.fork() == 0:
+    publish(source, "rank 8")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+        found = statuses(is_wanted=lambda name, _: name in ("rank 7", "rank 8"))
+        process.communicate(b"\n\n")
+    by_name = {one.name: one for one in found if one.answers}
+    assert by_name.keys() == {"rank 7", "rank 8"}
+    assert by_name["rank 7"].process == process.pid != by_name["rank 8"].process
+
+
+def wait(what: str, seconds: float, missing: list[str], waiting: list[str]) -> dict[str, Any]:
+    return {"what": what, "seconds": seconds, "missing": missing, "waiting": waiting}
+
+
+def process(name: str, *waits: dict[str, Any]) -> ProcessStatus:
+    parts: Any = [{"part": "worker", "counters": {}, "waits": list(waits)}]
+    return ProcessStatus(name, 1, "sleeps", answers=True, cpu_seconds=0, memory_bytes=0, parts=parts)
+
+
+def test_the_last_one_in_a_chain_of_waits_is_late() -> None:
+    processes = [
+        process("worker 0", wait("pull of 'w'", 3, ["server 0"], ["worker 0"])),
+        process("server 0", wait("round 6", 2.9, ["worker 1"], ["worker 0"])),
+        process("worker 1", wait("all_reduce", 2.5, ["worker 2"], ["worker 1"])),
+        process("worker 2"),
+    ]
+    (found,) = status_query.late_processes(processes)
+    assert (found.name, found.seconds, found.waiting) == ("worker 2", 2.5, ["worker 1"])
+    assert not status_query.late_processes(processes, least=5)
