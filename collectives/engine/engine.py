@@ -17,7 +17,7 @@ from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.liveness.membership import Membership
-from gangline.collectives.liveness.status_socket import Part, publish
+from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
@@ -216,6 +216,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
+        withdraw(self)
         self.queue.close()
         if self.error is None:
             self.error = GanglineError("the communicator is closed")

@@ -66,6 +66,7 @@ class _StatusSocket:
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
         self._name = ""
         self._since = time.time()
 
@@ -81,20 +82,38 @@ class _StatusSocket:
                 _log.info("gangline status cannot ask this process: %s", error)
                 return
             self._listener.setblocking(True)
-            threading.Thread(target=self._serve, args=[self._listener], name="gangline-status", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._serve, args=[self._listener], name="gangline-status", daemon=True
+            )
+            self._thread.start()
+
+    def withdraw(self, source: Source) -> None:
+        with self._lock:
+            self._sources.discard(source)
+            if self._sources or self._listener is None:
+                return
+            listener, self._listener = self._listener, None
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+            listener.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def leave_to_parent(self) -> None:
         """Close the parent's socket in a forked process, which has neither its thread nor its objects."""
         if self._listener is not None:
             self._listener.close()
-        self._lock, self._listener, self._name = threading.Lock(), None, ""  # the parent's lock may be held
+        self._lock, self._listener, self._thread = threading.Lock(), None, None  # the parent's lock may be held
+        self._name = ""
         self._sources = weakref.WeakSet()
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # no file descriptor is left
+            except OSError:  # no file descriptor is left, or the end
+                if self._listener is not listener:
+                    return
                 time.sleep(_SEND_SECONDS)
                 continue
             try:
@@ -145,5 +164,7 @@ def _socket_name(name: str) -> str:
 _socket = _StatusSocket()
 publish = _socket.publish
 """Tell of an object when this process is asked for its status, and name the process unless the name is ""."""
+withdraw = _socket.withdraw
+"""Tell of an object no more; the socket closes with the last one."""
 
 os.register_at_fork(after_in_child=_socket.leave_to_parent)

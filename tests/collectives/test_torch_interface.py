@@ -5,6 +5,7 @@ A probe gets a new process group, its rank and the number of ranks, and returns 
 
 from __future__ import annotations
 
+import shutil
 import traceback
 import warnings
 from collections.abc import Callable
@@ -546,6 +547,27 @@ def ddp_compiled(group: Any, rank: int, _: int) -> Any:
 
 
 @probe
+def ddp_compiled_by_inductor(group: Any, rank: int, _: int) -> Any:
+    if shutil.which("g++") is None:
+        return "no compiler"
+    model = DistributedDataParallel(network(), process_group=group)
+    return trained(torch.compile(model), rank)  # type: ignore[arg-type]
+
+
+@probe
+def collectives_compiled_by_inductor(group: Any, rank: int, _: int) -> Any:
+    if shutil.which("g++") is None:
+        return "no compiler"
+
+    def function(tensor: Tensor) -> Tensor:
+        rows = functional.all_gather_tensor(torch.sin(tensor), 0, group)
+        scattered = functional.reduce_scatter_tensor(rows, "sum", 0, group)
+        return functional.all_reduce(rows * 2, "sum", group) + scattered[0]
+
+    return torch.compile(function, fullgraph=True)(given(rank))
+
+
+@probe
 def zero_redundancy_optimizer(group: Any, rank: int, _: int) -> Any:
     model = DistributedDataParallel(network(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group, lr=0.01)
@@ -616,7 +638,7 @@ def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
 
 @cache
 def outcomes_of(backend: str, size: int, folder: str) -> list[dict[str, list[Any]]]:
-    with Processes(run_probes, size, backend, f"{folder}/{backend}{size}", list(PROBES), limit=110) as processes:
+    with Processes(run_probes, size, backend, f"{folder}/{backend}{size}", list(PROBES), limit=200) as processes:
         return processes.all_heard()
 
 
@@ -631,6 +653,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)  # the first one runs all probes
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", PROBES)
 def test_what_gloo_does_gangline_does(name: str, size: int, folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.status_socket import Part, Wait, publish
+from gangline.collectives.liveness.status_socket import Part, Wait, publish, withdraw
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
@@ -241,6 +241,7 @@ class ServerClient:
         Raises:
             StallError: if servers may not have received all requests; the sockets are closed all the same.
         """
+        withdraw(self)
         self._undelivered = []
         if not self._closed and self._failure is None and not self.flush(seconds):
             in_flight = [request for one in self._connections for request in one.pending.values()]

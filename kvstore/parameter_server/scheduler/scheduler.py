@@ -19,7 +19,7 @@ from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.faults import Script, script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
-from gangline.collectives.liveness.status_socket import Part, publish
+from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import (
@@ -170,6 +170,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered. Idempotent."""
+        withdraw(self)
         self._listener.close()
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:

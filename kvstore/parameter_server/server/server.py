@@ -18,7 +18,7 @@ from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
-from gangline.collectives.liveness.status_socket import Part, publish
+from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
@@ -181,6 +181,7 @@ class Server:
             if self._snapshots is not None and self._scheduler.is_over:
                 self._snapshots.write_complete(self._rounds.shards.values(), self._rounds.optimizers, is_end=True)
         finally:
+            withdraw(self)
             if self._snapshots is not None:
                 self._snapshots.close()
             if self._pool is not None:
@@ -215,7 +216,7 @@ class Server:
     # Messages
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
-        sequence = 0
+        sequence, worker, message = 0, None, None
         try:
             if not frames:
                 raise ProtocolError("received a message of no frames")
@@ -234,6 +235,8 @@ class Server:
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             self._reject(identity, sequence, error)
+            if worker is not None and isinstance(message, Push) and sequence not in worker.in_use:
+                worker.release(sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):
@@ -429,7 +432,7 @@ class Server:
         shards = [self._shard(entry[0]) for entry in push.entries]
         release = _do_nothing
         # A repeated message is released with its first copy.
-        if (push.region or self._kept is not None) and push.sequence not in worker.in_use:
+        if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
             worker.in_use.add(push.sequence)
             release = partial(worker.release, push.sequence)
         use = _RegionUse(len(shards), release)
