@@ -77,6 +77,15 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def inside(self, host: int) -> list[str]:
+        """Return the words that run the command which follows them on a host.
+
+        Hosts share no core if the machine has enough of them.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[host :: len(self.names)] if len(cores) >= len(self.names) else cores
+        return ["taskset", "-c", ",".join(map(str, own)), "ip", "netns", "exec", self.names[host]]
+
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a command on a host, with its output piped; `close` kills it if it still runs.
 

@@ -126,7 +126,7 @@ class Programs:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         try:
             for name, argv, env, host in self._commands(candidate, address, hosts):
-                inside = ("ip", "netns", "exec", hosts.names[host]) if hosts is not None else ()
+                inside = hosts.inside(host) if hosts is not None else ()
                 self.pids[name] = self._start([*inside, *argv], {**candidate.env, **env}, candidate.interpreter)
         except BaseException:
             self.close()

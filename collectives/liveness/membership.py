@@ -321,9 +321,8 @@ class PeerConnections:
             with suppress(zmq.ZMQError):  # not connected
                 copies = not self._has_heartbeats
                 trackers.append(connection.send_frame(packed, copy=copies, track=not copies))
-        for tracker in trackers if self._has_heartbeats else ():
+        for tracker in filter(None, trackers):
             with suppress(zmq.NotDone):
-                assert tracker is not None
                 tracker.wait(max(0.0, deadline - time.monotonic()))
 
     def _wait_for_closed(self, peers: Sequence[int]) -> None:

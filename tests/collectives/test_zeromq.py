@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +28,7 @@ from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
+from gangline.kvstore.launch.job import free_ports
 from tests.collectives.processes import Processes, Rank
 
 pytestmark = pytest.mark.timeout(60)
@@ -417,6 +420,23 @@ def _count_descriptors(rank: Rank, address: str) -> None:
     transport.close()
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
+
+
+def test_processes_that_do_not_close_their_communicator_end_without_a_word() -> None:
+    program = """
+import torch
+from gangline import collectives
+comm = collectives.connect(transport="tcp")
+comm.all_reduce(torch.ones(1 << 20))
+"""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], env={**os.environ, **place, "RANK": str(rank)}, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    assert [(process.communicate()[1], process.returncode) for process in processes] == [(b"", 0)] * 2
 
 
 @pytest.mark.parametrize("address", ADDRESSES)

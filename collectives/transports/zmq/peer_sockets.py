@@ -275,7 +275,10 @@ class PeerSocket:
         try:
             if self._binds:
                 self.socket.send(self._routing_id, zmq.NOBLOCK | zmq.SNDMORE)
-            return self.socket.send(message, zmq.NOBLOCK, copy=copy, track=track)
+            try:
+                return self.socket.send(message, zmq.NOBLOCK, copy=copy, track=track)
+            except RuntimeError:  # the interpreter ends, and pyzmq can only copy messages any more
+                return self.socket.send(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise zmq.Again from None
