@@ -285,6 +285,19 @@ class TrainOptions(DeviceOptions):
     test_io: Annotated[
         bool, typer.Option("--test-io", help="Read the data and log the speed; train nothing.", rich_help_panel=_SHOW)
     ] = False
+    advise: Annotated[
+        bool,
+        typer.Option(
+            "--advise",
+            help="Measure steps of one context, two and so on, and say from which batch size how many pay; train "
+            "nothing.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="--advise, and measure what it predicts as well.", rich_help_panel=_SHOW),
+    ] = False
     benchmark: Annotated[
         bool, typer.Option("--benchmark", help="Train on random images to measure speed.", rich_help_panel=_SHOW)
     ] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -29,6 +30,7 @@ from gangline.cli.options import (
     write_json,
 )
 from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
+from gangline.cli.training.scaling import scaling_of
 from gangline.collectives.context import Context
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
@@ -103,6 +105,9 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     if options.scale_batch:
         batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
     params = _optimizer_params(options, rate, model.factors)
+    if options.advise or options.verify:
+        _advise(module, model, options, splits, store, params, autocast)
+        return None
     adapted = _adapt_to_late_updates(params, options, store, workers)
     with ExitStack() as stack:
         kvstore: str | KVStore = store
@@ -115,6 +120,34 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume)
         module.close()
     return result
+
+
+def _advise(
+    module: Module,
+    model: _Model,
+    options: TrainOptions,
+    splits: datasets.Splits,
+    store: str,
+    params: dict[str, Any],
+    autocast: torch.dtype | None,
+) -> None:
+    """Measure one context, two and so on up to all of the module's, and print how many pay."""
+    if store not in IN_PROCESS:
+        raise UsageError(
+            f"--advise measures the contexts of one process, and the store is {store}; see gangline advise"
+        )
+
+    def make(count: int) -> Module:
+        network = copy.deepcopy(model.network)
+        made = Module(
+            network, nn.CrossEntropyLoss(), module.contexts[:count], fixed_param_names=model.frozen, autocast=autocast
+        )
+        made.init_optimizer(store, options.optimizer, params)
+        return made
+
+    found = scaling_of(make, len(module.contexts), splits.train, options.batch_size, verifies=options.verify)
+    print(found)
+    write_json(options.json, found.as_json())
 
 
 def _fit_and_score(
