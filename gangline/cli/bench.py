@@ -15,6 +15,7 @@ class _Benches(TyperGroup):
         if self.commands:
             return
         from gangline.bench.algorithms.simulate import simulate
+        from gangline.bench.algorithms.simulate_training import simulate_training
         from gangline.bench.algorithms.tune import tune
         from gangline.bench.backend import backend
         from gangline.bench.balance import balance
@@ -47,6 +48,7 @@ class _Benches(TyperGroup):
             device_group,
             tune,
             simulate,
+            simulate_training,
         ):
             benches.command()(command)  # typer spells names with dashes
         for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
