@@ -7,6 +7,7 @@ import math
 import torch
 
 from gangline.collectives.compression.codec import Codec, check_dtype
+from gangline.collectives.timeline import recorder
 
 
 def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> torch.Tensor:
@@ -48,6 +49,15 @@ def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> N
 @torch.no_grad()
 def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return the payload, as `compress`, of arguments that `check` has accepted."""
+    if recorder.current is not None:
+        with recorder.current.span("compress", bytes=gradient.nbytes) as span:
+            payload = _payload(codec, gradient, residual)
+            span.arguments["payload_bytes"] = payload.nbytes
+        return payload
+    return _payload(codec, gradient, residual)
+
+
+def _payload(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     if residual is None:
         return codec.encode(gradient)
     flat = residual.reshape(-1)

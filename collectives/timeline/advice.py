@@ -17,6 +17,8 @@ _PAUSE = 5.0
 """A step this many times as long as the median, in which all others wait for one process, is a pause."""
 _LEAST_WAIT = 0.25
 """Share of its threads' time in which a process waits for cores that are oversubscribed."""
+_MOST_OF_EXCHANGE = 0.5
+"""Share of the exchange from which a server's arithmetic, not the link, is its cause."""
 _FAST_BYTES = 0.5e9
 """Bytes per second below which a link, not the cores, limits an exchange."""
 _SMALL_SECONDS = 0.005
@@ -38,7 +40,8 @@ class Finding:
     """A cause that makes steps longer."""
 
     cause: str
-    """"input", "forward", "backward", "compute", "update", "communication", "small steps", "cores" or "pause"."""
+    """"input", "forward", "backward", "compute", "update", "communication", "compression", "server", "small steps",
+    "cores" or "pause"."""
     process: str
     """Name of the process at fault; "" if it is all of them."""
     gain: float
@@ -92,6 +95,8 @@ def advise(job: JobSteps) -> Advice:
         _slow_processes,
         _slow_contexts,
         _input,
+        _compression,
+        _slow_servers,
         _communication,
         _small_steps,
     )
@@ -212,9 +217,50 @@ def _input(job: JobSteps) -> list[Finding]:
     return [Finding("input", "", share, text, remedies)]
 
 
+def _compression(job: JobSteps) -> list[Finding]:
+    """Find compression that takes longer than the link would take for the bytes that it saves."""
+    found = job.compression
+    if found is None or not job.seconds_alone:
+        return []
+    rate = found.sent / job.seconds_alone
+    saved = (found.given - found.sent) / rate
+    text = (
+        f"compression does not pay: it takes {found.seconds * 1e3:.0f} ms of a step, and the link, "
+        f"{rate / 1e6:.0f} MB/s, would carry the {(found.given - found.sent) / 1e6:.1f} MB that it saves in "
+        f"{saved * 1e3:.0f} ms"
+    )
+    gain = (found.seconds - saved) / job.step_seconds
+    return [Finding("compression", "", gain, text, (Remedy("send gradients as they are", "--gc-type none", gain),))]
+
+
+def _slow_servers(job: JobSteps) -> list[Finding]:
+    """Find a server whose sums and updates are most of the exchange."""
+    if not job.servers:
+        return []
+    name, (host, seconds) = max(job.servers.items(), key=lambda item: item[1][1])
+    others = [other for _, (_, other) in job.servers.items()]
+    share = seconds / job.step_seconds
+    if seconds < _MOST_OF_EXCHANGE * job.seconds_alone:
+        return []
+    text = (
+        f"{name} on {host} adds up gradients and updates weights for {seconds * 1e3:.0f} ms of a step of "
+        f"{job.step_seconds * 1e3:.0f} ms, for which the workers wait"
+    )
+    if len(others) > 1:
+        text += f"; the fastest server needs {min(others) * 1e3:.0f} ms"
+    remedies = (
+        Remedy("place servers on faster hosts, or none on this one", "gangline launch -s N -H HOSTS", share / 2),
+        Remedy("more servers, which share the keys", f"gangline launch -s {len(others) + 1}", share / 2),
+        Remedy("update on the workers instead", "--kv-store allreduce", share / 2),
+    )
+    return [Finding("server", name, share, text, remedies)]
+
+
 def _communication(job: JobSteps) -> list[Finding]:
     """Find exchanges that take long though nobody is late."""
     seconds = job.seconds_alone
+    if any(busy >= _MOST_OF_EXCHANGE * seconds for _, busy in job.servers.values()):
+        return []
     share = seconds / job.step_seconds
     if len(job.processes) < 2 or not seconds:
         return []

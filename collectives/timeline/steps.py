@@ -64,6 +64,17 @@ class ProcessSteps:
         return {name: median(step.contexts.get(name, 0.0) for step in self.steps) for name in sorted(names)}
 
 
+@dataclass(frozen=True)
+class Compressing:
+    """Compression of gradients by one process in a step, medians over the processes."""
+
+    seconds: float
+    given: float
+    """Bytes of the gradients."""
+    sent: float
+    """Bytes of their payloads."""
+
+
 @dataclass
 class JobSteps:
     """What a timeline tells of a training job."""
@@ -73,6 +84,10 @@ class JobSteps:
     """Bytes that one process gives to collectives or servers in a step."""
     seconds_alone: float
     """Median time in a step in which collectives or servers were at work on what all processes had given."""
+    compression: Compressing | None = None
+    """What a process compresses in a step; None: nothing."""
+    servers: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Host of each server, and the seconds of a step in which it added up and updated."""
 
     @property
     def step_seconds(self) -> float:
@@ -120,7 +135,7 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
         else:
             of_process[event["pid"]].append(event)
     arrivals = _Arrivals(event for own in of_process.values() for event in own)
-    processes, volumes, transfers = [], [], []
+    processes, volumes, transfers, compressed = [], [], [], []
     for pid, own in of_process.items():
         if pid not in described:
             continue
@@ -133,13 +148,36 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
             begin, end = process.steps[0].begin, process.steps[-1].end
             given = [e["args"].get("bytes", 0) for e in own if _is_gradient(e) and begin <= e["ts"] / 1e6 < end]
             volumes.append(sum(given) / len(process.steps))
+            spans = [e for e in own if e["name"] == "compress" and begin <= e["ts"] / 1e6 < end]
+            totals = [
+                sum(e["dur"] for e in spans) / 1e6,
+                *(sum(e["args"][name] for e in spans) for name in ("bytes", "payload_bytes")),
+            ]
+            compressed.append([total / len(process.steps) for total in totals])
             transfers.append(median(step.transfer for step in process.steps))
     if not processes:
         raise ValueError(
             f"the timeline holds no process with more than {_FIRST_STEPS} training steps; record a longer run"
         )
     processes.sort(key=lambda process: (process.name.rstrip("0123456789"), len(process.name), process.name))
-    return JobSteps(processes, median(volumes), median(transfers))
+    job = JobSteps(processes, median(volumes), median(transfers))
+    if any(seconds for seconds, _, _ in compressed):
+        job.compression = Compressing(*(median(values) for values in zip(*compressed, strict=True)))
+    steps = processes[0].steps
+    for pid, own in of_process.items():
+        name = described.get(pid, {}).get("name", "")
+        if name.startswith("server"):
+            busy = _merged(sorted((b, e, {}) for b, e in _spans_of(own, "update of", steps[0].begin, steps[-1].end)))
+            job.servers[name] = described[pid]["host"], sum(e - b for b, e in busy) / len(steps)
+    return job
+
+
+def _spans_of(events: Iterable[Event], prefix: str, begin: float, end: float) -> list[tuple[float, float]]:
+    """Return begin and end of the spans between two times whose names begin with a text."""
+    times = [
+        (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X" and e["name"].startswith(prefix)
+    ]
+    return [(first, last) for first, last in times if begin <= first and last <= end]
 
 
 def _is_gradient(event: Event) -> bool:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.driver.hosts import Hosts, obstacle
+from gangline.collectives.liveness.status_query import statuses
 from gangline.kvstore.launch.job import free_ports
 from tests.kvstore.test_launch import ROOT
 
@@ -88,6 +93,41 @@ def test_oversubscribed_cores_are_named() -> None:
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+def dist_sync(*options: str) -> list[str]:
+    network = ["--network", "wide_mlp", "--batch-size", "64", "--num-epochs", "3"]
+    train = [sys.executable, "-m", "gangline", "train", *network, "--kv-store", "dist_sync", *options]
+    return ["--", sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", *train]
+
+
+@pytest.mark.slow
+def test_compression_that_does_not_pay_is_named() -> None:
+    assert first(advise(*dist_sync("--gc-type", "topk"))) == ("compression", "")
+
+
+@pytest.mark.slow
+def test_a_server_on_a_slow_host_is_named() -> None:
+    is_over = threading.Event()
+
+    def slow_down() -> None:
+        """Let the job's server run for a fifth of the time."""
+        while not is_over.is_set():
+            servers = [one.process for one in statuses(is_wanted=lambda name, _: name == "server 0")]
+            with suppress(ProcessLookupError):
+                for _ in range(50):
+                    for signal_, seconds in ((signal.SIGSTOP, 0.008), (signal.SIGCONT, 0.002)):
+                        for process in servers:
+                            os.kill(process, signal_)
+                        time.sleep(seconds)
+
+    slowing = threading.Thread(target=slow_down)
+    slowing.start()
+    try:
+        assert first(advise(*dist_sync())) == ("server", "server 0")
+    finally:
+        is_over.set()
+        slowing.join()
 
 
 @pytest.mark.slow
