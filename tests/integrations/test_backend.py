@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(*command: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, check=False, timeout=250
     )
@@ -31,6 +35,19 @@ def test_layers_that_transformers_splits_over_ranks_give_what_one_rank_does() ->
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_ports(1)[0])
     out = run(*ranks, "-m", "gangline", "run", SCRIPTS / "tensor_parallel.py")
     assert out.count("gangline (32, 32) True") == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None, reason="needs torchrec: pip install torchrec fbgemm-gpu-cpu"
+)
+def test_tables_that_torchrec_splits_over_ranks_train_as_over_gloo() -> None:
+    found = {}
+    for backend, prefix in (("gloo", ()), ("gangline", ("-m", "gangline", "run"))):
+        ranks = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_ports(1)[0])
+        name, loss = run(*ranks, *prefix, SCRIPTS / "torchrec_embeddings.py").splitlines()[-1].split()
+        found[name] = loss
+        assert name == backend
+    assert found["gloo"] == found["gangline"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
