@@ -32,7 +32,18 @@ class Remedy:
     text: str
     command: str
     gain: float
-    """Share of the step time that it can save at most."""
+    """Share of a sample's time that it can save at most."""
+    options: tuple[str, ...] = ()
+    """Options of `gangline train` that apply it."""
+    batches: int = 1
+    """Factor of the batch size that applies it."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables that apply it."""
+
+    @property
+    def can_be_applied(self) -> bool:
+        """Whether `gangline advise --verify` can apply it to a command."""
+        return bool(self.options or self.variables or self.batches > 1)
 
 
 @dataclass(frozen=True)
@@ -67,12 +78,22 @@ class Advice:
             return "nothing to gain: every process computes nearly all the time"
         return self.findings[0].text
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all processes in a second; 0 if their number is unknown."""
+        return self.samples / self.step_seconds
+
+    def remedy(self) -> Remedy | None:
+        """Return the first remedy that can be applied to a command."""
+        remedies = (remedy for finding in self.findings for remedy in finding.remedies)
+        return next((remedy for remedy in remedies if remedy.can_be_applied), None)
+
     def as_json(self) -> dict[str, Any]:
         """Return it for json.dumps."""
         return {**asdict(self), "verdict": self.verdict}
 
     def __str__(self) -> str:
-        rate = f", {self.samples / self.step_seconds:.0f} samples/s" if self.samples else ""
+        rate = f", {self.samples_per_second:.0f} samples/s" if self.samples else ""
         lines = [f"Step: {self.step_seconds * 1e3:.1f} ms{rate} (medians)", ""]
         columns = [*PHASES, "late", "transfer"]
         lines.append(f"{'ms in a step':<14}" + "".join(f"{name:>10}" for name in columns))
@@ -147,10 +168,15 @@ def _busy_cores(job: JobSteps) -> list[Finding]:
     hosts = [process for process in job.processes if process.host == worst.host]
     text = (
         f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
-        f"for {worst.waited_for_cores:.0%} of their time ({len(hosts)} training processes, {worst.cores} cores)"
+        f"for {worst.waited_for_cores:.0%} of their time ({len(hosts)} training process{'es' if len(hosts) > 1 else ''}, {worst.cores} cores)"
     )
     remedies = (
-        Remedy("fewer threads in each process", "OMP_NUM_THREADS=1, or torch.set_num_threads(1)", share),
+        Remedy(
+            "fewer threads in each process",
+            "OMP_NUM_THREADS=1, or torch.set_num_threads(1)",
+            share,
+            variables=(("OMP_NUM_THREADS", "1"),),
+        ),
         Remedy("fewer processes on this host, or other programs off it", "gangline launch -n N", share),
     )
     return [Finding("cores", "", share, text, remedies)] if worst.waited_for_cores > _LEAST_WAIT else []
@@ -201,7 +227,8 @@ def _slow_contexts(job: JobSteps) -> list[Finding]:
         gain = (contexts[slowest] - fmean(contexts.values())) / job.step_seconds
         words = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in contexts.items())
         text = f"{slowest} of {process.name} is slow in forward and backward, and the other contexts wait: {words}"
-        remedy = Remedy("divide batches by the measured speed of the contexts", "--work-load-list auto", gain)
+        option = ("--work-load-list", "auto")
+        remedy = Remedy("divide batches by the measured speed of the contexts", " ".join(option), gain, option)
         found.append(Finding("compute", slowest, gain, text, (remedy,)))
     return found
 
@@ -230,7 +257,15 @@ def _compression(job: JobSteps) -> list[Finding]:
         f"{saved * 1e3:.0f} ms"
     )
     gain = (found.seconds - saved) / job.step_seconds
-    return [Finding("compression", "", gain, text, (Remedy("send gradients as they are", "--gc-type none", gain),))]
+    return [
+        Finding(
+            "compression",
+            "",
+            gain,
+            text,
+            (Remedy("send gradients as they are", "no --gc-type, no compress_hook", gain),),
+        )
+    ]
 
 
 def _slow_servers(job: JobSteps) -> list[Finding]:
@@ -269,11 +304,13 @@ def _communication(job: JobSteps) -> list[Finding]:
         f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {seconds * 1e3:.0f} ms of a step of "
         f"{job.step_seconds * 1e3:.0f} ms"
     )
-    larger = Remedy("larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2)
+    larger = Remedy(
+        "larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2, batches=2
+    )
     fewer = Remedy("fewer processes", "gangline launch -n 1", share)
     if rate < _FAST_BYTES and job.bytes_per_step > 1e5:
         text += f", {rate / 1e6:.0f} MB/s"
-        compress = Remedy("compress gradients", "--gc-type fp16, or 2bit", share * 0.5)
+        compress = Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16"))
         return [Finding("communication", "", share, text, (compress, larger, fewer))]
     return [Finding("communication", "", share, text, (larger, fewer))]
 
@@ -290,7 +327,7 @@ def _small_steps(job: JobSteps) -> list[Finding]:
         "to start it, to wait for the others and to add up its result"
     )
     remedies = (
-        Remedy("larger batches", "four times --batch-size", share / 2),
+        Remedy("larger batches", "four times --batch-size", share * 3 / 4, batches=4),
         Remedy(f"one {unit}, which has nobody to wait for", fewer, share),
     )
     return [Finding("small steps", "", share, text, remedies)]

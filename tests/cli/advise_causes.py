@@ -1,0 +1,161 @@
+"""Causes of slow training that are built into jobs, and the verdicts of `gangline advise` on them.
+
+``python -m tests.cli.advise_causes --runs 20`` prints how often each cause is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.driver.hosts import Hosts
+from gangline.collectives.liveness.status_query import statuses
+from gangline.kvstore.launch.job import free_ports
+from tests.kvstore.test_launch import ROOT
+
+SCRIPT = str(ROOT / "tests" / "cli" / "training_with_causes.py")
+Verdict = tuple[str | None, str | None]
+"""Cause and process of the first finding; None: there is nothing to gain."""
+
+
+def environment(**variables: object) -> dict[str, str]:
+    words = {name: str(value) for name, value in variables.items()}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **words}
+
+
+def advise(*arguments: str, **variables: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "gangline", "advise", "--json", *arguments]
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def first(found: dict[str, Any], ignored: str = "cores") -> Verdict:
+    """Return cause and process of the first finding, without that of busy cores, which other programs may cause."""
+    findings = [finding for finding in found["findings"] if finding["cause"] != ignored]
+    return (findings[0]["cause"], findings[0]["process"]) if findings else (None, None)
+
+
+def torchrun(**variables: object) -> dict[str, Any]:
+    ranks = ("torchrun", "--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]), SCRIPT)
+    return advise("--", sys.executable, "-m", "torch.distributed.run", *ranks[1:], **variables)
+
+
+def in_ranks(cause: str) -> Verdict:
+    return first(torchrun(CAUSE=cause))
+
+
+def tiny_batch() -> Verdict:
+    return first(torchrun(WIDTH=64, BATCH=8, STEPS=400))
+
+
+def train(*options: str) -> Verdict:
+    return first(advise("--", sys.executable, "-m", "gangline", "train", *options))
+
+
+def oversubscribed_cores() -> Verdict:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        return first(torchrun(STEPS=200), ignored="")
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def dist_sync(*options: str) -> Verdict:
+    network = ["--network", "wide_mlp", "--batch-size", "64", "--num-epochs", "3"]
+    words = [sys.executable, "-m", "gangline", "train", *network, "--kv-store", "dist_sync", *options]
+    return first(advise("--", sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", *words))
+
+
+def slow_server() -> Verdict:
+    is_over = threading.Event()
+
+    def slow_down() -> None:
+        """Let the job's server run for a fifth of the time."""
+        while not is_over.is_set():
+            servers = [one.process for one in statuses(is_wanted=lambda name, _: name == "server 0")]
+            with suppress(ProcessLookupError):
+                for _ in range(50):
+                    for signal_, seconds in ((signal.SIGSTOP, 0.008), (signal.SIGCONT, 0.002)):
+                        for process in servers:
+                            os.kill(process, signal_)
+                        time.sleep(seconds)
+
+    slowing = threading.Thread(target=slow_down)
+    slowing.start()
+    try:
+        return dist_sync()
+    finally:
+        is_over.set()
+        slowing.join()
+
+
+def slow_link() -> Verdict:
+    with Hosts(2, rate="100mbit") as hosts, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        port = free_ports(1)[0]
+        own = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": port, "WORLD_SIZE": 2, "GANGLINE_INSECURE": 1}
+        processes = [
+            hosts.start(rank, [sys.executable, SCRIPT], environment(RANK=rank, GANGLINE_TIMELINE=path, **own))
+            for rank in range(2)
+        ]
+        for process in processes:
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors
+        return first(advise(str(path)))
+
+
+SMALL = ("--network", "mlp", "--batch-size", "32", "--cpus", "2", "--num-epochs", "2")
+_UNEVEN = ("--network", "lenet", "--batch-size", "256", "--cpus", "2", "--num-epochs", "4", "--work-load-list", "5,1")
+CAUSES: dict[str, tuple[Callable[[], Verdict], set[Verdict]]] = {
+    "none": (partial(in_ranks, "none"), {(None, None)}),
+    "input of one rank": (partial(in_ranks, "input"), {("input", "rank 1")}),
+    "forward of one rank": (partial(in_ranks, "forward"), {("forward", "rank 1")}),
+    "backward of one rank": (partial(in_ranks, "backward"), {("backward", "rank 1")}),
+    "uneven data": (partial(in_ranks, "uneven data"), {("compute", "rank 1")}),
+    "a rank that stands still": (partial(in_ranks, "pause"), {("pause", "rank 1")}),
+    "input of all ranks": (partial(in_ranks, "every input"), {("input", "")}),
+    "tiny batch": (tiny_batch, {("small steps", ""), ("communication", "")}),
+    "small steps of two contexts": (partial(train, *SMALL), {("small steps", "")}),
+    "a slow context": (partial(train, *_UNEVEN), {("compute", "cpu(0)")}),
+    "oversubscribed cores": (oversubscribed_cores, {("cores", "")}),
+    "compression that does not pay": (partial(dist_sync, "--gc-type", "topk"), {("compression", "")}),
+    "a server on a slow host": (slow_server, {("server", "server 0")}),
+    "a slow link": (slow_link, {("communication", "")}),
+}
+"""What runs a job with each cause, and the verdicts that name it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--causes", default=",".join(CAUSES))
+    options = parser.parse_args()
+    for name in options.causes.split(","):
+        run, expected = CAUSES[name]
+        verdicts = Counter(run() for _ in range(options.runs))
+        named = sum(count for verdict, count in verdicts.items() if verdict in expected)
+        others = {verdict: count for verdict, count in verdicts.items() if verdict not in expected}
+        print(f"{name:<32} {named} of {options.runs}", others or "", flush=True)
+
+
+if __name__ == "__main__":
+    main()
