@@ -166,9 +166,10 @@ def _busy_cores(job: JobSteps) -> list[Finding]:
     worst = max(job.processes, key=lambda process: process.waited_for_cores)
     share = worst.waited_for_cores * median(_work(step.phases) for step in worst.steps) / job.step_seconds
     hosts = [process for process in job.processes if process.host == worst.host]
+    processes = f"{len(hosts)} training process{'es' if len(hosts) > 1 else ''}"
     text = (
         f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
-        f"for {worst.waited_for_cores:.0%} of their time ({len(hosts)} training process{'es' if len(hosts) > 1 else ''}, {worst.cores} cores)"
+        f"for {worst.waited_for_cores:.0%} of their time ({processes}, {worst.cores} cores)"
     )
     remedies = (
         Remedy(
