@@ -269,6 +269,7 @@ def _wait_for_any(comm: Communicator, path: str) -> tuple[int, str]:
     actor.announce_waits(2)
     work = _work(comm.recv(torch.empty(3), None, async_op=True))
     work.wait()
+    actor.tell("received")  # before rank 2 dies, whose message may not have left its process yet
     assert isinstance(work, point_to_point.ReceiveWork)
     with pytest.raises(DeadNodeError, match="rank 2") as caught:
         comm.recv(torch.empty(3), None)
@@ -280,6 +281,7 @@ def test_a_receive_from_any_rank_needs_no_rank_that_has_closed(transport: str) -
     with Stage(_wait_for_any, 3, transport=transport) as stage:
         assert [stage.heard(0) for _ in range(2)] == [WAITS] * 2
         stage.say(2)
+        assert stage.heard(0) == "received"
         stage.say(2)
         stage.say(1)
         first, _, _ = stage.outcomes()
