@@ -146,7 +146,7 @@ def _pass_on(comm: Communicator, late: int) -> None:
 WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
     "small": (partial(all_reduce, 100), r"all_reduce\(100 x float32, sum\), call 1, has waited \S+ s: {who}"),
     "large": (partial(all_reduce, 1 << 19), r"all_reduce\(524288 x float32, sum\), call 1, has waited \S+ s: {who}"),
-    "recv": (_pass_on, r"recv\(100 x float32\) on rank \d has waited \S+ s for rank {late}"),
+    "recv": (_pass_on, r"recv\(100 x float32\) on rank \d has waited \S+ s for rank {late} \(rank {late} is at .+\)"),
 }
 
 
@@ -182,8 +182,10 @@ def come_late(comm: Communicator, path: str, late: int, variable: str) -> list[S
 
 
 def _who(size: int, late: int) -> str:
+    """Return a pattern for the ranks that came, and the late one with the line that it is at."""
     came = [str(rank) for rank in range(size) if rank != late]
-    return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not"
+    place = rf" \(rank {late} is at \S+stage.py:\d+ in hear\)"
+    return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not{place}"
 
 
 @pytest.mark.slow

@@ -235,7 +235,8 @@ class Server:
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             self._reject(identity, sequence, error)
-            if worker is not None and isinstance(message, Push) and sequence not in worker.in_use:
+            is_refused_push = isinstance(message, Push) and self._scheduler.allows_restarts
+            if is_refused_push and worker is not None and sequence not in worker.in_use:
                 worker.release(sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -214,8 +215,8 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
             stage.say(rank, "close")
         ended_by_themselves(stage.outcomes())
     said = capfd.readouterr().err
-    assert "key 'small', round 1, waits for rank 1; present: ranks 0, 2" in said
-    assert "barrier waits for ranks 0, 1; present: rank 2" in said
+    assert "key 'small', round 1, waits for rank 1; present: ranks 0, 2 (worker 1 is at " in said
+    assert re.search(r"barrier waits for ranks 0, 1 \(worker 0 is at .+; worker 1 is at .+\); present: rank 2", said)
 
 
 # Lost connections
