@@ -97,7 +97,8 @@ def test_a_job_with_a_killed_process_starts_again_and_ends_with_the_same_bits(
         line.endswith(f"resuming from {tmp_path}/net-0000.json: 0 of 4 epochs and 5 batches of the next are done")
         for line in errors
     )
-    assert steps(out) in ([*range(1, 8), *range(6, 41)], [*range(1, 7), *range(6, 41)])  # rank 0 may die in step 7
+    begun = 10 if victim == "scheduler" else 7  # rank 0 may die in step 7; without a scheduler it goes on for a moment
+    assert steps(out) in [[*range(1, last + 1), *range(6, 41)] for last in range(6, begun + 1)]
     assert_bit_equal(weights(tmp_path), undisturbed(store))
 
 
