@@ -21,6 +21,8 @@ _MOST_OF_EXCHANGE = 0.5
 """Share of the exchange from which a server's arithmetic, not the link, is its cause."""
 _FAST_BYTES = 0.5e9
 """Bytes per second below which a link, not the cores, limits an exchange."""
+_LEAST_SECONDS = 1e-4
+"""Shortest exchange that the rate of a link is computed from."""
 _SMALL_SECONDS = 0.005
 """Seconds of a step's work below which the fixed costs of its many small operations dominate."""
 
@@ -250,7 +252,9 @@ def _compression(job: JobSteps) -> list[Finding]:
     found = job.compression
     if found is None or not job.seconds_alone:
         return []
-    rate = found.sent / job.seconds_alone
+    computing = max((seconds for _, seconds in job.servers.values()), default=0.0)
+    moved = found.sent + (found.given if job.servers else 0.0)  # servers send weights back, which are not compressed
+    rate = moved / max(job.seconds_alone - computing, _LEAST_SECONDS)
     saved = (found.given - found.sent) / rate
     text = (
         f"compression does not pay: it takes {found.seconds * 1e3:.0f} ms of a step, and the link, "
