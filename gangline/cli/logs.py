@@ -42,7 +42,7 @@ def reported_first() -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception:  # any error is raised again
         with suppress(ValueError):  # outside the main thread, which alone receives signals
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise

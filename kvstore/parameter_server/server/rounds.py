@@ -411,7 +411,7 @@ class ShardRounds:
                 _log.warning("%s%s", text, places)
 
     def waits(self) -> list[Wait]:
-        """Return which rounds wait for whom; rounds that wait for the same workers are one."""
+        """Return the open rounds with the workers that are missing; rounds that miss the same workers count as one."""
         now = time.monotonic_ns()
         found: dict[tuple[int, ...], list[tuple[int, Shard, list[int]]]] = {}
         for shard in list(self.shards.values()) if self.is_sync else ():
