@@ -55,6 +55,10 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
     if tensor.is_sparse:
         _all_reduce_sparse(comm, tensor, op)
         return
+    if _is_integer_mean(tensor, op):
+        comm.all_reduce(data_of(tensor), "sum")
+        _divide(tensor, comm.size)
+        return
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
         comm.all_reduce(tensor, op)
@@ -66,6 +70,11 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
 
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
     """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
+    if _is_integer_mean(tensor, op):
+        comm.reduce(data_of(tensor), root, "sum")
+        if comm.rank == root:
+            _divide(tensor, comm.size)
+        return
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
         comm.reduce(tensor, root, op)
@@ -134,7 +143,12 @@ def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], o
 
 def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
     """Reduce tensors of (size, *out.shape), or concatenated along the first axis; each rank gets its row."""
-    rows = _reducible(_rows("the input", tensor, comm.size, out.shape), op)
+    rows = _rows("the input", tensor, comm.size, out.shape)
+    if _is_integer_mean(tensor, op):
+        comm.reduce_scatter(data_of(rows), "sum", out=data_of(out))
+        _divide(out, comm.size)
+        return
+    rows = _reducible(rows, op)
     if isinstance(op, str):
         comm.reduce_scatter(rows, op, out=_reducible(out, op))
     else:
@@ -210,6 +224,15 @@ def _gather_rows(comm: Communicator, rows: Tensor, counts: Sequence[int]) -> Ten
     gathered = rows.new_empty((comm.size, *padded.shape))
     comm.all_gather(movable(padded), movable(gathered))
     return torch.cat([one[:count] for one, count in zip(gathered, counts, strict=True)])
+
+
+def _is_integer_mean(tensor: Tensor, op: Op) -> bool:
+    """Return whether a reduction is the mean of integers, which is rounded towards zero as NCCL does."""
+    return op == "mean" and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _divide(tensor: Tensor, count: int) -> None:
+    data_of(tensor).div_(count, rounding_mode="trunc")
 
 
 def _reducible(tensor: Tensor, op: Op) -> Tensor:

@@ -126,6 +126,21 @@ def all_reduce_by_every_operation(rank: int, size: int) -> None:
 
 
 @case
+def means_of_integers_are_rounded_towards_zero(rank: int, size: int) -> None:
+    rows = torch.stack([torch.arange(-7, 7) * (place + 2) for place in range(size)])
+    want = rows.sum(0).div(size, rounding_mode="trunc")
+    tensor = rows[rank].clone()
+    dist.all_reduce(tensor, ReduceOp.AVG)
+    same(tensor, want)
+    tensor = rows[rank].clone()
+    dist.reduce(tensor, size - 1, ReduceOp.AVG)
+    same(tensor, want if rank == size - 1 else rows[rank])
+    out = torch.zeros_like(want)
+    dist.reduce_scatter(out, [rows[rank]] * size, ReduceOp.AVG)
+    same(out, want)
+
+
+@case
 def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not supported.*SUM, AVG"):
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
@@ -133,8 +148,8 @@ def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(3), ReduceOp.BAND)
     with pytest.raises(TypeError, match="SUM or AVG for complex numbers"):
         group().allreduce([torch.ones(3, dtype=torch.complex64)], ReduceOp.PRODUCT).wait()
-    with pytest.raises(TypeError, match=r"the mean of torch\.int64"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64), ReduceOp.AVG)
+    with pytest.raises(TypeError, match=r"the mean of torch\.bool"):
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
     with pytest.raises(TypeError, match="dense tensor on the CPU"):
         dist.broadcast(torch.eye(3).to_sparse(), 0)
     with pytest.raises(ValueError, match="2 tensors were given; expected 1"):

@@ -47,10 +47,11 @@ def largest_difference(first: Path, second: Path) -> float:
 
 
 def torchrun(script: str, ranks: int, output: Path, *arguments: str) -> str:
+    """Run a script over gangline's backend: torch 2.13 over gloo aborts now and then when its processes end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(SCRIPTS / f"{script}.py"), str(output), *arguments],
+        [*command, "-m", "gangline", "run", str(SCRIPTS / f"{script}.py"), str(output), *arguments],
         cwd=output.parent,
         env=environment,
         capture_output=True,

@@ -54,6 +54,7 @@ def main():
     for epoch in range(2):
         if epoch == 1 and arguments.resume:
             train(batches=2)
+            accelerator.wait_for_everyone()  # rank 0 writes the state of the optimizer
             accelerator.load_state(f"{arguments.output}.state")
         train()
         assert accelerator.gradient_state.active_dataloader is None
