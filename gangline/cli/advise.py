@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gangline.cli.advice_page import advice_page, scaling_page
+from gangline.cli.job_scaling import run_with_timeline, scaling_of_job
 from gangline.cli.training.options import TrainOptions
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline.advice import Advice
 from gangline.collectives.timeline.advice import advise as advise_on
-from gangline.collectives.timeline.recorder import VARIABLE
-from gangline.collectives.timeline.steps import Event, read_events, steps_of
+from gangline.collectives.timeline.steps import read_events, steps_of
 
 
 def advise(
@@ -33,6 +31,16 @@ def advise(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run CMD again with the first remedy that can be applied to it.")
     ] = False,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with the picture.")] = None,
+    scale: Annotated[
+        bool,
+        typer.Option(
+            "--scale",
+            help="Run CMD with 1 up to its number of processes at several batch sizes, and say how many pay. --verify "
+            "runs other batch sizes as well.",
+        ),
+    ] = False,
+    seconds: Annotated[float, typer.Option(metavar="S", min=1, help="Time for which each run of --scale trains.")] = 4,
 ) -> None:
     """Run a training command, or read its timeline, and say what bounds it: which process, which phase, what to do.
 
@@ -42,8 +50,18 @@ def advise(
     is_timeline = all(path.suffix == ".json" for path in paths)
     if is_timeline and verify:
         raise UsageError("--verify runs a command again with a remedy; expected -- CMD, not a timeline")
+    if scale:
+        if is_timeline:
+            raise UsageError("--scale runs a command; expected -- CMD, not a timeline")
+        scaling = scaling_of_job(arguments, seconds, verifies=verify)
+        print(json.dumps(scaling.as_json()) if as_json else scaling)
+        if page is not None:
+            page.write_text(scaling_page(scaling))
+        return
     code, events = (
-        (0, [event for path in paths for event in read_events(path)]) if is_timeline else _run(arguments, timeline)
+        (0, [event for path in paths for event in read_events(path)])
+        if is_timeline
+        else run_with_timeline(arguments, timeline)
     )
     try:
         found = advise_on(steps_of(events))
@@ -51,26 +69,11 @@ def advise(
         print(f"gangline: {error}", file=sys.stderr)
         raise typer.Exit(code or 1) from error
     print(json.dumps(found.as_json()) if as_json else found)
+    if page is not None:
+        page.write_text(advice_page(found))
     if verify:
         print(_verified(found, arguments))
     raise typer.Exit(code)
-
-
-def _run(
-    arguments: Sequence[str], timeline: Path | None, variables: Mapping[str, str] | None = None
-) -> tuple[int, list[Event]]:
-    """Run a command; return its exit code and its timeline."""
-    with tempfile.TemporaryDirectory(prefix="gangline-advise-") as folder:
-        path = (timeline or Path(folder) / "timeline.json").absolute()
-        path.unlink(missing_ok=True)
-        environment = {**os.environ, VARIABLE: str(path), **(variables or {})}
-        code = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603  the user's own
-        if not path.exists():
-            raise UsageError(
-                f"{arguments[0]} wrote no timeline (exit code {code}): it must train by gangline, or by "
-                "torch.distributed with the backend gangline"
-            )
-        return code, read_events(path)
 
 
 def _verified(before: Advice, arguments: Sequence[str]) -> str:
@@ -84,7 +87,7 @@ def _verified(before: Advice, arguments: Sequence[str]) -> str:
         given = arguments[arguments.index("--batch-size") + 1] if "--batch-size" in arguments else None
         size = remedy.batches * (TrainOptions.batch_size if given is None else int(given))
         words += ["--batch-size", str(size)]  # the last one counts
-    _, events = _run(words, None, dict(remedy.variables))
+    _, events = run_with_timeline(words, None, dict(remedy.variables))
     after = advise_on(steps_of(events)).samples_per_second
     predicted = before.samples_per_second / (1 - min(remedy.gain, 0.99))
     applied = " ".join([*(f"{name}={value}" for name, value in remedy.variables), *words[len(arguments) :]])

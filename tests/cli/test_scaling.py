@@ -1,4 +1,4 @@
-"""`gangline train --advise`: fits of step times, and what they advise."""
+"""Step times over batch size and number of devices: `gangline train --advise` and `gangline advise --scale`."""
 
 from __future__ import annotations
 
@@ -10,42 +10,69 @@ from pathlib import Path
 
 import pytest
 
-from gangline.cli.training.scaling import Check, ContextCount, Scaling, _pays_from
-from gangline.models.load_balance.speed_model import LinearFit
+from gangline.cli.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
+from gangline.kvstore.launch.job import free_ports
+from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, fitted_sizes
 from tests.kvstore.test_launch import ROOT
 
-ONE, TWO = LinearFit(0.001, 0.0001), LinearFit(0.003, 0.00005)  # they meet at 40 samples
+SCRIPT = """
+import argparse, torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int)
+size = parser.parse_args().batch_size
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+while True:
+    model(torch.randn(size, 64)).sum().backward()
+"""
+
+
+def times(count: int, fixed: float, per_sample: float) -> StepTimes:
+    return StepTimes(count, tuple((size, fixed + per_sample * size) for size in (8, 64)))
+
+
+ONE, TWO = times(1, 0.001, 0.0001), times(2, 0.003, 0.00005)  # they meet at 40 samples
 
 
 def gangline(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gangline", *arguments]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     return done
 
 
-def scaling(batch_size: int, *fits: LinearFit) -> Scaling:
-    counts = [ContextCount(number, fit, _pays_from(fit, fits[: number - 1])) for number, fit in enumerate(fits, 1)]
-    return Scaling(batch_size, tuple(counts))
-
-
 def test_two_contexts_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -> None:
-    found = scaling(16, ONE, TWO)
-    assert [one.pays_from for one in found.counts] == [1, 41]
-    assert found.best.contexts == 1
-    assert found.verdict.endswith("from 41 samples on they win: --batch-size 128")
+    found = Scaling("context", 16, (ONE, TWO))
+    assert found.wins_from == {1: 1, 2: 41}
+    assert found.best is ONE
+    assert found.verdict.endswith("from 41 samples on they win: use a batch size of 128")
 
 
-def test_all_contexts_are_kept_where_they_win() -> None:
-    found = scaling(256, ONE, TWO)
-    assert found.best.contexts == 2
-    assert "1.68 times as fast as one at batch size 256: keep them" in found.verdict
+def test_all_devices_are_kept_where_they_win() -> None:
+    found = Scaling("process", 256, (ONE, TWO))
+    assert found.best is TWO
+    assert found.verdict == "at batch size 256 2 processes are 1.68 times as fast as 1: keep them"
 
 
 def test_contexts_that_share_the_same_cores_never_win() -> None:
-    found = scaling(64, ONE, LinearFit(0.003, 0.0001))
-    assert found.counts[1].pays_from is None
+    found = Scaling("context", 64, (ONE, times(2, 0.003, 0.0001)))
+    assert found.wins_from[2] is None
     assert found.verdict.endswith("no batch size makes them faster: train on 1")
+
+
+def test_times_between_the_measured_sizes_lie_on_lines_and_beyond_them_the_line_goes_on() -> None:
+    found = StepTimes(1, ((10, 0.1), (20, 0.1), (40, 0.3)))
+    assert [found.seconds(size) for size in (5, 15, 30, 50)] == pytest.approx([0.1, 0.1, 0.2, 0.4])
+    steep = StepTimes(1, ((10, 0.1), (20, 0.9)))
+    assert steep.seconds(5) == pytest.approx(0.05)  # no less than in proportion
+
+
+@pytest.mark.parametrize(("size", "least"), [(1, 1), (2, 4), (64, 2)])
+def test_a_prediction_is_made_from_two_sizes_or_more_that_give_each_device_a_sample(size: int, least: int) -> None:
+    sizes = fitted_sizes(size, least)
+    assert len(set(sizes)) >= 2
+    assert min(sizes) >= least
 
 
 def test_the_error_of_a_prediction_is_relative_to_what_was_measured() -> None:
@@ -56,8 +83,8 @@ def test_train_advise_measures_every_number_of_contexts_and_trains_nothing(tmp_p
     path = tmp_path / "scaling.json"
     done = gangline("train", "--network", "mlp", "--cpus", "2", "--batch-size", "16", "--verify", "--json", str(path))
     found = json.loads(path.read_text())
-    assert [one["contexts"] for one in found["counts"]] == [1, 2]
-    assert {(one["contexts"], one["batch_size"]) for one in found["checks"]} >= {(1, 16), (2, 16), (1, 32), (2, 32)}
+    assert [one["count"] for one in found["times"]] == [1, 2]
+    assert {(one["count"], one["batch_size"]) for one in found["checks"]} >= {(1, 16), (2, 16), (1, 32), (2, 48)}
     assert f"Verdict: {found['verdict']}" in done.stdout
     assert "Validation-accuracy" not in done.stdout
 
@@ -65,3 +92,43 @@ def test_train_advise_measures_every_number_of_contexts_and_trains_nothing(tmp_p
 def test_train_advise_in_a_job_names_gangline_advise() -> None:
     done = gangline("train", "--advise", "--kv-store", "allreduce", code=2)
     assert "see gangline advise" in done.stderr
+
+
+def test_the_number_of_processes_is_the_launchers_and_the_batch_size_the_scripts() -> None:
+    command = ["torchrun", "--nproc-per-node=4", "train.py", "-n", "7", "--batch-size", "64", "--batch-size=32"]
+    assert (_value(command, PROCESSES), _value(command, BATCH_SIZES)) == (4, 32)
+    assert _replaced(command, BATCH_SIZES, 8)[-1] == "--batch-size=8"
+    assert _replaced(["mpirun", "-np", "4", "x"], PROCESSES, 2) == ["mpirun", "-np", "2", "x"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["torchrun", "train.py", "--batch-size", "8"], "the command has no such option"),
+        (["torchrun", "--nproc-per-node", "gpu", "train.py", "--batch-size", "8"], "is 'gpu'; expected a number"),
+    ],
+)
+def test_a_command_without_the_options_that_scale_changes_is_refused(command: list[str], message: str) -> None:
+    assert message in gangline("advise", "--scale", "--", *command, code=2).stderr
+
+
+def test_a_command_that_writes_no_timeline_is_named_with_what_it_printed() -> None:
+    done = gangline("advise", "--scale", "--", sys.executable, "-c", "print(7)", "-n", "2", "--batch-size", "8", code=2)
+    assert "wrote no timeline (exit code 0)" in done.stderr
+    assert "It printed: 7" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_is_run_with_fewer_processes_and_other_batch_sizes(tmp_path: Path) -> None:
+    script, page = tmp_path / "train.py", tmp_path / "page.html"
+    script.write_text(SCRIPT)
+    ranks = ("--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]))
+    command = (sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "gangline", "run", str(script))
+    options = ("--scale", "--json", "--seconds", "1", "--page", str(page))
+    done = gangline("advise", *options, "--", *command, "--batch-size", "8")
+    found = json.loads(done.stdout)
+    assert found["batch_size"] == 16  # of both ranks
+    assert [one["count"] for one in found["times"]] == [1, 2]
+    assert page.read_text().count("<circle") == 6
+    assert "processes are" in page.read_text()

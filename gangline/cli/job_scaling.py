@@ -1,0 +1,172 @@
+"""`gangline advise --scale`: run a job with fewer processes and other batch sizes, and predict its step time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from gangline.collectives.errors import UsageError
+from gangline.collectives.timeline.recorder import VARIABLE
+from gangline.collectives.timeline.steps import Event, JobSteps, read_events, steps_of
+from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes
+
+PROCESSES = ("--nproc-per-node", "--nproc_per_node", "-n", "-np", "--workers", "--num-workers", "--num_processes")
+"""Options of launchers for the number of processes; the first one in a command counts."""
+BATCH_SIZES = ("--batch-size", "--batch_size", "--per_device_train_batch_size")
+"""Options of scripts for the batch size; the last one in a command counts."""
+_MOST_COUNTS = 4
+"""Numbers of processes up to this one are all measured; of more, powers of two."""
+_END_SECONDS = 30
+
+
+def run_with_timeline(
+    arguments: Sequence[str],
+    timeline: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> tuple[int, list[Event]]:
+    """Run a command that trains; return its exit code and its timeline.
+
+    Args:
+        arguments: the command.
+        timeline: where to keep the timeline.
+        variables: environment variables to set.
+        seconds: end the command by SIGTERM when it has trained for so long, and print its output only if it failed
+            before. None: let it end by itself.
+
+    Raises:
+        UsageError: if it wrote no timeline.
+    """
+    with tempfile.TemporaryDirectory(prefix="gangline-advise-") as folder:
+        path = (timeline or Path(folder) / "timeline.json").absolute()
+        path.unlink(missing_ok=True)
+        environment = {**os.environ, VARIABLE: str(path), **(variables or {})}
+        output = Path(folder) / "output"
+        if seconds is None:
+            code = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603  the user's own
+        else:
+            code = _run_for(arguments, environment, path, output, seconds)
+        if not path.exists():
+            printed = output.read_text(errors="replace")[-2000:] if output.exists() else ""
+            raise UsageError(
+                f"{arguments[0]} wrote no timeline (exit code {code}): it must train by gangline, or by "
+                f"torch.distributed with the backend gangline{printed and f'. It printed: {printed}'}"
+            )
+        return code, read_events(path)
+
+
+def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Path, output: Path, seconds: float) -> int:
+    """Run a command until it has written its timeline for so many seconds; return its exit code, 0 if it was ended."""
+    with output.open("w") as printed:
+        process = subprocess.Popen(  # noqa: S603  the user's own
+            arguments, env=environment, stdout=printed, stderr=printed, start_new_session=True
+        )
+        try:
+            ends = None
+            while process.poll() is None and (ends is None or time.monotonic() < ends):
+                if ends is None and path.exists() and path.stat().st_size:
+                    ends = time.monotonic() + seconds
+                time.sleep(0.05)
+            code = process.poll()
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            return code or 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) -> Scaling:
+    """Run a command with 1 up to its number of processes and several batch sizes; return their step times.
+
+    Args:
+        arguments: the command, with the option for its number of processes and that for its batch size.
+        seconds: time for which each run trains.
+        verifies: run other batch sizes as well, and return what was predicted for them beside what was measured.
+
+    Raises:
+        UsageError: if an option is missing, or a run wrote no timeline.
+    """
+    most, given = (_value(arguments, names) for names in (PROCESSES, BATCH_SIZES))
+    counts = [
+        count for count in range(1, most + 1) if most <= _MOST_COUNTS or count & (count - 1) == 0 or count == most
+    ]
+    whole = _job(arguments, most, given, seconds).samples
+    if not whole:
+        raise UsageError("the timeline does not have the number of samples; expected a tensor as the model's input")
+    of_each = whole > given and most > 1  # else the option means the batch of all processes
+
+    def measure(sizes: Sequence[int]) -> dict[int, dict[int, tuple[int, float]]]:
+        """Return, by count and batch size, the samples of a step and its seconds."""
+        found: dict[int, dict[int, tuple[int, float]]] = {count: {} for count in counts}
+        for size in sizes:
+            for count in counts:
+                job = _job(arguments, count, max(round(size / count), 1) if of_each else size, seconds)
+                found[count][size] = job.samples, job.step_seconds
+        return found
+
+    fitted = measure(fitted_sizes(whole, most))
+    times = [StepTimes(count, tuple(sorted(points.values()))) for count, points in fitted.items()]
+    checks = []
+    if verifies:
+        measured = measure(checked_sizes(whole))
+        checks = [
+            Check(one.count, samples, one.seconds(samples), took)
+            for one in times
+            for samples, took in measured[one.count].values()
+        ]
+    return Scaling("process", whole, tuple(times), tuple(checks))
+
+
+def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) -> JobSteps:
+    """Run a command with a number of processes and a value of its batch size."""
+    words = _replaced(_replaced(arguments, PROCESSES, count), BATCH_SIZES, batch_size)
+    code, events = run_with_timeline(words, None, None, seconds)
+    if code:
+        raise UsageError(f"{' '.join(words)} left with {code}; expected it to train with any number of processes")
+    try:
+        return steps_of(events)
+    except ValueError as error:
+        raise UsageError(f"{' '.join(words)}: {error}") from error
+
+
+def _places(arguments: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Return the places of an option; the first for a launcher's, the last for a script's is the one that counts."""
+    places = [place for place, word in enumerate(arguments) if word.partition("=")[0] in names]
+    if not places:
+        raise UsageError(f"--scale changes {' or '.join(names)}, and the command has no such option")
+    return places
+
+
+def _place(arguments: Sequence[str], names: Sequence[str]) -> int:
+    return _places(arguments, names)[0 if names is PROCESSES else -1]
+
+
+def _value(arguments: Sequence[str], names: Sequence[str]) -> int:
+    """Return the value of an option in a command."""
+    place = _place(arguments, names)
+    name, equals, text = arguments[place].partition("=")
+    if not equals:
+        text = arguments[place + 1] if place + 1 < len(arguments) else ""
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{name} is {text!r}; expected a number")
+    return int(text)
+
+
+def _replaced(arguments: Sequence[str], names: Sequence[str], value: int) -> list[str]:
+    """Return a command with another value of an option."""
+    words, place = list(arguments), _place(arguments, names)
+    name, equals, _ = words[place].partition("=")
+    if equals:
+        words[place] = f"{name}={value}"
+    else:
+        words[place + 1] = str(value)
+    return words

@@ -1,0 +1,151 @@
+"""Step times of one, two or more devices over the batch size: what was measured, what it predicts, how many pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+_LEAST_GAIN = 1.05
+"""Ratio of speeds from which more devices are advised."""
+_LARGEST_BATCH = 1 << 20
+FARTHEST = 16
+"""Largest batch size that is verified, in times the given one."""
+
+
+def fitted_sizes(batch_size: int, least: int) -> tuple[int, ...]:
+    """Return the batch sizes to measure for predictions around a batch size; ``least`` is the smallest possible."""
+    return tuple(
+        sorted({max(size, least) for size in (batch_size // 2, round(1.4 * batch_size), 4 * max(batch_size, least))})
+    )
+
+
+def checked_sizes(batch_size: int) -> tuple[int, ...]:
+    """Return the batch sizes to measure beside what `fitted_sizes` predict for them."""
+    return batch_size, 2 * batch_size, 3 * batch_size
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Step times of a number of devices: lines between the batch sizes that were measured."""
+
+    count: int
+    """Number of devices."""
+    points: tuple[tuple[float, float], ...]
+    """(batch size, seconds of a step), two or more, by ascending batch size."""
+
+    def seconds(self, batch_size: float) -> float:
+        """Return the predicted seconds of a step; beyond the points the line through the nearest two goes on."""
+        pairs = list(pairwise(self.points))
+        (size, seconds), (larger, longer) = next((pair for pair in pairs if batch_size <= pair[1][0]), pairs[-1])
+        slope = max((longer - seconds) / (larger - size), 0.0)
+        if batch_size < size:
+            slope = min(slope, seconds / size)  # no step takes less than no time
+        return seconds + slope * (batch_size - size)
+
+    def wins_from(self, others: Sequence[StepTimes]) -> int | None:
+        """Return the batch size from which a step is shorter than those of all others; None if there is none."""
+        if not others:
+            return 1
+
+        def wins(size: int) -> bool:
+            return all(self.seconds(size) < other.seconds(size) for other in others)
+
+        size = _LARGEST_BATCH
+        if not wins(size):
+            return None
+        while size > 1 and wins(size - max(size // 50, 1)):
+            size -= max(size // 50, 1)
+        loses = size - max(size // 50, 1)
+        while size - loses > 1:
+            middle = (size + loses) // 2
+            size, loses = (middle, loses) if wins(middle) else (size, middle)
+        return size
+
+
+@dataclass(frozen=True)
+class Check:
+    """A batch size that was predicted, and then measured."""
+
+    count: int
+    batch_size: int
+    predicted: float
+    """Seconds of a step."""
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """The prediction's error, relative to what was measured."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Step times of several numbers of devices, and what they advise."""
+
+    unit: str
+    """"context" or "process"."""
+    batch_size: int
+    """Samples of all devices in a step that the advice is for."""
+    times: tuple[StepTimes, ...]
+    """By ascending number of devices."""
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def units(self) -> str:
+        """Plural of the unit."""
+        return f"{self.unit}es" if self.unit.endswith("s") else f"{self.unit}s"
+
+    @property
+    def best(self) -> StepTimes:
+        """The fastest number of devices at the batch size; more devices must be noticeably faster than fewer."""
+        best = self.times[0]
+        for one in self.times[1:]:
+            if best.seconds(self.batch_size) > _LEAST_GAIN * one.seconds(self.batch_size):
+                best = one
+        return best
+
+    @property
+    def wins_from(self) -> Mapping[int, int | None]:
+        """Batch size from which each number of devices is faster than every smaller one; None: none."""
+        return {one.count: one.wins_from(self.times[:index]) for index, one in enumerate(self.times)}
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in a line."""
+        size, first, last = self.batch_size, self.times[0], self.times[-1]
+        if len(self.times) == 1:
+            return f"one {self.unit} was measured; name more of them to compare"
+        ratio = first.seconds(size) / last.seconds(size)
+        text = f"at batch size {size} {last.count} {self.units} are {ratio:.2f} times as fast as {first.count}"
+        if self.best is last:
+            return f"{text}: keep them"
+        wins_from = self.wins_from[last.count]
+        if wins_from is None:
+            return f"{text}, and no batch size makes them faster: train on {self.best.count}"
+        return (
+            f"{text}; from {wins_from} samples on they win: use a batch size of {1 << (2 * wins_from - 1).bit_length()}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for json.dumps."""
+        return {**asdict(self), "best": self.best.count, "wins_from": self.wins_from, "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        wins_from = self.wins_from
+        lines = [
+            f"{self.unit + ' count':<14} {'step at ' + str(self.batch_size):>13}  samples/s  faster from batch size"
+        ]
+        for one in self.times:
+            seconds = one.seconds(self.batch_size)
+            wins = "" if one is self.times[0] else str(wins_from[one.count] or "never")
+            lines.append(f"{one.count:<14} {seconds * 1e3:>10.2f} ms {self.batch_size / seconds:>10.0f}  {wins:>22}")
+        if self.checks:
+            lines += ["", f"{self.unit + ' count':<14} batch size  predicted    measured   error"]
+        lines += [
+            f"{one.count:<14} {one.batch_size:>10} {one.predicted * 1e3:>7.2f} ms {one.measured * 1e3:>8.2f} ms "
+            f"{one.error:>6.0%}"
+            for one in self.checks
+        ]
+        return "\n".join([*lines, "", f"Verdict: {self.verdict}"])

@@ -1,0 +1,106 @@
+"""A static page with line charts, without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+_COLORS = 7
+_STYLE = """
+:root { --page: #f6f7f9; --card: #fff; --text: #1c2430; --soft: #5d6878; --line: #e3e7ec;
+  --c0: #0b7285; --c1: #1f6feb; --c2: #8a3ffc; --c3: #2b8a3e; --c4: #adb5bd; --c5: #d9480f; --c6: #e6a700; }
+@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --text: #e4e9f0; --soft: #97a3b3;
+  --line: #2c3541; } }
+body { margin: 0 auto; max-width: 900px; padding: 24px; background: var(--page); color: var(--text);
+  font: 14px/1.45 system-ui, sans-serif; }
+h1 { font-size: 20px; } h2 { font-size: 14px; } code { overflow-wrap: anywhere; }
+.soft, svg text { color: var(--soft); fill: var(--soft); font-size: 12px; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 4px 16px 14px;
+  margin-bottom: 16px; }
+.row { display: grid; grid-template-columns: 90px 1fr 80px; gap: 10px; align-items: center; margin: 6px 0; }
+.bar { display: flex; height: 22px; } .row span:last-child { text-align: right; }
+.key { display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 14px; }
+table { border-spacing: 18px 2px; margin-left: -18px; } td, th { text-align: left; vertical-align: top; }
+td { font-variant-numeric: tabular-nums; }
+"""
+_WIDTH, _HEIGHT, _MARGIN, _TICKS = 840, 300, 46, 5
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    discs: Sequence[Point] = field(default_factory=tuple)
+    rings: Sequence[Point] = field(default_factory=tuple)
+
+
+def color(number: int) -> str:
+    """Return a color of the page, by the number of a line or a part."""
+    return f"var(--c{number % _COLORS})"
+
+
+def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool = False) -> str:
+    """Return a chart as SVG; each line is named at its right end.
+
+    Args:
+        lines: the lines, one point or more each.
+        across: what the horizontal axis shows.
+        up: what the vertical axis shows.
+        from_zero: begin the vertical axis at 0, not at the smallest value.
+    """
+    points = [point for line in lines for point in (*line.points, *line.discs, *line.rings)]
+    if not points:
+        return '<p class="soft">no values yet</p>'
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = 0.0 if from_zero else min(y for _, y in points), max(y for _, y in points)
+
+    def place(x: float, y: float) -> tuple[str, str]:
+        along = (x - left) / (right - left or 1) * (_WIDTH - 2 * _MARGIN) + _MARGIN
+        return f"{along:.1f}", f"{_HEIGHT - _MARGIN - (y - low) / (high - low or 1) * (_HEIGHT - 2 * _MARGIN):.1f}"
+
+    shapes = []
+    for number, line in enumerate(lines):
+        path = " ".join(",".join(place(*point)) for point in line.points)
+        shapes.append(
+            f'<polyline points="{path}" fill="none" stroke="{color(number)}" stroke-width="2">'
+            f"<title>{escape(line.name)}</title></polyline>"
+        )
+        for marks, fill in ((line.discs, color(number)), (line.rings, "none")):
+            for x, y in (place(*point) for point in marks):
+                shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{color(number)}"/>')
+        if line.points:
+            x, y = place(*line.points[-1])
+            shapes.append(f'<text x="{x}" y="{y}" dx="6" dy="4">{escape(line.name)}</text>')
+    for part in range(_TICKS + 1):
+        tick = left + part * (right - left) / _TICKS
+        x, _ = place(tick, low)
+        shapes.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{tick:.4g}</text>')
+    axis = f"M{_MARGIN},{_MARGIN / 2} V{_HEIGHT - _MARGIN} H{_WIDTH - _MARGIN}"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%"><path d="{axis}" fill="none" stroke="var(--line)"/>'
+        f'<text x="{_MARGIN}" y="14">{escape(up)}, {low:.4g} to {high:.4g}</text>'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>{"".join(shapes)}</svg>'
+    )
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def page(title: str, heading: str, sections: Sequence[str], *, reload_seconds: int | None = None) -> str:
+    """Return a page of sections, each HTML of its own; texts are escaped by whoever made them."""
+    reload = f'<meta http-equiv="refresh" content="{reload_seconds}">' if reload_seconds is not None else ""
+    body = "".join(f"<section>{section}</section>\n" for section in sections if section)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
+        f'<meta name="color-scheme" content="light dark"><style>{_STYLE}</style></head>\n'
+        f"<body><h1>{escape(heading)}</h1>\n{body}</body></html>\n"
+    )
