@@ -392,7 +392,7 @@ class KVStore(abc.ABC):
     # Optimizer
 
     @refused_on_all_ranks
-    def set_optimizer(self, spec: Any) -> None:
+    def set_optimizer(self, spec: Any, *, shard: str | None = None, memory: Sequence[float] | str = "auto") -> None:
         """Update stored values with an optimizer of torch.optim at every push.
 
         Collective: all workers must call it, with the same optimizer.
@@ -400,6 +400,10 @@ class KVStore(abc.ABC):
         Args:
             spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
                 ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
+            shard: "optimizer": each worker of an allreduce store updates a part of the keys, holds the optimizer's
+                state of these alone, and gives the others their new weights. None: every worker updates all keys.
+            memory: relative memory of the workers, by which keys are divided; "auto": the free memory of each worker's
+                device at this call.
 
         Raises:
             ValueError: if the optimizer or an argument is unknown, or the store does not support it.
@@ -412,6 +416,9 @@ class KVStore(abc.ABC):
         parsed = OptimizerSpec.parse(spec)
         if parsed.clip_global_norm is not None:
             self._check_clips_together()
+        if shard not in (None, "optimizer"):
+            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+        self._check_shard(shard, memory)
         self._set_optimizer(parsed)
         self._pending.clear()
 
@@ -464,6 +471,8 @@ class KVStore(abc.ABC):
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the optimizer's state to a safetensors file; an existing file is replaced only when all is written.
+
+        With ``shard="optimizer"`` all workers must call it, and rank 0 writes.
 
         Raises:
             RuntimeError: without an optimizer.
@@ -673,7 +682,7 @@ class KVStore(abc.ABC):
             raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
     def optimizer_state(self) -> OptimizerState:
-        """Return a copy of the optimizer's state on the host.
+        """Return a copy of the optimizer's state on the host; with ``shard="optimizer"`` all workers must call it.
 
         Raises:
             RuntimeError: without an optimizer.
@@ -759,6 +768,13 @@ class KVStore(abc.ABC):
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         views = [bucket.views(out) for out in outs]
         return self._pull([(key, [view[key] for view in views]) for key in bucket.keys], priority, async_op)
+
+    def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:  # noqa: ARG002  refused here
+        """Prepare the next optimizer's sharding; refused with several workers by stores that have none."""
+        if shard is not None and self.num_workers > 1:
+            raise ValueError(
+                f"a {self.type!r} store keeps the optimizer's state on its servers; shard is for 'allreduce'"
+            )
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())

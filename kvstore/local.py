@@ -91,13 +91,16 @@ class LocalStore(KVStore):
         if self.updates_wait:
             self._pending_sums.update(sums)
         else:
-            self._optimizer.update(sums)
+            self._optimizer.update(sums, self._is_updated_here)
+
+    _is_updated_here: Callable[[Key], bool] | None = None
+    """Whether this worker updates a key; None: it updates all."""
 
     def _apply_pending(self) -> None:
         assert self._optimizer is not None
         sums, self._pending_sums = self._pending_sums, {}
         ordered = [(key, entry.stored) for key, entry in self._entries.items() if key in sums]  # a fixed order
-        self._optimizer.update([(key, sums[key].to(stored.device)) for key, stored in ordered])
+        self._optimizer.update([(key, sums[key].to(stored.device)) for key, stored in ordered], self._is_updated_here)
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class Trainer:
         kvstore: str | KVStore = "device",
         *,
         loss_reduction: str = "mean",
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
     ) -> None:
         """Put the parameters into the store. Collective: all workers must call it, with the same parameters.
 
@@ -68,6 +70,8 @@ class Trainer:
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
             kvstore: a store, or the name of one to create.
             loss_reduction: "mean", or "sum" if ``.grad`` is of a loss summed over the samples.
+            shard: "optimizer": the workers divide the optimizer's state, as for `KVStore.set_optimizer`.
+            memory: relative memory of the workers, as for `KVStore.set_optimizer`.
 
         Raises:
             TypeError: if an argument has the wrong type.
@@ -82,7 +86,7 @@ class Trainer:
             raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
         spec.check_keys(self._parameters)
-        self._is_sum = loss_reduction == "sum"
+        self._is_sum, self._is_sharded = loss_reduction == "sum", shard is not None
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
         held = [key for key in self._parameters if key in self.kvstore]
         if held:
@@ -92,7 +96,7 @@ class Trainer:
         self._accumulated_samples = 0.0
         self._weight = 0.0
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
-        self.kvstore.set_optimizer(spec)
+        self.kvstore.set_optimizer(spec, shard=shard, memory=memory)
         weights = list(self._parameters.values())
         self.kvstore.broadcast(list(self._parameters), weights, weights)
         self._versions = self._current_versions()
@@ -230,8 +234,8 @@ class Trainer:
         self.kvstore.set_learning_rate(learning_rate)
 
     def save_states(self, path: str | Path) -> None:
-        """Write the optimizer's state to a safetensors file on rank 0; other ranks write nothing."""
-        if not self.kvstore.rank:
+        """Write the optimizer's state to a safetensors file on rank 0; with ``shard`` collective."""
+        if not self.kvstore.rank or self._is_sharded:
             self.kvstore.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:

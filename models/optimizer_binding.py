@@ -212,6 +212,8 @@ def bind_optimizer(
     state: OptimizerState | None = None,
     num_contexts: int = 1,
     measures_loads: bool = False,
+    shard: str | None = None,
+    memory: Sequence[float] | str = "auto",
 ) -> OptimizerBinding:
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
@@ -226,6 +228,8 @@ def bind_optimizer(
         state: optimizer state to start from.
         num_contexts: number of contexts of this worker.
         measures_loads: as for `Workers`.
+        shard: as for `KVStore.set_optimizer`; without effect on a single worker.
+        memory: as for `KVStore.set_optimizer`.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -251,20 +255,28 @@ def bind_optimizer(
         return InPlaceOptimizer(replicas, optimizer)
     if compression is not None:
         store.set_gradient_compression(compression)
-    _init_store(store, replicas, spec, holds_weights=store is previous)
+    _init_store(store, replicas, spec, holds_weights=store is previous, shard=shard, memory=memory)
     if state is not None:
         store.load_optimizer_state(state)
     return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
 
 
-def _init_store(store: KVStore, replicas: Replicas, spec: OptimizerSpec, *, holds_weights: bool) -> None:
+def _init_store(
+    store: KVStore,
+    replicas: Replicas,
+    spec: OptimizerSpec,
+    *,
+    holds_weights: bool,
+    shard: str | None,
+    memory: Sequence[float] | str,
+) -> None:
     """Give the store the optimizer and the replicas' weights."""
     _check_no_max_norm(replicas.first.network)
     names = list(replicas.first.parameters)
     held = [name for name in names if name in store]
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
-    store.set_optimizer(spec)
+    store.set_optimizer(spec, shard=shard, memory=memory)
     weights = {name: replicas.weights(name) for name in names}
     new = [name for name in names if name not in held]
     store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])

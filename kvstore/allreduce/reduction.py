@@ -14,6 +14,7 @@ import torch
 from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
+from gangline.kvstore.allreduce.owners import Run, reduce_to_owners
 from gangline.kvstore.arguments import Value, by_key
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -109,7 +110,13 @@ class Payloads(CompressedPushes):
 
 
 def reduce_over_workers(
-    workers: Negotiator, negotiation: Negotiation, part: BucketPart, payloads: Payloads | None, *, is_mean: bool
+    workers: Negotiator,
+    negotiation: Negotiation,
+    part: BucketPart,
+    payloads: Payloads | None,
+    *,
+    is_mean: bool,
+    runs: Sequence[Run] | None = None,
 ) -> list[tuple[Key, Value]]:
     """Sum all workers' parts, or take their weighted mean, without autograd. Collective: all workers must call it.
 
@@ -119,9 +126,10 @@ def reduce_over_workers(
         part: this worker's part; its buffers are overwritten.
         payloads: codec and residuals of floating-point values; None sends them as they are.
         is_mean: multiply values by weight / sum of weights before they are sent.
+        runs: parts of ``part.flat`` whose sums only their owners need; None: all workers need all.
 
     Returns:
-        The sums of the keys that some worker has a value for; the same bits on all ranks.
+        The sums of the keys that some worker has a value for; the same bits on all ranks that need them.
     """
     total = sum(negotiation.weights)
     if is_mean and not total:
@@ -137,7 +145,10 @@ def reduce_over_workers(
             _reduce_payloads(workers, negotiation, part, payloads, sent)
         with workers.communicator() as communicator:
             if part.flat is not None and not sent:
-                communicator.all_reduce(part.flat)
+                if runs is None:
+                    communicator.all_reduce(part.flat)
+                else:
+                    reduce_to_owners(communicator, part.flat, runs)
             else:
                 for key in dense:
                     if key not in sent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
+from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners, check_memory, free_memory
 from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
@@ -23,6 +25,7 @@ from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
+from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import RowSparse
@@ -45,8 +48,9 @@ class AllReduceStore(LocalStore):
     asynchronous ones too, run in the order in which they are made, whatever their priority; only one thread at a time
     may make them. After a failed collective every later call raises the same error.
 
-    Every worker holds the weights, the optimizer's state and the gradients of its buckets; those on the host are in
-    memory that the workers of a host share. Compression residuals stay with the worker.
+    Every worker holds the weights, the optimizer's state (with ``shard="optimizer"`` a part of it) and the gradients of
+    its buckets; those on the host are in memory that the workers of a host share. Compression residuals stay with the
+    worker.
     """
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:
@@ -65,6 +69,8 @@ class AllReduceStore(LocalStore):
         super().__init__(name, in_order=True)
         self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
+        self._owners: Owners | None = None
+        self._wanted_memory: Sequence[float] | str | None = None
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -206,7 +212,7 @@ class AllReduceStore(LocalStore):
         number = self._fused.index(bucket)
         call = f"{_kind(weight)} of bucket {number} of {bucket.keys}"
         negotiation, own = self._prepare(call, {"bucket": number}, part, weight)
-        self._reduce_and_update(negotiation, own, is_mean=weight is not None)
+        self._reduce_and_update(negotiation, own, bucket, is_mean=weight is not None)
 
     def _prepare(
         self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None
@@ -229,11 +235,20 @@ class AllReduceStore(LocalStore):
         if self._payloads is not None:
             self._payloads.check(part)
 
-    def _reduce_and_update(self, negotiation: Negotiation, part: BucketPart, *, is_mean: bool) -> None:
-        sums = reduce_over_workers(self._workers, negotiation, part, self._payloads, is_mean=is_mean)
+    def _reduce_and_update(
+        self, negotiation: Negotiation, part: BucketPart, bucket: Bucket | None = None, *, is_mean: bool
+    ) -> None:
+        owners = self._owners
+        if owners is not None and owners.count < len(self._entries):
+            owners.assign((key, entry.stored) for key, entry in self._entries.items())
+        runs = owners.runs(bucket) if owners is not None and bucket is not None and part.flat is not None else None
+        reduced = None if self.updates_wait else runs  # a common norm is that of all gradients
+        sums = reduce_over_workers(self._workers, negotiation, part, self._payloads, is_mean=is_mean, runs=reduced)
         if self._optimizer is not None:
             self._use_rate(negotiation)
             self._apply(sums)
+            if owners is not None and sums and not self.updates_wait:
+                self._share_updates([key for key, _ in sums], part.flat_stored, runs)
         elif self._updater is not None:
             for key, total in sums:
                 self._updater(key, total, self._entries[key].stored)
@@ -241,6 +256,18 @@ class AllReduceStore(LocalStore):
             reduce([part.flat], out=part.flat_stored)
         else:
             self._replace([(key, [total]) for key, total in sums], {})
+
+    def _share_updates(
+        self, keys: Sequence[Key], flat: torch.Tensor | None = None, runs: Sequence[Run] | None = None
+    ) -> None:
+        """Copy the weights of keys, or of a flat tensor, from their owners to all workers. Collective."""
+        assert self._owners is not None
+        with self._workers.communicator() as communicator:
+            if flat is not None and runs is not None:
+                broadcast_from_owners(communicator, flat, runs)
+                return
+            for key in keys:
+                communicator.broadcast(self._entries[key].stored, self._owners.of(key))
 
     def _take_part(self, negotiation: Negotiation) -> None:
         """Take part in the others' call by its plan, without values."""
@@ -251,9 +278,10 @@ class AllReduceStore(LocalStore):
         elif "update" in plan:
             self._end_update(negotiation, is_dropped=plan["update"] == "drop")
         elif plan:
-            part = self._part_of(self._fused[plan["bucket"]]) if "bucket" in plan else self._part(plan["keys"], {})
+            bucket = self._fused[plan["bucket"]] if "bucket" in plan else None
+            part = self._part_of(bucket) if bucket is not None else self._part(plan["keys"], {})
             part.has_joined = True
-            self._reduce_and_update(negotiation, part, is_mean=plan["is_mean"])
+            self._reduce_and_update(negotiation, part, bucket, is_mean=plan["is_mean"])
 
     def _use_rate(self, negotiation: Negotiation) -> None:
         """Set rank 0's learning rate."""
@@ -275,7 +303,10 @@ class AllReduceStore(LocalStore):
             self._pending_sums.clear()
         else:
             self._use_rate(negotiation)
+            changed = [key for key in self._entries if key in self._pending_sums]
             self._apply_pending()
+            if self._owners is not None:
+                self._share_updates(changed)
 
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
         return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
@@ -307,10 +338,66 @@ class AllReduceStore(LocalStore):
 
         self._run_exclusive(change)
 
+    def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:
+        if shard is not None:
+            check_memory(memory, self.num_workers)
+        self._wanted_memory = memory if shard is not None else None
+
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        wanted = self._wanted_memory
         items = {name: repr(value) for name, value in vars(spec).items()}
-        self._run_in_order("set_optimizer", lambda: self._workers.group.check_same(items, "set_optimizer"))
+        found: list[list[float]] = []
+
+        def agree() -> None:
+            self._workers.group.check_same({**items, "shard": repr(wanted)}, "set_optimizer")
+            own = free_memory(self._any_device()) if wanted == "auto" else 0.0
+            found.append([float(one) for one in self._workers.group.all_gather(own, "set_optimizer")])
+
+        self._run_in_order("set_optimizer", agree)
         super()._set_optimizer(spec)
+        self._owners, self._is_updated_here = None, None
+        if wanted is not None and self.num_workers > 1:
+            owners = Owners(found[0] if isinstance(wanted, str) else wanted)
+            self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
+
+    def _any_device(self) -> torch.device:
+        """Return the device of the first key; before there is one, the current GPU if there is one."""
+        for entry in self._entries.values():
+            return entry.stored.device
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _HOST
+
+    @property
+    def owned_bytes(self) -> list[int]:
+        """Bytes of the weights that each worker updates, with ``shard="optimizer"``, after the first update."""
+        return list(self._owners.nbytes) if self._owners is not None else []
+
+    def save_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
+        state = self.optimizer_state()
+        if self._owners is None or not self.rank:
+            files.save(Path(path), state.tensors, state.header())
+
+    @refused_on_all_ranks
+    def optimizer_state(self) -> OptimizerState:
+        """Return a copy of all optimizer state, on the host; with ``shard="optimizer"`` collective."""
+        own = super().optimizer_state()
+        if self._owners is None:
+            return own
+        found: list[OptimizerState] = []
+
+        def gather() -> None:
+            found.extend(
+                broadcast_state(self._workers, own if rank == self.rank else None, rank)
+                for rank in range(self.num_workers)
+            )
+
+        self._run_in_order("optimizer_state", gather)
+        tensors = {place: value for state in found for place, value in state.tensors.items()}
+        return replace(
+            found[0],
+            shapes={key: shape for state in found for key, shape in state.shapes.items()},
+            tensors=tensors,
+            plain={place: value for state in found for place, value in state.plain.items()},
+        )
 
     @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
@@ -335,6 +422,9 @@ class AllReduceStore(LocalStore):
             taken.append(broadcast_state(self._workers, state))
 
         self._run_in_order("load_optimizer_state", take)
+        if self._owners is not None:
+            self._owners.assign((key, entry.stored) for key, entry in self._entries.items())
+            taken[0] = taken[0].of_keys(lambda key: self._is_updated_here is None or self._is_updated_here(key))
         super().load_optimizer_state(taken[0])
 
     def close(self) -> None:  # noqa: D102  inherited

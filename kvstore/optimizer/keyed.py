@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,12 +84,17 @@ class KeyedOptimizer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
-    def update(self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
+    def update(
+        self,
+        gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]],
+        is_wanted: Callable[[Key], bool] | None = None,
+    ) -> None:
         """Run one optimizer step over these keys; no other key changes.
 
         Args:
             gradients: keys that were added, each with its summed gradient, of the weight's shape, dtype and device.
                 Dense ones are changed in place if `modifies_gradient`; the rows of a `RowSparse` must be distinct.
+            is_wanted: whether a key is updated; the others only count for clipping by their common norm.
 
         Raises:
             ValueError: if the optimizer does not support a key's kind of gradient; nothing is updated then.
@@ -106,6 +111,8 @@ class KeyedOptimizer:
         sparse: list[_Rows] = []
         try:
             for (key, gradient), values in zip(gradients, self._clipped([one for _, one in gradients]), strict=True):
+                if is_wanted is not None and not is_wanted(key):
+                    continue
                 weight = self._weights[key]
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
                     rows = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
@@ -115,7 +122,8 @@ class KeyedOptimizer:
                 weight.grad = self._for_torch(gradient, values)
                 self._groups[self.spec.factors(key)]["params"].append(weight)
             optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
-            optimizer.step()
+            if optimizer.param_groups:
+                optimizer.step()
         finally:
             for weight, gradient_before in before:
                 weight.grad = gradient_before
@@ -293,6 +301,14 @@ class OptimizerState:
     """Shapes of the weights, by key as JSON."""
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
+
+    def of_keys(self, is_wanted: Callable[[Key], bool]) -> OptimizerState:
+        """Return the state of some keys, with the shapes of all."""
+
+        def part(values: dict[str, Any]) -> dict[str, Any]:
+            return {place: value for place, value in values.items() if is_wanted(json.loads(place.rpartition("/")[0]))}
+
+        return replace(self, tensors=part(self.tensors), plain=part(self.plain))
 
     def header(self) -> dict[str, Any]:
         """Return all but the tensors, as data that JSON can hold."""

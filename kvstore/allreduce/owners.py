@@ -1,0 +1,124 @@
+"""Which worker updates which key, in proportion to memory: each holds the optimizer's state of its own keys alone.
+
+As the first stage of ZeRO (Rajbhandari and others, 2020), but with unequal parts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import psutil
+import torch
+
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore.buckets import Bucket
+from gangline.kvstore.optimizer.spec import Key
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a flat tensor whose keys one worker owns."""
+
+    begin: int
+    end: int
+    owner: int
+
+
+class Owners:
+    """The owner of each key; the same on all workers.
+
+    The keys of the first call are divided in their order, so that a bucket has few runs. Later ones go to the worker
+    that holds the least for its memory. A key has one owner, so a worker's part can miss its share by a key's size.
+
+    Args:
+        memory: relative memory of each worker, for the optimizer's state; 0: it owns nothing.
+    """
+
+    def __init__(self, memory: Sequence[float]) -> None:
+        self._memory = list(memory)
+        self._owners: dict[Key, int] = {}
+        self.nbytes = [0] * len(self._memory)
+        """Bytes of the weights that each worker owns; state is a multiple of it."""
+
+    @property
+    def count(self) -> int:
+        """Number of keys that have an owner."""
+        return len(self._owners)
+
+    def assign(self, tensors: Iterable[tuple[Key, torch.Tensor]]) -> None:
+        """Give each key that has none an owner."""
+        new = [(key, tensor.nbytes) for key, tensor in tensors if key not in self._owners]
+        if not new:
+            return
+        if not self._owners:
+            whole, total = sum(size for _, size in new), sum(self._memory)
+            ends = [whole * part / total for part in accumulate(self._memory)]
+            begin = 0
+            for key, size in new:
+                middle = min(begin + size / 2, whole)
+                self._own(
+                    key, size, next(rank for rank, end in enumerate(ends) if middle <= end and self._memory[rank])
+                )
+                begin += size
+            return
+        for key, size in new:
+            able = [rank for rank, memory in enumerate(self._memory) if memory]
+            self._own(key, size, min(able, key=lambda rank: (self.nbytes[rank] + size) / self._memory[rank]))
+
+    def _own(self, key: Key, size: int, owner: int) -> None:
+        self._owners[key] = owner
+        self.nbytes[owner] += size
+
+    def of(self, key: Key) -> int:
+        """Return the owner of a key that was assigned."""
+        return self._owners[key]
+
+    def runs(self, bucket: Bucket) -> list[Run]:
+        """Return the parts of a bucket's flat tensor by owner, which cover all of it."""
+        begins: list[tuple[int, int]] = []
+        for slot in bucket.slots:
+            owner = self.of(slot.key)
+            if not begins or begins[-1][1] != owner:
+                begins.append((slot.offset, owner))
+        ends = [begin for begin, _ in begins[1:]] + [bucket.numel]
+        return [Run(begin, end, owner) for (begin, owner), end in zip(begins, ends, strict=True)]
+
+
+def check_memory(memory: object, workers: int) -> None:
+    """Check the memory that a user gives.
+
+    Raises:
+        ValueError: if it is neither "auto" nor a number for each worker, some of them above 0.
+    """
+    if memory == "auto":
+        return
+    numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []
+    if len(numbers) != workers or not all(
+        isinstance(one, (int, float)) and math.isfinite(one) and one >= 0 for one in numbers
+    ):
+        raise ValueError(f"memory is {memory!r}; expected 'auto', or a number >= 0 for each of {workers} workers")
+    if not any(numbers):
+        raise ValueError(f"memory is {memory!r}; expected a number above 0 for one worker at least")
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the free bytes of a device; on the host, this worker's part of what is available."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def reduce_to_owners(communicator: Communicator, flat: torch.Tensor, runs: Sequence[Run]) -> None:
+    """Sum a flat tensor over the workers, each run at its owner only. Collective."""
+    for run in runs:
+        communicator.reduce(flat[run.begin : run.end], run.owner)
+
+
+def broadcast_from_owners(communicator: Communicator, flat: torch.Tensor, runs: Sequence[Run]) -> None:
+    """Copy each run of a flat tensor from its owner to all workers. Collective."""
+    for run in runs:
+        communicator.broadcast(flat[run.begin : run.end], run.owner)

@@ -1,0 +1,213 @@
+"""shard="optimizer": each worker holds the optimizer's state of the keys that it owns, by memory."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
+from gangline.kvstore.allreduce.owners import Owners
+from gangline.kvstore.buckets import plan
+
+STEPS = 20
+ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
+CLIPPED = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05})
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [
+        nn.Linear(10, 40),
+        nn.Tanh(),
+        nn.Linear(40, 30),
+        nn.Tanh(),
+        nn.Linear(30, 20),
+        nn.Tanh(),
+        nn.Linear(20, 4),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 10, generator=generator).double(), torch.randint(0, 4, (12,), generator=generator)
+
+
+def parts(rank: int, size: int, data: torch.Tensor) -> torch.Tensor:
+    """Return a worker's samples: unequal ones, and none for the last of three."""
+    ends = {1: [0, 12], 2: [0, 8, 12], 3: [0, 7, 12, 12]}[size]
+    return data[ends[rank] : ends[rank + 1]]
+
+
+def state_bytes(store: Any) -> int:
+    """Return the bytes of this worker's own state."""
+    state = super(type(store), store).optimizer_state()
+    return sum(tensor.nbytes for tensor in state.tensors.values())
+
+
+def train(communicator: Any, memory: Any, optimizer: Any, folder: str = "", resumed: bool = False) -> Any:
+    """Train by a Trainer; return the weights, the bytes of own state, and the owned bytes."""
+    store = create("allreduce", communicator=communicator)
+    model = network()
+    shard = None if memory is None else "optimizer"
+    trainer = Trainer(model, *optimizer, kvstore=store, shard=shard, memory=memory or "auto")
+    first = 0
+    if resumed:
+        model.load_state_dict(torch.load(f"{folder}/weights.pt"))
+        trainer.load_states(f"{folder}/state.safetensors")
+        first = STEPS // 2
+    for step in range(first, STEPS):
+        data, label = (parts(store.rank, store.num_workers, one) for one in batch(step))
+        trainer.zero_grad()
+        if len(data):
+            nn.functional.cross_entropy(model(data), label).backward()
+        trainer.step(len(data))
+        if folder and not resumed and step + 1 == STEPS // 2:
+            trainer.save_states(f"{folder}/state.safetensors")
+            if not store.rank:
+                torch.save(model.state_dict(), f"{folder}/weights.pt")
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    result = found, state_bytes(store), store.owned_bytes
+    store.close()
+    return result
+
+
+def alone(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Train as one process, by torch's optimizer."""
+    model = network()
+    name, arguments = optimizer
+    spec = OptimizerSpec.parse((name, arguments))
+    trained = spec.optimizer_class(model.parameters(), **spec.arguments)
+    for step in range(STEPS):
+        data, label = batch(step)
+        trained.zero_grad()
+        nn.functional.cross_entropy(model(data), label).backward()
+        if spec.clip_global_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), spec.clip_global_norm)
+        trained.step()
+    return model.state_dict()
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
+
+
+@pytest.mark.parametrize(("size", "memory"), [(2, [3, 1]), (2, "auto"), (3, [1, 0, 2]), (3, [1, 1, 1])])
+@pytest.mark.parametrize("optimizer", [ADAM, CLIPPED], ids=["adam", "clipped"])
+def test_workers_of_unequal_memory_train_as_one_process(size: int, memory: Any, optimizer: Any) -> None:
+    found = spawn(train, size, memory, optimizer, threads=1)
+    for weights, _, _ in found:
+        check_same(weights, alone(optimizer))
+    whole = spawn(train, 2, None, optimizer, threads=1)[0][1]
+    assert sum(own for _, own, _ in found) == pytest.approx(whole, rel=0.01)  # steps are counted per key
+    if memory == [1, 0, 2]:
+        assert found[1][1] == 0
+
+
+def test_the_state_of_each_worker_follows_its_memory() -> None:
+    found = spawn(train, 2, [3, 1], ADAM, threads=1)
+    owned = found[0][2]
+    assert owned == found[1][2]
+    print("owned bytes of weights", owned, "bytes of state", [own for _, own, _ in found])
+    assert owned[0] / sum(owned) == pytest.approx(0.75, abs=0.15)  # a key has one owner
+    assert found[0][1] / found[1][1] == pytest.approx(owned[0] / owned[1], rel=0.02)
+
+
+@pytest.mark.parametrize("memory", [None, [1, 3], [1, 1]])
+def test_a_run_resumes_with_other_owners(tmp_path: Path, memory: Any) -> None:
+    spawn(train, 2, [3, 1], ADAM, str(tmp_path), threads=1)
+    for weights, _, _ in spawn(train, 2, memory, ADAM, str(tmp_path), True, threads=1):
+        check_same(weights, alone(ADAM))
+
+
+def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
+    store = create("allreduce", communicator=communicator)
+    module = Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], shard="optimizer", memory=[3, 1])
+    module.init_optimizer(store, *ADAM)
+    for step in range(STEPS):
+        data, label = (parts(store.rank, 2, one) for one in batch(step))
+        module.forward_backward_update(data, label)
+    module.save_checkpoint(f"{folder}/net", 1, save_optimizer_states=True)
+    found = module.get_params()
+    module.close()
+    store.close()
+    return found
+
+
+def test_a_module_shards_too_and_its_checkpoint_is_whole(tmp_path: Path) -> None:
+    for found in spawn(with_module, 2, str(tmp_path), threads=1):
+        check_same(found, alone(ADAM))
+    loaded = Module.load(f"{tmp_path}/net", 1, network=network(), load_optimizer_states=True, context=cpu())
+    loaded.init_optimizer(None, *ADAM)
+    assert len(loaded.optimizer_state().tensors) == 3 * 8  # step and two moments of each of 8 parameters
+    loaded.close()
+
+
+def limited(communicator: Any, memory: list[float], left: int) -> str:
+    """Train 24 MiB of weights, with so many MiB left on rank 1 for buckets, state, and what an update needs."""
+    store = create("allreduce", communicator=communicator)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12))).double()
+    trainer = Trainer(model, "adam", {"learning_rate": 1e-4}, store, shard="optimizer", memory=memory)
+    data = torch.randn(4, 512).double()
+    model(data).square().mean().backward()
+    trainer.step(0)  # forms the buckets, and updates nothing
+    for _ in range(3):
+        trainer.zero_grad()
+        model(data).square().mean().backward()
+        if store.rank == 1:
+            resource.setrlimit(resource.RLIMIT_DATA, (own_data() + (left << 20), resource.RLIM_INFINITY))
+        trainer.step(len(data))
+    return "trained"
+
+
+def own_data() -> int:
+    """Return the bytes of private memory that RLIMIT_DATA counts."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.slow
+def test_a_state_of_which_the_small_worker_cannot_hold_half_trains() -> None:
+    """24 MiB of weights have 48 MiB of state: half of it is 24 MiB, a quarter 12."""
+    with pytest.raises(RuntimeError, match="memory"):
+        spawn(limited, 2, [1, 1], 28, threads=1, timeout=60)
+    assert spawn(limited, 2, [3, 1], 28, threads=1, timeout=60) == ["trained", "trained"]
+
+
+def test_keys_are_owned_in_their_order_and_buckets_have_few_runs() -> None:
+    tensors = [(key, torch.zeros(100)) for key in range(8)]
+    owners = Owners([3, 1])
+    owners.assign(tensors)
+    assert [owners.of(key) for key in range(8)] == [0] * 6 + [1] * 2
+    [bucket] = plan(tensors, 1 << 20)
+    assert [(run.begin, run.owner) for run in owners.runs(bucket)] == [(0, 0), (6 * 112, 1)]
+    assert owners.runs(bucket)[-1].end == bucket.numel
+    owners.assign([(9, torch.zeros(100))])
+    assert owners.of(9) == 0  # 2800 bytes for three parts of the memory, or 1200 for one
+
+
+@pytest.mark.parametrize("memory", [[1], [1, -1], [0, 0], "all", [1, float("nan")]])
+def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
+    from gangline.kvstore.allreduce.owners import check_memory
+
+    with pytest.raises(ValueError, match="memory is"):
+        check_memory(memory, 2)
+
+
+def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
+    with pytest.raises(ValueError, match="shard is 'weights'"):
+        Trainer(network(), *ADAM, shard="weights")
+    with pytest.raises(ValueError, match="shard is 'weights'"):
+        Module(network(), nn.CrossEntropyLoss(), shard="weights")
+    model = copy.deepcopy(network())
+    store: KVStore = create("local")
+    trainer = Trainer(model, *ADAM, kvstore=store, shard="optimizer")
+    nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    trainer.step(12)
