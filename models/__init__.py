@@ -11,18 +11,27 @@ if TYPE_CHECKING:
     from gangline.models.data.elastic import ElasticBatches
     from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.data.images.folder import ImageFolder
+    from gangline.models.data.images.patches import ImagePatches, class_weights
     from gangline.models.data.images.splitting import split_each_label
+    from gangline.models.data.scenes import digit_scenes, write_scenes
     from gangline.models.data.sources import read_speed
+    from gangline.models.data.text import python_documentation
     from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, do_checkpoint, module_checkpoint
     from gangline.models.loop.monitor import Monitor
     from gangline.models.loop.stopping import EarlyStopping, stop_on
+    from gangline.models.loop.tiles import predict_image
     from gangline.models.loop.torch_schedulers import TorchScheduler
     from gangline.models.metrics.metric import create_metric
     from gangline.models.module import Module
+    from gangline.models.pipelines.pipeline import Pipeline
+    from gangline.models.reports.overlays import segmentation_page
     from gangline.models.reports.page import TrainingProgress, read_progress
     from gangline.models.reports.tensorboard import TensorBoard
+    from gangline.models.sweeps.sweep import SweepResult, sweep
+    from gangline.models.sweeps.trial import Trial, TrialResult
     from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
     from gangline.models.zoo import create_network
+    from gangline.models.zoo.lstm import lstm_language_model
     from gangline.models.zoo.transfer import (
         freeze_until,
         learning_rate_factors,
@@ -38,33 +47,46 @@ _HOMES = {
     "EarlyStopping": "loop.stopping",
     "ElasticBatches": "data.elastic",
     "ImageFolder": "data.images.folder",
+    "ImagePatches": "data.images.patches",
     "Module": "module",
     "Monitor": "loop.monitor",
+    "Pipeline": "pipelines.pipeline",
     "ProgressBar": "loop.callbacks",
     "Speedometer": "loop.callbacks",
+    "SweepResult": "sweeps.sweep",
     "TensorBoard": "reports.tensorboard",
     "TorchScheduler": "loop.torch_schedulers",
     "TrainingProgress": "reports.page",
+    "Trial": "sweeps.trial",
+    "TrialResult": "sweeps.trial",
     "balance": "unequal_ranks.balanced_loader",
+    "class_weights": "data.images.patches",
     "convert_sync_batchnorm": "batchnorm.distributed_batchnorm",
     "create_metric": "metrics.metric",
     "create_network": "zoo",
+    "digit_scenes": "data.scenes",
     "digits": "data.datasets",
     "do_checkpoint": "loop.callbacks",
     "freeze_until": "zoo.transfer",
     "image_folder": "data.datasets",
     "learning_rate_factors": "zoo.transfer",
     "load_weights": "checkpoint.checkpoint",
+    "lstm_language_model": "zoo.lstm",
     "module_checkpoint": "loop.callbacks",
+    "predict_image": "loop.tiles",
     "pretrained": "zoo.transfer",
+    "python_documentation": "data.text",
     "raw_digits": "data.datasets",
     "read_progress": "reports.page",
     "read_speed": "data.sources",
     "replace_last_layer": "zoo.transfer",
     "scale_batch": "zoo.transfer",
+    "segmentation_page": "reports.overlays",
     "split_each_label": "data.images.splitting",
     "stop_on": "loop.stopping",
+    "sweep": "sweeps.sweep",
     "synthetic": "data.datasets",
+    "write_scenes": "data.scenes",
 }
 
 __all__ = [
@@ -74,33 +96,46 @@ __all__ = [
     "EarlyStopping",
     "ElasticBatches",
     "ImageFolder",
+    "ImagePatches",
     "Module",
     "Monitor",
+    "Pipeline",
     "ProgressBar",
     "Speedometer",
+    "SweepResult",
     "TensorBoard",
     "TorchScheduler",
     "TrainingProgress",
+    "Trial",
+    "TrialResult",
     "balance",
+    "class_weights",
     "convert_sync_batchnorm",
     "create_metric",
     "create_network",
+    "digit_scenes",
     "digits",
     "do_checkpoint",
     "freeze_until",
     "image_folder",
     "learning_rate_factors",
     "load_weights",
+    "lstm_language_model",
     "module_checkpoint",
+    "predict_image",
     "pretrained",
+    "python_documentation",
     "raw_digits",
     "read_progress",
     "read_speed",
     "replace_last_layer",
     "scale_batch",
+    "segmentation_page",
     "split_each_label",
     "stop_on",
+    "sweep",
     "synthetic",
+    "write_scenes",
 ]
 
 

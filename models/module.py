@@ -69,6 +69,9 @@ class Module:
         loss_normalizer: Normalizer | None = None,
         logger: logging.Logger | None = None,
         autocast: torch.dtype | None = None,
+        random: str = "context",
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
     ) -> None:
         """Configure the module; replicas are created at their first use.
 
@@ -93,6 +96,12 @@ class Module:
             logger: logger of `fit`; None: logger "gangline".
             autocast: torch.bfloat16 or torch.float16: dtype of forward under torch's autocast; parameters and gradients
                 keep theirs. With float16 the loss is scaled, and steps whose gradients overflow are skipped.
+            random: "context": each context draws random numbers of its own in each step. "sample": dropout draws them
+                for each sample of a step, so that any number and split of contexts, on the CPU or on GPUs, gives the
+                weights of one; see `SampleDropout`. Each worker of a job draws its own in both cases.
+            shard: "optimizer": the workers of an allreduce store divide the optimizer's state by their memory, see
+                `KVStore.set_optimizer`; checkpoints are as without it. None: every worker holds all of it.
+            memory: relative memory of the workers, or "auto", as for `KVStore.set_optimizer`.
 
         Raises:
             TypeError: if an argument has a wrong type.
@@ -115,6 +124,11 @@ class Module:
         self._compression = parse(compression_params).params if compression_params is not None else None
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
+        if random not in ("context", "sample"):
+            raise ValueError(f"random is {random!r}; expected 'context' or 'sample'")
+        if shard not in (None, "optimizer"):
+            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+        self._shard, self._memory = shard, memory
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         """Scale of the loss under float16; None otherwise."""
         self.loss = SummedLoss(loss, loss_normalizer)
@@ -128,6 +142,7 @@ class Module:
             sync_batchnorm=bool(sync_batchnorm),
             autocast=autocast,
             measure=self.load_balancer is not None,
+            dropout_by_sample=random == "sample",
         )
         self._step = TrainingStep(
             self.bound,
@@ -351,6 +366,8 @@ class Module:
             state=self._pending_optimizer_state,
             num_contexts=len(self.contexts),
             measures_loads=self._job_store is not None and self.load_balancer is not None,
+            shard=self._shard,
+            memory=self._memory,
         )
         try:
             self._join(binding.workers)
@@ -760,12 +777,16 @@ class Module:
             RuntimeError: if the optimizer's state is asked for before `init_optimizer`, or rank 0 could not write.
         """
         replicas = self.bound.replicas
+        optimizer_state = self.optimizer_state if save_optimizer_states else None
+        if self._shard is not None and optimizer_state is not None:  # collective, and rank 0 alone writes
+            gathered = optimizer_state()
+            optimizer_state = lambda: gathered  # noqa: E731
         snapshot = checkpoint.Snapshot(
             params=self.get_params(),
             replica_buffers=replicas.differing_buffers(self.workers.count),
             samples_seen=replicas.samples_seen,
             run_state=self.run_state,
-            optimizer_state=self.optimizer_state if save_optimizer_states else None,
+            optimizer_state=optimizer_state,
             compression_residuals=self.compression_residuals() if save_optimizer_states else {},
             load_balancer=self.load_balancer.state() if self.load_balancer is not None else None,
             worker_balance=self.worker_balance.state(),

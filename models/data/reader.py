@@ -173,8 +173,13 @@ def _follow_parent(trainer: int, _: int) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    exit_with(trainer)
+
+
+def exit_with(process: int) -> None:
+    """End this process as soon as another one has ended for any reason."""
     try:
-        handle = os.pidfd_open(trainer)
+        handle = os.pidfd_open(process)
     except ProcessLookupError:
         os._exit(1)
 

@@ -32,11 +32,13 @@ class BoundNetwork:
         sync_batchnorm: bool,
         autocast: torch.dtype | None,
         measure: bool,
+        dropout_by_sample: bool = False,
     ) -> None:
         """Record the arguments of `Replicas` and `Executor`."""
         self.network = network
         self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
         self._loss, self.sync_batchnorm, self._autocast, self._measure = loss, sync_batchnorm, autocast, measure
+        self._dropout_by_sample = dropout_by_sample
         self._created: tuple[Replicas, Executor] | None = None
 
     @property
@@ -78,6 +80,7 @@ class BoundNetwork:
                 sync_batchnorm=self.sync_batchnorm,
                 autocast=self._autocast,
                 measure=self._measure,
+                dropout_by_sample=self._dropout_by_sample,
             )
             self._created = replicas, executor
         return self._created

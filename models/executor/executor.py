@@ -18,8 +18,9 @@ from gangline.models.batchnorm.worker_rounds import WorkerRounds
 from gangline.models.data.batches import Batch, call_network, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.summed_loss import SummedLoss
-from gangline.models.random_streams import generator_of, stream
+from gangline.models.random_streams import generator_of, mixed_seed, stream
 from gangline.models.replicas import Replica
+from gangline.models.sample_dropout import SampleDropout
 from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
@@ -53,6 +54,7 @@ class Executor:
         sync_batchnorm: bool = False,
         autocast: torch.dtype | None = None,
         measure: bool = False,
+        dropout_by_sample: bool = False,
     ) -> None:
         """Start the threads.
 
@@ -62,6 +64,7 @@ class Executor:
             sync_batchnorm: synchronize batch statistics over the replicas, and over the workers of `join`.
             autocast: dtype of forward under torch's autocast; None: no autocast.
             measure: time each replica, for `take_times`.
+            dropout_by_sample: draw dropout's masks by sample, as one context would.
 
         Raises:
             ValueError: if the batch statistics of a layer cannot be synchronized.
@@ -69,6 +72,7 @@ class Executor:
         self._replicas = list(replicas)
         self._loss = loss
         self._autocast = autocast
+        self._dropout_by_sample = dropout_by_sample
         self._is_random: bool | None = None  # whether the network draws random numbers; None before the first run
         contexts = [replica.context for replica in replicas]
         self._sync_batchnorm = sync_batchnorm
@@ -154,9 +158,7 @@ class Executor:
             part = slices[replica.context_index]
             label_part = take(label, part) if label is not None else None
             with self._monitored([index], barrier, timed=train), self._forward_section(barrier, index):
-                share = self._forward(
-                    replica, take(data, part), label_part, part.stop - part.start, train, inputs_need_grad, seed
-                )
+                share = self._forward(replica, take(data, part), label_part, part, train, inputs_need_grad, seed)
                 if divisor is not None and share.loss is not None and share.loss.requires_grad:
                     torch.autograd.backward(share.loss / divisor)
                 return share
@@ -232,7 +234,7 @@ class Executor:
         before = [generator.get_state() for generator in generators]
         yield
         if any(not torch.equal(was, g.get_state()) for was, g in zip(before, generators, strict=True)):
-            self._is_random = True
+            self._found_random(True)
             _log.warning(
                 "the network began to draw random numbers; from the next batch on each context has a stream of its own"
             )
@@ -242,11 +244,12 @@ class Executor:
         replica: Replica,
         data: Batch,
         label: Batch | None,
-        samples: int,
+        part: slice,
         train: bool,
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
+        samples = part.stop - part.start
         device = replica.context.torch_device
         inputs = move(data, device)
         if inputs_need_grad:
@@ -256,6 +259,9 @@ class Executor:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
                 stack.enter_context(self._stream(replica, seed))
+            if train and self._dropout_by_sample:
+                key = mixed_seed(*seed[:2], self._workers.rank)  # micro-steps of a batch have its masks
+                stack.enter_context(SampleDropout(key, part.start, samples))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self._autocast))
             try:
@@ -277,7 +283,21 @@ class Executor:
         """Seed the device's generator for this replica and step, and record whether it was used."""
         with stream(replica.context.torch_device, *seed, self._workers.first_context + replica.context_index) as drew:
             yield
-        self._is_random = bool(self._is_random) or drew[0]
+        self._found_random(drew[0])
+
+    def _found_random(self, drew: bool) -> None:
+        """Record whether a forward drew random numbers from the device's generator.
+
+        Raises:
+            RuntimeError: if it did, though dropout by sample draws none.
+        """
+        if drew and self._dropout_by_sample:
+            raise RuntimeError(
+                "the network draws random numbers other than by dropout, dropout1d, dropout2d or dropout3d (attention "
+                "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
+                "use random='context'"
+            )
+        self._is_random = bool(self._is_random) or drew
 
     def backward(self, shares: Sequence[Share], divisor: float) -> None:
         """Run backward from the losses of the shares, each divided by ``divisor``."""

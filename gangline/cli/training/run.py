@@ -46,7 +46,7 @@ from gangline.models.data import datasets
 from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
-from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
@@ -65,8 +65,12 @@ _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
 
-def run(options: TrainOptions) -> dict[str, Any] | None:
+def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -> dict[str, Any] | None:
     """Train, and score the held-out data unless a signal ended training.
+
+    Args:
+        options: options of `gangline train`.
+        after_validation: further callbacks that run after each validation.
 
     Returns:
         The result that `gangline train --json` writes: why training ended, the exit code and, on the first worker, the
@@ -117,7 +121,9 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         if module.workers.is_first:
             for line in (*_description(module, options, batch_size, splits, model.num_classes), *adapted):
                 module.logger.info("%s", line)
-        result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume)
+        callbacks = _callbacks(module, options, batch_size)
+        callbacks["eval_end_callback"] += after_validation
+        result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume, callbacks)
         module.close()
     return result
 
@@ -158,6 +164,7 @@ def _fit_and_score(
     batch_size: int,
     schedule: tuple[str, dict[str, Any]],
     resume: str | tuple[str, int] | None,
+    callbacks: dict[str, Any],
 ) -> dict[str, Any]:
     """Train a module that has its optimizer; return the result of `run`."""
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
@@ -165,7 +172,6 @@ def _fit_and_score(
     on_terminal = sys.stderr.isatty()
     if on_terminal:
         metrics = [*metrics, "loss"]
-    callbacks = _callbacks(module, options, batch_size, on_terminal)
     shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
@@ -442,12 +448,12 @@ def _one_line_per_epoch(logger: logging.Logger, is_wanted: bool) -> Iterator[Non
         logger.removeFilter(is_other)
 
 
-def _callbacks(module: Module, options: TrainOptions, batch_size: int, on_terminal: bool) -> dict[str, Any]:
+def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
     """Build the callbacks, by the names of the arguments of `fit`."""
     after_batch: list[Any] = []
     after_epoch: list[Any] = []
     after_validation: list[Any] = []
-    if on_terminal:
+    if sys.stderr.isatty():
         line = _EpochLine(module, options.num_epochs, batch_size)
         after_batch += [ProgressBar(batch_size=batch_size), line.after_batch]
         after_validation.append(line.after_validation)

@@ -162,7 +162,7 @@ class Augmentation:
         if self.moves_pixels and len(images):
             compute = torch.float64 if images.dtype == torch.float64 else torch.float32  # half cannot index pixels
             matrices = self.matrices(image_shape, seed, epoch, samples)
-            images = _warp(images.to(compute), matrices, (image_shape[1], image_shape[2])).to(images.dtype)
+            images = warp(images.to(compute), matrices, (image_shape[1], image_shape[2])).to(images.dtype)
         for values, apply in ((self.mean, torch.Tensor.sub), (self.std, torch.Tensor.div)):
             if values is not None:
                 images = apply(images, torch.tensor(values, dtype=images.dtype, device=images.device)[:, None, None])
@@ -199,8 +199,15 @@ class Augmentation:
         return torch.tensor(rows, dtype=torch.float64)
 
 
-def _warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Warp images bilinearly to (height, width) by their (N, 2, 3) matrices from input to output pixels."""
+def warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int], mode: str = "bilinear") -> torch.Tensor:
+    """Warp images to (height, width) by their (N, 2, 3) matrices from input to output pixels.
+
+    Args:
+        images: (N, channels, height, width); pixels from outside are 0.
+        matrices: one per image, float64.
+        size: (height, width) of the output.
+        mode: "bilinear" or "nearest".
+    """
     height, width = size
     a, b, right, c, d, down = matrices.flatten(1).unbind(1)
     determinant = a * d - b * c
@@ -217,7 +224,7 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int]) -
             value.to(images)[:, None, None] for value in (by_x * width / side, by_y * height / side, offset)
         )
         grid.append(of_x * x + of_y * y[:, None] + constant)
-    return F.grid_sample(images, torch.stack(grid, dim=-1), align_corners=False)
+    return F.grid_sample(images, torch.stack(grid, dim=-1), mode=mode, align_corners=False)
 
 
 def _between(limits: Range | None, drawn: float, otherwise: float) -> float:

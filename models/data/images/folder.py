@@ -148,10 +148,11 @@ class Images(Dataset[Any]):
         items: list[Any] = [None] * len(indices)
         readable: list[int] = []  # positions in items
         decoded: list[torch.Tensor] = []
+        size = self.augmentation.size_before(self._shape)
         contents = read(self.root, [self._names[index] for index in indices])
         for position, (index, content) in enumerate(zip(indices, contents, strict=True)):
             try:
-                decoded.append(self._decoded(content))
+                decoded.append(decoded_image(content, self._shape[0], size))
                 readable.append(position)
             except Exception as error:  # decoders raise many types
                 file, reason = str(self.files[index]), str(error) or type(error).__name__
@@ -170,27 +171,35 @@ class Images(Dataset[Any]):
     def _item(self, image: torch.Tensor, index: int) -> Any:  # noqa: ARG002  ImageFolder adds the label
         return image
 
-    def _decoded(self, content: bytes | Path | Exception) -> torch.Tensor:
-        """Return the pixels, uint8 of (channels, height, width), resized."""
-        from PIL import Image, ImageOps
 
-        if isinstance(content, Exception):
-            raise content
-        channels = self._shape[0]
-        height, width = self.augmentation.size_before(self._shape)
-        with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as file:
-            file.load()
-            with suppress(Exception):  # damaged metadata are no reason to refuse the pixels
-                ImageOps.exif_transpose(file, in_place=True)
-            image: Image.Image = file
-            if file.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
-                image = Image.fromarray((np.asarray(file, np.float32) / 257).round().astype(np.uint8))
-            elif file.mode == "P" and "transparency" in file.info:
-                image = file.convert("RGBA")  # else Pillow warns about the unused transparency
-            image = image.convert("L" if channels == 1 else "RGB")
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = torch.from_numpy(np.array(image))
-        return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
+def decoded_image(
+    content: bytes | Path | Exception, channels: int, size: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """Return the pixels of a file, uint8 of (channels, height, width).
+
+    Args:
+        content: what `files.read` returned.
+        channels: 1 for grey, 3 for RGB.
+        size: (height, width) that the image is resized to; None: its own.
+    """
+    from PIL import Image, ImageOps
+
+    if isinstance(content, Exception):
+        raise content
+    with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as file:
+        file.load()
+        with suppress(Exception):  # damaged metadata are no reason to refuse the pixels
+            ImageOps.exif_transpose(file, in_place=True)
+        image: Image.Image = file
+        if file.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
+            image = Image.fromarray((np.asarray(file, np.float32) / 257).round().astype(np.uint8))
+        elif file.mode == "P" and "transparency" in file.info:
+            image = file.convert("RGBA")  # else Pillow warns about the unused transparency
+        image = image.convert("L" if channels == 1 else "RGB")
+        if size is not None:
+            image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy(np.array(image))
+    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
 
 
 class ImageFolder(Images):

@@ -1,0 +1,130 @@
+"""`gangline sweep`: train a network for each combination of options, on all devices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gangline.cli.logs import logging_to_stderr
+from gangline.cli.options import DeviceOptions, command
+from gangline.cli.training.options import TrainOptions
+from gangline.collectives.errors import UsageError
+
+if TYPE_CHECKING:
+    from gangline.collectives.context import Context
+    from gangline.models.loop.callbacks import BatchEndParam
+    from gangline.models.sweeps.trial import Trial
+
+_DEVICES = ("--cpus", "--gpus", "--context", "--work-load-list")
+
+
+def sweep(
+    train_options: Annotated[
+        list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of gangline train for all trials.")
+    ] = None,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUES",
+            help="Values of an option of gangline train, such as lr=0.1,0.01.",
+        ),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of the results: sweep.csv and sweep.html.")] = Path("sweep"),
+    gpus: Annotated[str | None, typer.Option(help="GPUs by index, such as 0,2; one named twice runs two.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="Number of CPU contexts.", min=1)] = None,
+    contexts_per_trial: Annotated[int, typer.Option(help="Number of contexts of each trial.", min=1)] = 1,
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="End trials that are worse than the median of the others.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run trials again that failed in an earlier run.")
+    ] = False,
+) -> None:
+    """Train a network for each combination of options, one on each device; the best validation accuracy counts.
+
+    Run it again with the same folder to go on where it was stopped.
+    """
+    from gangline.models.sweeps.sweep import sweep as run_sweep
+
+    options = train_options or []
+    for word in (*options, *(f"--{value.partition('=')[0]}" for value in values or [])):
+        if word.partition("=")[0] in _DEVICES:
+            raise UsageError(f"{word.partition('=')[0]} is given to trials by the sweep; write it before --")
+    grid = dict(map(_values_of, values or []))
+    if not grid:
+        raise UsageError("there is no --set; expected one or more, such as --set lr=0.1,0.01")
+    function = TrainTrial(tuple(options))
+    for name, words in grid.items():
+        for value in words:
+            function.options_of({name: value})
+    with logging_to_stderr():
+        found = run_sweep(
+            function,
+            grid,
+            DeviceOptions(gpus=gpus, cpus=cpus).devices(),
+            folder=folder,
+            contexts_per_trial=contexts_per_trial,
+            early_stopping=early_stopping,
+            retry_failed=retry_failed,
+        )
+    print(found)
+    print(f"table: {folder / 'sweep.csv'}, curves: {folder / 'sweep.html'}")
+    best = found.best
+    print(f"best: {' '.join(f'--{name} {value}' for name, value in best.parameters.items())}: {best.value:.6g}")
+
+
+@dataclass(frozen=True)
+class TrainTrial:
+    """Function of a sweep that runs `gangline train` in its process."""
+
+    options: tuple[str, ...]
+    """Options of all trials."""
+
+    def __call__(self, trial: Trial) -> float | None:
+        """Train with the parameters of a trial; return the validation accuracy."""
+        from gangline.cli.training.run import run
+
+        def report(param: BatchEndParam) -> None:
+            [(_, accuracy), *_] = param.eval_metric.get_name_value()
+            trial.report(param.epoch + 1, accuracy)
+
+        options = replace(self.options_of(trial.parameters), **_device_options(trial.contexts))
+        result = run(options, after_validation=[report])
+        return result.get("validation_accuracy") if result is not None else None
+
+    def options_of(self, parameters: dict[str, Any] | Any) -> TrainOptions:
+        """Return the options of a trial.
+
+        Raises:
+            UsageError: if `gangline train` has no such option, or does not accept its value.
+        """
+        words = [*self.options, *(word for name, value in parameters.items() for word in (f"--{name}", str(value)))]
+        parsed: list[TrainOptions] = []
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command("train")(command(parsed.append, TrainOptions))
+        try:
+            app(words, standalone_mode=False)
+        except Exception as error:
+            raise UsageError(f"gangline train {' '.join(words)}: {getattr(error, 'message', error)}") from error
+        return parsed[0]
+
+
+def _values_of(word: str) -> tuple[str, list[str]]:
+    name, equals, text = word.partition("=")
+    found = [value for value in text.split(",") if value]
+    if not equals or not name or not found:
+        raise UsageError(f"--set is {word!r}; expected an option and its values, such as lr=0.1,0.01")
+    return name.removeprefix("--"), found
+
+
+def _device_options(contexts: Sequence[Context]) -> dict[str, Any]:
+    """Return the options that name the contexts of a trial, which are all of one kind."""
+    gpus = [context.device_id for context in contexts if context.device_type == "gpu"]
+    if gpus:
+        return {"gpus": ",".join(map(str, gpus)), "cpus": None}
+    return {"gpus": None, "cpus": len(contexts)}

@@ -1,0 +1,72 @@
+"""The order in which a stage of a pipeline runs forward and backward of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Pass(NamedTuple):
+    """Forward or backward of a micro-batch."""
+
+    micro_batch: int
+    is_forward: bool
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """Return the passes of a stage in the order of 1F1B (PipeDream-Flush; Narayanan and others, 2021).
+
+    A stage runs forward until the first gradient can come back, then forward and backward in turn, so it keeps the
+    activations of at most ``stages - stage`` micro-batches.
+    """
+    ahead = min(stages - stage - 1, micro_batches)
+    order = [Pass(number, True) for number in range(ahead)]
+    for number in range(micro_batches - ahead):
+        order += [Pass(number + ahead, True), Pass(number, False)]
+    return order + [Pass(number, False) for number in range(micro_batches - ahead, micro_batches)]
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of time in which a stage of equal ones is idle: (stages - 1) / (micro_batches + stages - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def cut(
+    seconds: Sequence[float],
+    nbytes: Sequence[float],
+    speeds: Sequence[float],
+    memory: Sequence[float | None],
+) -> list[int]:
+    """Return the first layer of each stage such that the slowest stage is as fast as possible.
+
+    Args:
+        seconds: time of each layer, forward and backward, on a device of speed 1.
+        nbytes: memory that each layer needs.
+        speeds: relative speed of the device of each stage.
+        memory: bytes of the device of each stage; None: enough.
+
+    Raises:
+        ValueError: if there are fewer layers than stages, or no cut fits into the memory.
+    """
+    layers, stages = len(seconds), len(speeds)
+    if layers < stages:
+        raise ValueError(f"there are {layers} layers for {stages} contexts; expected a layer for each")
+    # cheapest[end]: slowest stage and begins of the first stages over the layers before ``end``; PipeDream's partition
+    cheapest: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for speed, limit in zip(speeds, memory, strict=True):
+        following: dict[int, tuple[float, list[int]]] = {}
+        for begin, (slowest, begins) in cheapest.items():
+            for end in range(begin + 1, layers + 1):
+                if limit is not None and sum(nbytes[begin:end]) > limit:
+                    break
+                found = max(slowest, sum(seconds[begin:end]) / speed)
+                if end not in following or found < following[end][0]:
+                    following[end] = found, [*begins, begin]
+        cheapest = following
+    best = cheapest.get(layers)
+    if best is None:
+        raise ValueError(
+            f"no cut of {sum(nbytes) / 1e6:.0f} MB of layers fits into the memory of the contexts; use larger or more "
+            "contexts, or smaller micro-batches"
+        )
+    return best[1]

@@ -1,0 +1,1 @@
+"""Train many networks: a queue of trials over all devices."""

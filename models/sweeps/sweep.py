@@ -1,0 +1,293 @@
+"""Sweep: train a network for each combination of parameters, on all devices at once."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch.multiprocessing
+
+from gangline.collectives.context import Device
+from gangline.collectives.context import contexts as contexts_of
+from gangline.models.sweeps.page import write_page
+from gangline.models.sweeps.queue import Place, is_worse_than_median, takes_next
+from gangline.models.sweeps.trial import Function, Parameters, State, TrialResult, run_trial
+
+Grid = Mapping[str, Sequence[Any]] | Sequence[Parameters]
+_PRELOAD = ["gangline.models.module", "gangline.models.sweeps.trial"]
+_PAGE_SECONDS = 1.0
+_END_SECONDS = 5.0
+_log = logging.getLogger("gangline")
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The trials of a sweep, in the order of its grid."""
+
+    trials: tuple[TrialResult, ...]
+    maximize: bool
+
+    @property
+    def best(self) -> TrialResult:
+        """The trial with the best metric; ValueError if none has one."""
+        known = [trial for trial in self.trials if trial.value is not None and trial.state is State.DONE]
+        if not known:
+            raise ValueError("no trial has ended with a metric")
+        return (max if self.maximize else min)(known, key=lambda trial: trial.value or 0.0)
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
+        rows = [["trial", *names, "state", "metric", "seconds", "contexts"]]
+        for trial in self.trials:
+            value = "" if trial.value is None else f"{trial.value:.6g}"
+            state = trial.state or "not run"
+            own = [str(trial.parameters.get(name, "")) for name in names]
+            rows.append([str(trial.number), *own, state, value, f"{trial.seconds:.1f}", trial.contexts])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def sweep(
+    function: Function,
+    grid: Grid,
+    contexts: Device | Sequence[Device] = "auto",
+    *,
+    folder: str | Path = "sweep",
+    contexts_per_trial: int = 1,
+    mode: Literal["max", "min"] = "max",
+    early_stopping: bool = False,
+    retry_failed: bool = False,
+) -> SweepResult:
+    """Run a function for each combination of parameters, each in a process of its own, on all contexts at once.
+
+    A context that is done with a trial takes the next one, so faster ones run more of them. A trial that fails ends
+    alone. ``folder`` holds the results: `trials.jsonl`, a line for each trial that has ended; `sweep.csv`, the table;
+    `sweep.html`, a page of all curves; and a folder for each trial. A sweep that was killed and is run again runs only
+    the trials that are not in `trials.jsonl`.
+
+    Args:
+        function: trains with ``trial.parameters`` on ``trial.contexts`` and returns the metric; ``trial.report(step,
+            value)`` adds to its curve. It must be importable, or be of a script that guards its main part by
+            ``if __name__ == "__main__"``.
+        grid: values of each parameter by name, of which all combinations are run; or a list of parameters.
+        contexts: contexts, or words for them, as for `Module`. A context that is named twice runs two trials at once.
+        folder: folder of the results; created if it does not exist.
+        contexts_per_trial: number of contexts of each trial.
+        mode: whether the metric is to be large or small.
+        early_stopping: end trials whose best report is worse than the median of the others at the same step.
+        retry_failed: run trials again that failed in an earlier run.
+
+    Returns:
+        All trials of the grid, those of earlier runs included.
+
+    Raises:
+        ValueError: if the grid is empty, parameters are not plain data, or the contexts are fewer than a trial needs.
+        RuntimeError: if another sweep runs in the folder.
+    """
+    wanted = _combinations(grid)
+    devices = contexts_of(contexts)
+    if not 1 <= contexts_per_trial <= len(devices):
+        raise ValueError(f"contexts_per_trial is {contexts_per_trial}; expected 1 to {len(devices)}")
+    if mode not in ("max", "min"):
+        raise ValueError(f"mode is {mode!r}; expected 'max' or 'min'")
+    groups = [
+        tuple(devices[first : first + contexts_per_trial])
+        for first in range(0, len(devices) - contexts_per_trial + 1, contexts_per_trial)
+    ]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "trials.jsonl") as file:
+        running = _Sweep(function, wanted, groups, folder, file, maximize=mode == "max", stops=early_stopping)
+        running.read(retry_failed=retry_failed)
+        running.run()
+    return SweepResult(tuple(running.results), mode == "max")
+
+
+class _Sweep:
+    """A sweep that runs."""
+
+    def __init__(
+        self,
+        function: Function,
+        wanted: Sequence[Parameters],
+        groups: Sequence[tuple[Any, ...]],
+        folder: Path,
+        file: IO[str],
+        *,
+        maximize: bool,
+        stops: bool,
+    ) -> None:
+        self._function, self._groups, self._folder, self._file = function, groups, folder, file
+        self._maximize, self._stops = maximize, stops
+        self.results = [TrialResult(number, parameters) for number, parameters in enumerate(wanted)]
+        self._places = [Place(", ".join(map(str, group))) for group in groups]
+        self._of_connection: dict[connection.Connection, tuple[int, TrialResult, Any]] = {}
+        self._written = 0.0
+        on_host = sum(any(context.device_type == "cpu" for context in group) for group in groups)
+        self._threads = max((os.cpu_count() or 1) // max(on_host, 1), 1)
+
+    def read(self, *, retry_failed: bool) -> None:
+        """Take over the trials that an earlier run has ended."""
+        self._file.seek(0)
+        ended = {}
+        for line in self._file:
+            with contextlib.suppress(ValueError):  # a line that was cut off by the end of its process
+                found = json.loads(line)
+                ended[_key(found["parameters"])] = found
+        for number, trial in enumerate(self.results):
+            found = ended.get(_key(trial.parameters))
+            if found is None or (retry_failed and found["state"] == State.FAILED):
+                continue
+            curve = [(int(step), float(value)) for step, value in found["curve"]]
+            self.results[number] = TrialResult(
+                **{**found, "number": number, "state": State(found["state"]), "curve": curve}
+            )
+
+    def run(self) -> None:
+        """Run the trials that have not ended, until all have."""
+        waiting = [trial for trial in self.results if trial.state is None]
+        try:
+            while waiting or self._of_connection:
+                now = time.monotonic()
+                for index, place in enumerate(self._places):
+                    others = [other for other in self._places if other is not place]
+                    if waiting and place.busy_since is None and takes_next(place, others, len(waiting), now):
+                        self._start(index, waiting.pop(0))
+                for ready in connection.wait(list(self._of_connection), timeout=_PAGE_SECONDS):
+                    assert isinstance(ready, connection.Connection)
+                    self._receive(ready)
+                if time.monotonic() - self._written > _PAGE_SECONDS:
+                    self._write_page()
+        finally:
+            for own, (_, _, process) in self._of_connection.items():
+                own.close()
+                process.terminate()
+                process.join(_END_SECONDS)
+                process.kill()
+            self._write_page()
+            self._write_table()
+
+    def _start(self, index: int, trial: TrialResult) -> None:
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        own, theirs = context.Pipe()
+        own_folder = self._folder / f"trial-{trial.number}"
+        own_folder.mkdir(exist_ok=True)
+        process = context.Process(
+            target=run_trial,
+            args=(
+                *(theirs, os.getpid(), self._function, trial.number, dict(trial.parameters)),
+                *(self._groups[index], own_folder, self._threads),
+            ),
+        )
+        process.start()
+        theirs.close()
+        trial.contexts = self._places[index].contexts
+        self._places[index].busy_since = time.monotonic()
+        self._of_connection[own] = index, trial, process
+
+    def _receive(self, own: connection.Connection) -> None:
+        """Handle a message of a trial, or its end without one."""
+        index, trial, process = self._of_connection[own]
+        try:
+            kind, content = own.recv()
+        except (EOFError, OSError):
+            process.join()
+            kind, content = "failed", f"its process ended with exit code {process.exitcode}"
+        if kind == "report":
+            trial.curve.append(content)
+            others = [other for other in self.results if other is not trial]
+            with contextlib.suppress(OSError):  # its end follows
+                own.send(self._stops and is_worse_than_median(trial, others, maximize=self._maximize))
+            return
+        place = self._places[index]
+        assert place.busy_since is not None
+        trial.seconds = time.monotonic() - place.busy_since
+        trial.state = State(kind)
+        place.busy_since = None
+        if trial.state is State.FAILED:
+            trial.error = content
+            _log.warning("trial %d %s failed: %s", trial.number, dict(trial.parameters), content.splitlines()[-1])
+        else:
+            if trial.state is State.DONE:
+                place.durations.append(trial.seconds)
+            values = [value for _, value in trial.curve]
+            best = (max if self._maximize else min)(values) if values else None
+            trial.value = content if content is not None else best
+            _log.info("trial %d %s: %s %s", trial.number, dict(trial.parameters), trial.state, trial.value)
+        self._of_connection.pop(own)
+        own.close()
+        process.join(_END_SECONDS)
+        process.kill()
+        self._file.write(json.dumps(asdict(trial)) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._write_table()
+
+    def _write_table(self) -> None:
+        """Write sweep.csv."""
+        names = list(dict.fromkeys(name for trial in self.results for name in trial.parameters))
+        aside = self._folder / "sweep.csv.tmp"
+        with aside.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["trial", *names, "state", "metric", "seconds", "contexts"])
+            for trial in self.results:
+                own = [trial.parameters.get(name, "") for name in names]
+                value = "" if trial.value is None else trial.value
+                writer.writerow([trial.number, *own, trial.state or "", value, round(trial.seconds, 3), trial.contexts])
+        aside.replace(self._folder / "sweep.csv")
+
+    def _write_page(self) -> None:
+        self._written = time.monotonic()
+        write_page(self._folder / "sweep.html", self.results, is_over=all(trial.state for trial in self.results))
+
+
+def _combinations(grid: Grid) -> list[Parameters]:
+    """Return the parameters of all trials.
+
+    Raises:
+        ValueError: if there are none, some are equal, or they are not plain data.
+    """
+    if isinstance(grid, Mapping):
+        found: Iterable[Parameters] = (
+            dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+        )
+    else:
+        found = [dict(parameters) for parameters in grid]
+    wanted = list(found) if grid else []
+    if not wanted:
+        raise ValueError(f"grid is {grid!r}; expected one value or more of each parameter")
+    keys = [_key(parameters) for parameters in wanted]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"grid has {wanted[next(i for i, key in enumerate(keys) if key in keys[:i])]} twice")
+    return wanted
+
+
+def _key(parameters: Parameters) -> str:
+    """Return a text that is the same for equal parameters."""
+    try:
+        return json.dumps(parameters, sort_keys=True)
+    except TypeError as error:
+        raise ValueError(f"parameters {dict(parameters)} are not plain data: {error}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """Open a file for reading and appending, and lock it."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"another sweep runs in {path.parent}; expected a folder of its own") from error
+        yield file

@@ -1,0 +1,220 @@
+"""Pipelines: layers on several contexts give the weights of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Pipeline, Trainer, cpu, create, lstm_language_model, python_documentation, spawn
+from gangline.models.pipelines.pipeline import measured_layers
+from gangline.models.pipelines.schedule import bubble, cut, one_forward_one_backward
+
+STEPS = 20
+CUTS = {
+    1: {"embed": cpu(0)},
+    2: {"embed": cpu(0), "lstm2": cpu(1)},
+    3: {"embed": cpu(0), "lstm2": cpu(1), "head": cpu(2)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data, label = python_documentation(16).train
+    return [(data[size * step : size * (step + 1)], label[size * step : size * (step + 1)]) for step in range(count)]
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return lstm_language_model(python_documentation(16).num_classes or 0, 12, 20, dropout=dropout).double()
+
+
+def trained(stages: int, micro_batches: int, dropout: float = 0.0, loss: Any = None) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline(network(dropout), loss or nn.CrossEntropyLoss(), CUTS[stages], micro_batches=micro_batches)
+    optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
+    for data, label in batches(STEPS, 10):
+        optimizer.zero_grad()
+        pipeline.forward_backward(data, label)
+        optimizer.step()
+    return pipeline.network.state_dict()
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
+
+
+def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
+    plain = network()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for data, label in batches(STEPS, 10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(data), label).backward()
+        optimizer.step()
+    for stages, micro_batches in ((1, 1), (2, 1), (2, 4), (3, 4), (3, 10), (3, 99)):
+        check_same(trained(stages, micro_batches), plain.state_dict())
+
+
+def test_dropout_does_not_depend_on_the_micro_batches() -> None:
+    check_same(trained(2, 5, dropout=0.3), trained(2, 2, dropout=0.3))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, python_documentation(16).num_classes or 0).double()),
+        nn.CrossEntropyLoss(ignore_index=3),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+    ids=["weights", "ignored", "sum"],
+)
+def test_gradients_are_those_of_the_whole_batch_and_are_added(loss: nn.Module) -> None:
+    plain, pipeline = network(), Pipeline(network(), loss, CUTS[2], micro_batches=3)
+    for data, label in batches(2, 8):
+        expected = loss(plain(data), label)
+        expected.backward()
+        assert torch.allclose(pipeline.forward_backward(data, label), expected, rtol=1e-12)
+    for mine, theirs in zip(pipeline.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_forward_gives_the_output_and_frozen_layers_get_no_gradient() -> None:
+    own = network()
+    own[0].requires_grad_(False)
+    pipeline = Pipeline(own, nn.CrossEntropyLoss(), {"embed": cpu(0), "lstm1": cpu(1)})
+    [(data, label)] = batches(1, 6)
+    assert torch.equal(pipeline(data), own(data))
+    pipeline.forward_backward(data, label)
+    assert own[0].weight.grad is None
+    assert all(parameter.grad is not None for parameter in own[1:].parameters())
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [*itertools.product((1, 2, 3, 5), (1, 2, 4, 9))])
+def test_each_stage_runs_every_pass_once_and_keeps_few_activations(stages: int, micro_batches: int) -> None:
+    orders = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
+    for stage, order in enumerate(orders):
+        assert sorted(order) == sorted({(number, kind) for number in range(micro_batches) for kind in (True, False)})
+        kept = list(itertools.accumulate(1 if one.is_forward else -1 for one in order))
+        assert max(kept) == min(stages - stage, micro_batches)
+    assert finish(orders) == 2 * (micro_batches + stages - 1)  # passes of one unit: the formula of the bubble
+    assert bubble(stages, micro_batches) == pytest.approx(1 - 2 * micro_batches / finish(orders))
+
+
+def finish(orders: Sequence[Sequence[Any]]) -> int:
+    """Return when stages that follow these orders are done, if each pass takes one unit of time."""
+    ends: dict[tuple[int, int, bool], int] = {}
+    clocks, places = [0] * len(orders), [0] * len(orders)
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            if places[stage] < len(order):
+                number, is_forward = order[places[stage]]
+                other = (stage - 1 if is_forward else stage + 1, number, is_forward)
+                if 0 <= other[0] < len(orders) and other not in ends:
+                    continue
+                clocks[stage] = max(clocks[stage], ends.get(other, 0)) + 1
+                ends[stage, number, is_forward] = clocks[stage]
+                places[stage] += 1
+    return max(clocks)
+
+
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [3.0, 1.0], [1.0, 2.0, 1.0]])
+def test_the_cut_is_the_best_of_all(speeds: list[float]) -> None:
+    seconds = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    limits: list[float | None] = [None] * len(speeds)
+    found = cut(seconds, [1.0] * 8, speeds, limits)
+
+    def slowest(begins: Sequence[int]) -> float:
+        ends = [*begins[1:], 8]
+        return max(sum(seconds[b:e]) / speed for b, e, speed in zip(begins, ends, speeds, strict=True))
+
+    inner = itertools.combinations(range(1, 8), len(speeds) - 1)
+    assert slowest(found) == min(slowest([0, *begins]) for begins in inner)
+
+
+def test_the_cut_keeps_to_memory() -> None:
+    assert cut([1.0] * 6, [1.0] * 6, [1.0, 1.0], [None, 2.0]) == [0, 4]
+    with pytest.raises(ValueError, match="no cut of 0 MB of layers fits"):
+        cut([1.0] * 6, [1.0] * 6, [1.0, 1.0], [2.0, 2.0])
+    with pytest.raises(ValueError, match="1 layers for 2 contexts"):
+        cut([1.0], [1.0], [1.0, 1.0], [None, None])
+
+
+def test_an_automatic_cut_balances_measured_layers_and_leaves_the_network_as_it_was() -> None:
+    torch.manual_seed(0)
+    widths = [64, 64, 64, 1024, 1024, 64]
+    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    sample, state = torch.randn(64, 64), torch.get_rng_state()
+    pipeline = Pipeline(layers, nn.MSELoss(), [cpu(0), cpu(1)], sample=sample)
+    assert len(pipeline.stages[0]) in (3, 4)  # before or after the largest layer
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
+    assert all(parameter.grad is None for parameter in layers.parameters())
+    seconds, nbytes = measured_layers(layers, torch.randn(64, 64), cpu(0), 4)
+    assert max(seconds) == seconds[3]
+    assert nbytes[0] == 4 * (64 * 64 + 64) * 4 + 4 * 64 * 64 * 4
+
+
+class Failing(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the layer failed")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_error_in_any_stage_ends_all_and_is_raised(place: int) -> None:
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(3)]
+    layers[place] = Failing()
+    groups = {str(stage): cpu(stage) for stage in range(3)}
+    pipeline = Pipeline(nn.Sequential(*layers), nn.MSELoss(), groups)
+    with pytest.raises(ValueError, match="the layer failed"):
+        pipeline.forward_backward(torch.ones(8, 4), torch.ones(8, 4))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    own, loss = network(), nn.CrossEntropyLoss()
+    for groups, message in (
+        ({"lstm1": cpu(0)}, "does not name the first layer, 'embed'"),
+        ({"embed": cpu(0), "lstm9": cpu(1)}, r"names \['lstm9'\]; expected names of layers"),
+        ({"embed": cpu(0), "lstm1": cpu(1), "head": cpu(0)}, "goes back to"),
+        ([cpu(0), cpu(1)], "sample is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pipeline(own, loss, groups)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="speeds has 1 numbers; expected 2"):
+        Pipeline(own, loss, [cpu(0), cpu(1)], sample=batches(1, 4)[0][0], speeds=[1])
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Sequential"):
+        Pipeline(nn.Linear(2, 2), loss)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="micro_batches is 0"):
+        Pipeline(own, loss, CUTS[2], micro_batches=0)
+
+
+def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:
+    store = create("allreduce", communicator=communicator)
+    pipeline = Pipeline(network(), nn.CrossEntropyLoss(), CUTS[2], micro_batches=2)
+    trainer = Trainer(pipeline.network, "adam", {"learning_rate": 0.01}, kvstore=store)
+    for data, label in batches(STEPS, 10):
+        part = slice(0, 7) if not store.rank else slice(7, 10)
+        trainer.zero_grad()
+        pipeline.forward_backward(data[part], label[part])
+        trainer.step(len(data[part]))
+    found = {name: value.detach().clone() for name, value in pipeline.network.state_dict().items()}
+    store.close()
+    return found
+
+
+def test_pipelines_of_two_workers_train_as_one_context() -> None:
+    expected = trained(1, 1)
+    for found in spawn(in_two_workers, 2, threads=1):
+        check_same(found, expected)

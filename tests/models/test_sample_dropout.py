@@ -1,0 +1,161 @@
+"""random="sample": dropout that does not depend on the number of contexts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gangline import Module, cpu
+from gangline.models.sample_dropout import SampleDropout
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop2d = nn.Conv2d(1, 6, 3), nn.Dropout2d(0.3)
+        self.wide, self.drop = nn.Linear(6 * 36, 32), nn.Dropout(0.5)
+        self.last = nn.Linear(32, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.drop2d(self.conv(images).tanh()).flatten(1)
+        features = self.drop(self.wide(features).tanh())
+        logits: torch.Tensor = self.last(F.dropout(features, 0.2, self.training))
+        return logits
+
+
+def trained(count: int, loads: list[float] | None = None, network: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Return the weights after 20 steps on so many contexts."""
+    torch.manual_seed(0)
+    own = (network or Network()).double()
+    module = Module(own, nn.CrossEntropyLoss(), [cpu(i) for i in range(count)], loads, random="sample")
+    module.init_optimizer("local", "adam", {"learning_rate": 0.01})
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        data = torch.randn(13, 1, 8, 8, generator=generator, dtype=torch.float64)
+        module.forward_backward_update(data, torch.randint(0, 5, (13,), generator=generator))
+    weights = module.get_params()
+    module.close()
+    return weights
+
+
+@pytest.mark.parametrize(("count", "loads"), [(2, None), (3, None), (3, [5.0, 1.0, 2.0]), (2, [0.0, 1.0])])
+def test_any_number_and_split_of_contexts_gives_the_weights_of_one(count: int, loads: list[float] | None) -> None:
+    one, several = trained(1), trained(count, loads)
+    for name, weight in one.items():
+        assert torch.allclose(weight, several[name], rtol=0, atol=1e-11), name
+
+
+def test_without_it_contexts_draw_masks_of_their_own() -> None:
+    torch.manual_seed(0)
+    weights = []
+    for count in (1, 2):
+        torch.manual_seed(0)
+        module = Module(Network().double(), nn.CrossEntropyLoss(), [cpu(i) for i in range(count)])
+        module.init_optimizer("local", "sgd", {"learning_rate": 0.1})
+        module.forward_backward_update(torch.ones(8, 1, 8, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
+        weights.append(module.get_params()["last.weight"])
+        module.close()
+    assert not torch.allclose(*weights)
+
+
+def test_masks_keep_the_given_share_and_differ_between_samples_calls_and_steps() -> None:
+    ones = torch.ones(64, 1000, dtype=torch.float64)
+    with SampleDropout(7, 0, 64):
+        first, second = F.dropout(ones, 0.3), F.dropout(ones, 0.3)
+    with SampleDropout(8, 0, 64):
+        third = F.dropout(ones, 0.3)
+    for masked in (first, second, third):
+        kept = (masked > 0).double()
+        assert kept.mean().item() == pytest.approx(0.7, abs=0.006)  # 4 standard errors
+        assert masked.sum().item() == pytest.approx(kept.sum().item() / 0.7)
+        assert torch.corrcoef(kept).fill_diagonal_(0).abs().max() < 0.18  # 5.7 standard errors of 2016 pairs
+        assert torch.corrcoef(kept.T[:200]).fill_diagonal_(0).abs().max() < 0.65
+    for one, other in ((first, second), (first, third), (second, third)):
+        agree = ((one > 0) == (other > 0)).double().mean().item()
+        assert agree == pytest.approx(0.58, abs=0.008)  # 0.7 * 0.7 + 0.3 * 0.3
+
+
+def test_parts_of_a_batch_have_the_masks_of_the_whole() -> None:
+    ones = torch.ones(10, 4, 3)
+    with SampleDropout(3, 0, 10):
+        whole = F.dropout(ones, 0.5), F.dropout1d(ones, 0.5)
+    for begin, end in ((0, 4), (4, 5), (5, 10)):
+        with SampleDropout(3, begin, end - begin):
+            part = F.dropout(ones[begin:end], 0.5), F.dropout1d(ones[begin:end], 0.5)
+        for own, all_of in zip(part, whole, strict=True):
+            assert torch.equal(own, all_of[begin:end])
+
+
+def test_whole_channels_are_dropped_and_in_place_writes_to_the_input() -> None:
+    ones = torch.ones(8, 16, 5, 5)
+    with SampleDropout(3, 0, 8):
+        dropped = F.dropout2d(ones, 0.5)
+        given = ones.clone()
+        assert F.dropout(given, 0.5, inplace=True) is given
+        assert torch.equal(F.dropout(ones, 1.0), torch.zeros_like(ones))
+        assert F.dropout(ones, 0.5, training=False) is ones
+    assert set(dropped.flatten(2).mean(2).unique().tolist()) == {0.0, 2.0}
+    assert set(given.unique().tolist()) == {0.0, 2.0}
+
+
+def test_the_first_axis_may_be_samples_times_heads_but_nothing_else() -> None:
+    ones = torch.ones(6, 50)
+    with SampleDropout(3, 0, 3):
+        whole = F.dropout(ones, 0.5)
+    with SampleDropout(3, 1, 2):
+        assert torch.equal(F.dropout(ones[2:], 0.5), whole[2:])
+        with pytest.raises(ValueError, match=r"shape \(5, 2\) for 2 samples; random='sample' needs the samples"):
+            F.dropout(torch.ones(5, 2), 0.5)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.flatten(1, 2)
+        logits: torch.Tensor = self.last(self.attention(rows, rows, rows)[0].mean(1))
+        return logits
+
+
+def test_a_layer_with_a_dropout_of_its_own_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="draws random numbers other than by dropout"):
+        trained(2, network=Attention())
+
+
+class Checkpointed(Network):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        given = images.clone().requires_grad_()  # which reentrant checkpointing needs
+        logits = checkpoint(super().forward, given, use_reentrant=self.reentrant)
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    reentrant = False
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool) -> None:
+    network = Checkpointed()
+    network.reentrant = reentrant
+    with pytest.raises(RuntimeError, match="activation checkpointing"):
+        trained(1, network=network)
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="random is 'batch'; expected 'context' or 'sample'"):
+        Module(Network(), nn.CrossEntropyLoss(), cpu(), random="batch")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
+def test_masks_on_a_gpu_are_those_of_the_host() -> None:
+    masks = []
+    for device in ("cpu", "cuda"):
+        with SampleDropout(7, 3, 16):
+            masks.append(F.dropout(torch.ones(16, 100, device=device), 0.4).cpu())
+    assert torch.equal(*masks)
