@@ -132,7 +132,9 @@ def test_exchanges_of_a_job_with_a_key_cannot_be_changed_or_repeated() -> None:
     assert len(blobs) == 2 * (1 + 3)  # random numbers, then three exchanges
     names = sorted(blobs)
     strangers: list[Callable[[str, bytes], bytes]] = [
-        *(lambda name, value, at=at: value[:-1] + b"!" if name == at else value for at in names),  # changed
+        *(
+            lambda name, value, at=at: value[:-1] + bytes([value[-1] ^ 1]) if name == at else value for at in names
+        ),  # changed
         *(lambda name, value, at=at: blobs[at] if name == at else value for at in names),  # of an earlier job
         lambda name, value: changing.seen["1/blob/1"] if name == "2/blob/1" else value,  # of an earlier round
     ]

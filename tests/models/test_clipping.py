@@ -183,9 +183,9 @@ def test_many_buckets_are_summed_one_by_one_and_clipped_together(verbs: str, mon
     updates: list[list[str]] = []
     inner = KeyedOptimizer.update
 
-    def update(own: KeyedOptimizer, gradients: Any) -> None:
+    def update(own: KeyedOptimizer, gradients: Any, is_wanted: Any) -> None:
         updates.append(sorted(key for key, _ in gradients))
-        inner(own, gradients)
+        inner(own, gradients, is_wanted)
 
     monkeypatch.setattr(KeyedOptimizer, "update", update)
     data, label = arrays()
