@@ -776,6 +776,22 @@ class KVStore(abc.ABC):
                 f"a {self.type!r} store keeps the optimizer's state on its servers; shard is for 'allreduce'"
             )
 
+    def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:  # noqa: ARG002
+        """Return the rank that is to update each tensor, by the workers' memory; for allreduce stores. Collective.
+
+        Args:
+            tensors: equal ones on all workers.
+            memory: as for `set_optimizer`.
+
+        Raises:
+            ValueError: if the store has no such owners, or the memory does not fit.
+        """
+        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
+
+    def copy_from_owner(self, tensor: torch.Tensor, owner: int) -> None:  # noqa: ARG002  refused here
+        """Copy a tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective."""
+        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
+
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())
 

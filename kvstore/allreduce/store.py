@@ -360,6 +360,28 @@ class AllReduceStore(LocalStore):
             owners = Owners(found[0] if isinstance(wanted, str) else wanted)
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
+    def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:  # noqa: D102
+        check_memory(memory, self.num_workers)
+        found: list[list[float]] = []
+
+        def agree() -> None:
+            self._workers.group.check_same({"memory": repr(memory)}, "owners_of")
+            own = free_memory(tensors[0].device) if memory == "auto" and tensors else 0.0
+            found.append([float(one) for one in self._workers.group.all_gather(own, "owners_of")])
+
+        self._run_in_order("owners_of", agree)
+        owners = Owners(found[0] if isinstance(memory, str) else memory)
+        owners.assign(enumerate(tensors))
+        return [owners.of(number) for number in range(len(tensors))]
+
+    def copy_from_owner(self, tensor: torch.Tensor, owner: int) -> None:  # noqa: D102  inherited
+        def copy() -> None:
+            self._negotiate("copy from the owner of parameters")
+            with self._workers.communicator() as communicator:
+                communicator.broadcast(tensor, owner)
+
+        self._run_in_order("copy_from_owner", copy)
+
     def _any_device(self) -> torch.device:
         """Return the device of the first key; before there is one, the current GPU if there is one."""
         for entry in self._entries.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from gangline.kvstore.arguments import check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
+from gangline.kvstore.reducer.owned_parameters import OwnedParameters
 from gangline.kvstore.registry import create
 
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
@@ -46,12 +47,24 @@ class DistributedOptimizer(Optimizer):
             optimizer.step()
     """
 
-    def __init__(self, optimizer: Optimizer, kvstore: str | KVStore = "allreduce") -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        kvstore: str | KVStore = "allreduce",
+        *,
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
+    ) -> None:
         """Wrap an optimizer. Collective: all workers must call it.
 
         Args:
             optimizer: optimizer over the same parameters, in the same order, on every worker.
             kvstore: a synchronous store without an optimizer of its own, or the name of one to create.
+            shard: "optimizer": `step` updates the parameters that this worker owns, and takes the others from their
+                owners, so each worker holds the state of its own alone. It needs an allreduce store, and `state_dict`
+                and `load_state_dict` become calls that all workers make. None: every worker updates all.
+            memory: relative memory of the workers, by which parameters are owned; "auto": the free memory of each
+                worker's device.
 
         Raises:
             TypeError: if an argument has the wrong type.
@@ -73,8 +86,13 @@ class DistributedOptimizer(Optimizer):
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._reducer: GradientReducer | None = None
+        self._shards: OwnedParameters | None = None
+        if shard not in (None, "optimizer"):
+            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
         if self.kvstore.num_workers > 1:
             self._join_workers()
+            if shard is not None:
+                self._shards = OwnedParameters(optimizer, self.kvstore, memory)
 
     def _join_workers(self) -> None:
         kind, store = type(self._optimizer).__name__, self.kvstore
@@ -188,11 +206,18 @@ class DistributedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, after `synchronize` if there is no closure."""
-        if closure is None:
-            self.synchronize()
-            result = self._optimizer.step()
-        else:
+        result = None
+        if closure is not None and self._shards is None:
             result = self._optimizer.step(closure)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            self.synchronize()
+            if self._shards is None:
+                self._optimizer.step()
+            else:
+                self._shards.step()
         self._is_reduced = False
         return result
 
@@ -201,12 +226,14 @@ class DistributedOptimizer(Optimizer):
         self._optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, which is the same on all workers."""
-        return self._optimizer.state_dict()
+        """Return the wrapped optimizer's state, which is the same on all workers; with ``shard`` collective."""
+        return self._optimizer.state_dict() if self._shards is None else self._shards.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state; all workers must load the same one."""
         self._optimizer.load_state_dict(state_dict)
+        if self._shards is not None:
+            self._shards.drop_others()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; with several workers it is refused.

@@ -22,10 +22,11 @@ if importlib.util.find_spec("ray") is None:
 import ray
 from ray.cluster_utils import Cluster
 
-from gangline import Trainer
+from gangline import Trainer, Trial
 from gangline.collectives.errors import DeadNodeError
 from gangline.integrations import ray_jobs
 from gangline.integrations.ray import run
+from gangline.integrations.ray_members import in_cluster
 from gangline.kvstore.launch.job import JobSpec
 from tests.kvstore.test_launch import MARK, ROOT, Launch, marked
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, SIZES, batch, network, plain_loop, play
@@ -261,3 +262,26 @@ def test_ray_train_trains_over_a_store_as_one_process(cluster: str, tmp_path: Pa
         assert_as_alone(torch.load(tmp_path / f"{rank}.pt"), alone)
     with pytest.raises(Exception, match="no such thing"):
         fit(fail="yes")
+
+
+def _value(trial: Trial) -> float:
+    for step in range(3):
+        trial.report(step, trial.parameters["x"] * step)
+    return float(10 * trial.parameters["x"] + len(trial.contexts))
+
+
+def test_ray_tune_runs_the_function_of_a_sweep(cluster: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray.tune", reason='needs ray.tune: pip install "ray[tune]"')
+    from ray import tune
+
+    from gangline.integrations.ray_tune import trainable
+
+    in_cluster(cluster)
+    space = {"x": tune.grid_search([1, 3, 2])}
+    resources = tune.with_resources(trainable(_value), {"cpu": 0.5})
+    config = tune.RunConfig(storage_path=str(tmp_path), verbose=0)
+    found = tune.Tuner(resources, param_space=space, run_config=config).fit()
+    best = found.get_best_result("metric", "max")
+    assert best.config == {"x": 3}
+    assert best.metrics is not None
+    assert best.metrics["metric"] == 31

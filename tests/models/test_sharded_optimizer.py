@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
+from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
 from gangline.kvstore.allreduce.owners import Owners
 from gangline.kvstore.buckets import plan
 
@@ -125,6 +125,54 @@ def test_a_run_resumes_with_other_owners(tmp_path: Path, memory: Any) -> None:
     spawn(train, 2, [3, 1], ADAM, str(tmp_path), threads=1)
     for weights, _, _ in spawn(train, 2, memory, ADAM, str(tmp_path), True, threads=1):
         check_same(weights, alone(ADAM))
+
+
+def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
+    """Train by a DistributedOptimizer; return weights, bytes of own state, and the whole state of the middle."""
+    store = create("allreduce", communicator=communicator)
+    model = network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
+    optimizer = DistributedOptimizer(inner, store, shard="optimizer", memory=memory)
+    first, middle = 0, None
+    if state is not None:
+        first = STEPS // 2
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for step in range(first, STEPS):
+        data, label = (parts(store.rank, store.num_workers, one) for one in batch(step))
+        optimizer.zero_grad()
+        optimizer.weight = len(data)
+        nn.functional.cross_entropy(model(data), label).backward()
+        optimizer.step()
+        if step + 1 == STEPS // 2:
+            middle = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    own = sum(one.nbytes for values in inner.state.values() for one in values.values())
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    store.close()
+    return found, own, middle
+
+
+def test_a_distributed_optimizer_shards_and_resumes_with_other_owners() -> None:
+    found = spawn(wrapped, 2, [3, 1], threads=1)
+    for weights, _, _ in found:
+        check_same(weights, alone(ADAM))
+    assert found[0][1] > 2 * found[1][1] > 0
+    middle = found[1][2]
+    assert len(middle[1]["state"]) == 8
+    for weights, _, _ in spawn(wrapped, 2, [1, 3], middle, threads=1):
+        check_same(weights, alone(ADAM))
+
+
+def refused(communicator: Any) -> None:
+    store = create("allreduce", communicator=communicator)
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"memory is \[1\]; expected 'auto', or a number >= 0 for each of 2 workers"):
+        DistributedOptimizer(inner, store, shard="optimizer", memory=[1])
+    store.close()
+
+
+def test_memory_for_another_number_of_workers_is_refused() -> None:
+    spawn(refused, 2, threads=1)
 
 
 def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:

@@ -42,6 +42,13 @@ class GradientCompression(StrEnum):
     TOP_K = "topk"
 
 
+class Random(StrEnum):
+    """What random numbers of dropout belong to."""
+
+    CONTEXT = "context"
+    SAMPLE = "sample"
+
+
 class Plots(StrEnum):
     """Pages that show a run."""
 
@@ -128,6 +135,14 @@ class TrainOptions(DeviceOptions):
             rich_help_panel=_WHERE,
         ),
     ] = None
+    random: Annotated[
+        Random,
+        typer.Option(
+            help="Draw dropout's random numbers for each context, or for each sample; the weights then do not depend "
+            "on the number of contexts.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = Random.CONTEXT
     dtype: Annotated[
         Dtype,
         typer.Option(

@@ -102,6 +102,7 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
         fixed_param_names=model.frozen,
         compression_params=_compression(options.gc_type, options.gc_threshold),
         autocast=autocast,
+        random=str(options.random),
     )
     module.run_state.metadata.update(about, network=options.network, num_classes=model.num_classes)
     batch_size, rate = options.batch_size, options.lr
