@@ -8,8 +8,11 @@ import fcntl
 import itertools
 import json
 import logging
+import math
 import os
+import re
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
@@ -28,6 +31,7 @@ Grid = Mapping[str, Sequence[Any]] | Sequence[Parameters]
 _PRELOAD = ["gangline.models.module", "gangline.models.sweeps.trial"]
 _PAGE_SECONDS = 1.0
 _END_SECONDS = 5.0
+_LONGEST_NAME = 80
 _log = logging.getLogger("gangline")
 
 
@@ -41,10 +45,14 @@ class SweepResult:
     @property
     def best(self) -> TrialResult:
         """The trial with the best metric; ValueError if none has one."""
-        known = [trial for trial in self.trials if trial.value is not None and trial.state is State.DONE]
+        known = [
+            (trial.value, -trial.number, trial)
+            for trial in self.trials
+            if trial.state is State.DONE and trial.value is not None and not math.isnan(trial.value)
+        ]
         if not known:
             raise ValueError("no trial has ended with a metric")
-        return (max if self.maximize else min)(known, key=lambda trial: trial.value or 0.0)
+        return max((value if self.maximize else -value, number, trial) for value, number, trial in known)[2]
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
@@ -73,8 +81,8 @@ def sweep(
 
     A context that is done with a trial takes the next one, so faster ones run more of them. A trial that fails ends
     alone. ``folder`` holds the results: `trials.jsonl`, a line for each trial that has ended; `sweep.csv`, the table;
-    `sweep.html`, a page of all curves; and a folder for each trial. A sweep that was killed and is run again runs only
-    the trials that are not in `trials.jsonl`.
+    `sweep.html`, a page of all curves; and a folder for each trial, named by its parameters. A sweep that was killed
+    and is run again runs only the trials that are not in `trials.jsonl`.
 
     Args:
         function: trains with ``trial.parameters`` on ``trial.contexts`` and returns the metric; ``trial.report(step,
@@ -141,7 +149,10 @@ class _Sweep:
         """Take over the trials that an earlier run has ended."""
         self._file.seek(0)
         ended = {}
-        for line in self._file:
+        lines = self._file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            self._file.write("\n")  # ends the line that was cut off
+        for line in lines:
             with contextlib.suppress(ValueError):  # a line that was cut off by the end of its process
                 found = json.loads(line)
                 ended[_key(found["parameters"])] = found
@@ -182,7 +193,7 @@ class _Sweep:
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         own, theirs = context.Pipe()
-        own_folder = self._folder / f"trial-{trial.number}"
+        own_folder = self._folder / _folder_name(trial.parameters)
         own_folder.mkdir(exist_ok=True)
         process = context.Process(
             target=run_trial,
@@ -272,6 +283,13 @@ def _combinations(grid: Grid) -> list[Parameters]:
     if len(set(keys)) < len(keys):
         raise ValueError(f"grid has {wanted[next(i for i, key in enumerate(keys) if key in keys[:i])]} twice")
     return wanted
+
+
+def _folder_name(parameters: Parameters) -> str:
+    """Return a name for the folder of a trial, which a sweep with another grid finds again."""
+    words = ",".join(f"{name}={value}" for name, value in sorted(parameters.items()))
+    plain = re.sub(r"[^\w.,=+-]", "_", words)[:_LONGEST_NAME]
+    return plain if plain == words else f"{plain}-{zlib.crc32(_key(parameters).encode()):08x}"
 
 
 def _key(parameters: Parameters) -> str:

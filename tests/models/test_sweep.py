@@ -15,6 +15,7 @@ import pytest
 
 from gangline import Trial, cpu, sweep
 from gangline.models.sweeps.queue import Place, is_worse_than_median, takes_next
+from gangline.models.sweeps.sweep import _folder_name
 from gangline.models.sweeps.trial import State, TrialResult
 from tests.kvstore.test_launch import ROOT
 
@@ -58,6 +59,10 @@ def counts(trial: Trial) -> float:
     if trial.parameters["x"] == 1 and not (trial.folder.parent / "mended").exists():
         raise ValueError("not mended")
     return float(trial.parameters["x"])
+
+
+def diverges(trial: Trial) -> float:
+    return 1.0 if trial.parameters["x"] == 1 else float("nan")
 
 
 def slow_and_bad(trial: Trial) -> float:
@@ -106,7 +111,7 @@ def test_a_second_run_runs_only_what_has_not_ended_and_failed_ones_on_request(tm
 def test_contexts_per_trial_gives_each_trial_its_own_group(tmp_path: Path) -> None:
     found = sweep(reports, {"x": [1, 2]}, [cpu(0), cpu(1), cpu(2), cpu(3)], folder=tmp_path, contexts_per_trial=2)
     assert {trial.contexts for trial in found.trials} == {"cpu(0), cpu(1)", "cpu(2), cpu(3)"}
-    assert (tmp_path / "trial-0" / "context").read_text() == found.trials[0].contexts.replace(" ", "")
+    assert (tmp_path / "x=1" / "context").read_text() == found.trials[0].contexts.replace(" ", "")
 
 
 def test_early_stopping_ends_the_trial_that_is_worse_than_the_median(tmp_path: Path) -> None:
@@ -137,6 +142,31 @@ def test_a_killed_sweep_goes_on_without_doing_any_trial_twice(tmp_path: Path) ->
     assert len(twice) <= 2  # those that ran when the sweep was killed
     numbers = [json.loads(line)["number"] for line in results.read_text().splitlines()]
     assert sorted(numbers) == list(range(12))
+
+
+def test_a_line_that_was_cut_off_is_run_again_and_spoils_no_other(tmp_path: Path) -> None:
+    sweep(counts, {"x": [0, 2]}, cpu(), folder=tmp_path)
+    results = tmp_path / "trials.jsonl"
+    results.write_text(results.read_text()[:-20])
+    for _ in range(2):
+        found = sweep(counts, {"x": [0, 2]}, cpu(), folder=tmp_path)
+        assert [trial.value for trial in found.trials] == [0.0, 2.0]
+    assert (tmp_path / "runs").read_text().split() == ["0", "1", "1"]
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    found = sweep(diverges, {"x": [0, 1, 2]}, cpu(), folder=tmp_path)
+    assert found.best.number == 1
+    assert sweep(diverges, {"x": [0, 1, 2]}, cpu(), folder=tmp_path).best.number == 1
+    with pytest.raises(ValueError, match="no trial has ended with a metric"):
+        sweep(diverges, {"x": [0]}, cpu(), folder=tmp_path).best  # noqa: B018
+
+
+def test_folders_are_named_by_parameters() -> None:
+    assert _folder_name({"lr": 0.1, "network": "mlp"}) == "lr=0.1,network=mlp"
+    names = {_folder_name({"path": path}) for path in ("a/b", "a b", "a" * 200, "a" * 201)}
+    assert len(names) == 4
+    assert all("/" not in name and len(name) < 100 for name in names)
 
 
 def test_two_sweeps_in_one_folder_and_a_bad_grid_are_refused(tmp_path: Path) -> None:
