@@ -97,8 +97,8 @@ class Module:
             autocast: torch.bfloat16 or torch.float16: dtype of forward under torch's autocast; parameters and gradients
                 keep theirs. With float16 the loss is scaled, and steps whose gradients overflow are skipped.
             random: "context": each context draws random numbers of its own in each step. "sample": dropout draws them
-                for each sample of a step, so that any number and split of contexts, on the CPU or on GPUs, gives the
-                weights of one; see `SampleDropout`. Each worker of a job draws its own in both cases.
+                for each sample of a step, so that any number and split of contexts and of workers in step, on the CPU
+                or on GPUs, gives the weights of one; see `SampleDropout`.
             shard: "optimizer": the workers of an allreduce store divide the optimizer's state by their memory, see
                 `KVStore.set_optimizer`; checkpoints are as without it. None: every worker holds all of it.
             memory: relative memory of the workers, or "auto", as for `KVStore.set_optimizer`.

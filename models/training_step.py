@@ -66,6 +66,7 @@ class TrainingStep:
         self.normalizer = 0.0
         """Normalizer of the last forward's summed loss, on this worker."""
         self._shares: list[Share] = []
+        self._first_sample = 0  # of this worker, within the batch of all workers
         self._has_no_samples = False
         self._accumulation = GradientAccumulation()
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
@@ -93,7 +94,7 @@ class TrainingStep:
         data, label = self._checked(data, label)
         self._bound.bind(data)
         if train:
-            self._begin_batch()
+            self._begin_batch(data)
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
             slices = split_batch(num_samples(data, "data"), self.loads)
@@ -112,7 +113,11 @@ class TrainingStep:
         self._has_no_samples = data is None and self.workers.count > 1
         return (None, None) if self._has_no_samples else checked_batch(data, label)
 
-    def _begin_batch(self) -> None:
+    def _begin_batch(self, data: Batch | None) -> None:
+        if self._bound.dropout_by_sample and self.workers.in_step:
+            own = 0 if data is None else num_samples(data, "data")
+            counts = self._timed(self.workers.all_gather, own, "samples of each worker")
+            self._first_sample = sum(counts[: self.workers.rank])
         if self._gradients_used:
             self._bound.replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
@@ -138,6 +143,7 @@ class TrainingStep:
             inputs_need_grad=self.inputs_need_grad and train,
             seed=(seed, step, number) if number else (seed, step),
             divisor=divisor,
+            first_sample=self._first_sample,
         )
 
     def _normalizer_of(self, shares: Sequence[Share]) -> float:
@@ -308,7 +314,7 @@ class TrainingStep:
         data, label = self._checked(data, label)
         self._bound.bind(data)
         replicas, executor = self._bound.replicas, self._bound.executor
-        self._begin_batch()
+        self._begin_batch(data)
         self._shares = []
         samples = num_samples(data, "data") if data is not None else 0
         accumulation = self._accumulation if self.grad_req == "add" else GradientAccumulation()
@@ -382,7 +388,7 @@ class TrainingStep:
         self, optimizer: OptimizerBinding, data: Batch, label: Batch | None, normalizer: float
     ) -> None:
         """Run forward and backward of each replica in one thread task."""
-        self._begin_batch()
+        self._begin_batch(data)
         self._shares = []
         slices = split_batch(num_samples(data, "data"), self.loads)
         self._weight = None if self._loss.is_sum else normalizer

@@ -38,7 +38,7 @@ class BoundNetwork:
         self.network = network
         self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
         self._loss, self.sync_batchnorm, self._autocast, self._measure = loss, sync_batchnorm, autocast, measure
-        self._dropout_by_sample = dropout_by_sample
+        self.dropout_by_sample = dropout_by_sample
         self._created: tuple[Replicas, Executor] | None = None
 
     @property
@@ -80,7 +80,7 @@ class BoundNetwork:
                 sync_batchnorm=self.sync_batchnorm,
                 autocast=self._autocast,
                 measure=self._measure,
-                dropout_by_sample=self._dropout_by_sample,
+                dropout_by_sample=self.dropout_by_sample,
             )
             self._created = replicas, executor
         return self._created

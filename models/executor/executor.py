@@ -135,6 +135,7 @@ class Executor:
         inputs_need_grad: bool,
         seed: tuple[int, ...],
         divisor: float | None = None,
+        first_sample: int = 0,
     ) -> list[Share]:
         """Run the network on each replica's slice of the batch.
 
@@ -147,6 +148,7 @@ class Executor:
             seed: seed and step, for the random streams of the contexts.
             divisor: divisor of the loss for an immediate backward in each replica, which needs `can_fuse_backward`;
                 None: forward alone.
+            first_sample: number of the batch's first sample within that of all workers.
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
@@ -158,7 +160,10 @@ class Executor:
             part = slices[replica.context_index]
             label_part = take(label, part) if label is not None else None
             with self._monitored([index], barrier, timed=train), self._forward_section(barrier, index):
-                share = self._forward(replica, take(data, part), label_part, part, train, inputs_need_grad, seed)
+                inputs, first = take(data, part), first_sample + part.start
+                share = self._forward(
+                    replica, inputs, label_part, part.stop - part.start, first, train, inputs_need_grad, seed
+                )
                 if divisor is not None and share.loss is not None and share.loss.requires_grad:
                     torch.autograd.backward(share.loss / divisor)
                 return share
@@ -244,12 +249,12 @@ class Executor:
         replica: Replica,
         data: Batch,
         label: Batch | None,
-        part: slice,
+        samples: int,
+        first_sample: int,
         train: bool,
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
-        samples = part.stop - part.start
         device = replica.context.torch_device
         inputs = move(data, device)
         if inputs_need_grad:
@@ -260,8 +265,9 @@ class Executor:
             if seeded:
                 stack.enter_context(self._stream(replica, seed))
             if train and self._dropout_by_sample:
-                key = mixed_seed(*seed[:2], self._workers.rank)  # micro-steps of a batch have its masks
-                stack.enter_context(SampleDropout(key, part.start, samples))
+                rank = 0 if self._workers.in_step else self._workers.rank
+                key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
+                stack.enter_context(SampleDropout(key, first_sample, samples))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self._autocast))
             try:
