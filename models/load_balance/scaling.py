@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 _LEAST_GAIN = 1.05
 """Ratio of speeds from which more devices are advised."""
 _LARGEST_BATCH = 1 << 20
-FARTHEST = 16
-"""Largest batch size that is verified, in times the given one."""
+_LONGEST_STEP = 0.5
+"""Seconds of a step up to which a batch size is measured to find the one from which all devices win."""
+_REFINEMENTS = 5
+"""Largest number of batch sizes that are measured for that."""
+_NEAR = 1.15
+"""Ratio to a measured batch size within which no other is measured."""
 
 
 def fitted_sizes(batch_size: int, least: int) -> tuple[int, ...]:
@@ -44,6 +48,10 @@ class StepTimes:
             slope = min(slope, seconds / size)  # no step takes less than no time
         return seconds + slope * (batch_size - size)
 
+    def with_point(self, batch_size: int, seconds: float) -> StepTimes:
+        """Return the times with one more batch size that was measured."""
+        return StepTimes(self.count, tuple(sorted({**dict(self.points), batch_size: seconds}.items())))
+
     def wins_from(self, others: Sequence[StepTimes]) -> int | None:
         """Return the batch size from which a step is shorter than those of all others; None if there is none."""
         if not others:
@@ -62,6 +70,28 @@ class StepTimes:
             middle = (size + loses) // 2
             size, loses = (middle, loses) if wins(middle) else (size, middle)
         return size
+
+
+def refined(times: Sequence[StepTimes], measure: Callable[[int, int], float], farthest: int) -> list[StepTimes]:
+    """Measure where the lines through the measured times meet, until they meet near a batch size that was measured.
+
+    Args:
+        times: what was measured, by ascending number of devices.
+        measure: measures the seconds of a step for a number of devices and a batch size.
+        farthest: largest batch size to measure; it is measured too if the lines do not meet.
+
+    Returns:
+        The times with the batch sizes that were measured.
+    """
+    times = list(times)
+    while farthest > 1 and max(one.seconds(farthest) for one in times) > _LONGEST_STEP:
+        farthest //= 2
+    for _ in range(_REFINEMENTS):
+        size = min(times[-1].wins_from(times[:-1]) or farthest, farthest)
+        if size < times[-1].count or any(known / _NEAR <= size <= known * _NEAR for known, _ in times[-1].points):
+            break
+        times = [one.with_point(size, measure(one.count, size)) for one in times]
+    return times
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from gangline.cli.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
 from gangline.kvstore.launch.job import free_ports
-from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, fitted_sizes
+from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, fitted_sizes, refined
 from tests.kvstore.test_launch import ROOT
 
 SCRIPT = """
@@ -66,6 +67,42 @@ def test_times_between_the_measured_sizes_lie_on_lines_and_beyond_them_the_line_
     assert [found.seconds(size) for size in (5, 15, 30, 50)] == pytest.approx([0.1, 0.1, 0.2, 0.4])
     steep = StepTimes(1, ((10, 0.1), (20, 0.9)))
     assert steep.seconds(5) == pytest.approx(0.05)  # no less than in proportion
+
+
+def seconds(count: int, size: int) -> float:
+    """Seconds of a step whose samples cost less as the batch grows; two devices win from about 400 samples on."""
+    return 0.001 * count + 1e-5 * math.pow(size, 0.9) / count
+
+
+def test_the_batch_size_from_which_devices_win_is_measured_and_not_only_extrapolated() -> None:
+    measured: list[int] = []
+
+    def measure(count: int, size: int) -> float:
+        measured.append(size)
+        return seconds(count, size)
+
+    fits = [StepTimes(count, tuple((size, seconds(count, size)) for size in (8, 22, 64))) for count in (1, 2)]
+    meets = next(size for size in range(1, 2048) if seconds(2, size) < seconds(1, size))
+    extrapolated = fits[1].wins_from(fits[:1])
+    times = refined(fits, measure, 2048)
+    found = times[1].wins_from(times[:1])
+    assert extrapolated is not None
+    assert found is not None
+    assert abs(found / meets - 1) < 0.02 < abs(extrapolated / meets - 1)
+    assert measured
+    assert max(measured) <= 2048
+
+
+def test_devices_that_never_win_are_measured_at_the_largest_batch_size_once() -> None:
+    measured: list[int] = []
+
+    def measure(count: int, size: int) -> float:
+        measured.append(size)
+        return count * 1e-6 * size
+
+    fits = [StepTimes(count, ((8, count * 8e-6), (64, count * 64e-6))) for count in (1, 2)]
+    assert refined(fits, measure, 2048)[1].wins_from(fits[:1]) is None
+    assert measured == [2048, 2048]
 
 
 @pytest.mark.parametrize(("size", "least"), [(1, 1), (2, 4), (64, 2)])

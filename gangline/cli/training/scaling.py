@@ -13,20 +13,15 @@ import torch
 from gangline.models import import_by_name
 from gangline.models.data.batches import Batch, concat, num_samples, take
 from gangline.models.data.sources import source
-from gangline.models.load_balance.scaling import (
-    FARTHEST,
-    Check,
-    Scaling,
-    StepTimes,
-    checked_sizes,
-    fitted_sizes,
-)
+from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
 from gangline.models.module import Module
 
 _BLOCKS = 7
 """Times that a batch size is measured; the median counts."""
 _BLOCK_SECONDS = 0.15
 _WARM_UP = 3  # steps
+_FARTHEST = 128
+"""Largest batch size that is measured, in times the given one."""
 
 
 def scaling_of(
@@ -34,30 +29,37 @@ def scaling_of(
 ) -> Scaling:
     """Measure steps of 1 to ``contexts`` contexts at the batch sizes that predict those around the given one.
 
+    The batch size from which all contexts win is found by `refined`.
+
     Args:
         make_module: returns a module with an optimizer on so many contexts.
         contexts: largest number of contexts.
         train: training data, as `Module.fit` accepts them.
         batch_size: batch size that the advice is for.
         verifies: measure other batch sizes as well, and beside them what is predicted: those of `checked_sizes`, and
-            the one from which all contexts win.
+            the one from which all contexts win, and twice that.
     """
     fitted = fitted_sizes(batch_size, contexts)
     checked = checked_sizes(batch_size) if verifies else ()
-    farther = FARTHEST * batch_size if verifies else fitted[-1]
-    samples = _samples(train, farther)
+    samples = _samples(train, _FARTHEST * batch_size)
+
+    def measured(count: int, sizes: Sequence[int]) -> dict[int, float]:
+        with _measuring(make_module(count), samples) as measure:
+            return measure(sizes)
+
     times, checks = [], []
     for count in range(1, contexts + 1):
-        with _measuring(make_module(count), samples) as measure:
-            seconds = measure((*fitted, *checked))
+        seconds = measured(count, (*fitted, *checked))
         times.append(StepTimes(count, tuple((size, seconds[size]) for size in fitted)))
         checks += [Check(count, size, times[-1].seconds(size), seconds[size]) for size in checked]
+    if contexts == 1:
+        return Scaling("context", batch_size, tuple(times), tuple(checks))
+    times = refined(times, lambda count, size: measured(count, (size,))[size], _FARTHEST * batch_size)
     wins_from = times[-1].wins_from(times[:-1])
-    if verifies and contexts > 1 and wins_from and contexts <= wins_from <= farther:
+    if verifies and wins_from and wins_from <= _FARTHEST * batch_size:
         for one in times:
-            with _measuring(make_module(one.count), samples) as measure:
-                seconds = measure((wins_from,))
-            checks.append(Check(one.count, wins_from, one.seconds(wins_from), seconds[wins_from]))
+            seconds = measured(one.count, (wins_from, 2 * wins_from))
+            checks += [Check(one.count, size, one.seconds(size), took) for size, took in seconds.items()]
     return Scaling("context", batch_size, tuple(times), tuple(checks))
 
 
