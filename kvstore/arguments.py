@@ -209,3 +209,15 @@ def _check_is_tensor(key: Any, value: Any) -> None:
             f"key {key!r} has a value of type {type(value).__name__}; "
             "expected a torch tensor, a numpy array or a RowSparse"
         )
+
+
+def check_shard(shard: object) -> None:
+    """Check what the workers of a store, Trainer or Module are to divide.
+
+    Raises:
+        ValueError: if it is neither "optimizer" nor None.
+    """
+    if shard == "weights":
+        raise ValueError("shard is 'weights', which is for DistributedOptimizer; expected 'optimizer' or None")
+    if shard not in (None, "optimizer"):
+        raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")

@@ -25,6 +25,7 @@ from gangline.kvstore.arguments import (
     check_flat,
     check_like,
     check_mean,
+    check_shard,
     check_weight,
     checked_priority,
     outs,
@@ -416,8 +417,7 @@ class KVStore(abc.ABC):
         parsed = OptimizerSpec.parse(spec)
         if parsed.clip_global_norm is not None:
             self._check_clips_together()
-        if shard not in (None, "optimizer"):
-            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+        check_shard(shard)
         self._check_shard(shard, memory)
         self._set_optimizer(parsed)
         self._pending.clear()
@@ -788,8 +788,28 @@ class KVStore(abc.ABC):
         """
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
-    def copy_from_owner(self, tensor: torch.Tensor, owner: int) -> None:  # noqa: ARG002  refused here
-        """Copy a tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective."""
+    def copy_from_owners(
+        self,
+        tensors: Sequence[torch.Tensor],  # noqa: ARG002  refused here
+        owners: Sequence[int],  # noqa: ARG002
+        missing: int = 0,  # noqa: ARG002
+        weight: float = 0.0,  # noqa: ARG002
+    ) -> tuple[int, float]:
+        """Copy each tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective.
+
+        Args:
+            tensors: flat tensors, of equal sizes on all workers.
+            owners: owner of each.
+            missing: up to 511 bits.
+            weight: a number.
+
+        Returns:
+            The union of all workers' bits, and the sum of their weights, which went along.
+        """
+        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
+
+    def reduce_to_owners(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: ARG002
+        """Begin to sum tensors over the workers, each in place at its owner; for allreduce stores. Collective."""
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here

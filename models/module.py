@@ -15,6 +15,7 @@ from gangline.collectives.compression import parse
 from gangline.collectives.context import Device, contexts
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
+from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.default_store import job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -126,8 +127,7 @@ class Module:
             raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
         if random not in ("context", "sample"):
             raise ValueError(f"random is {random!r}; expected 'context' or 'sample'")
-        if shard not in (None, "optimizer"):
-            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+        check_shard(shard)
         self._shard, self._memory = shard, memory
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         """Scale of the loss under float16; None otherwise."""

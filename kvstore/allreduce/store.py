@@ -374,13 +374,29 @@ class AllReduceStore(LocalStore):
         owners.assign(enumerate(tensors))
         return [owners.of(number) for number in range(len(tensors))]
 
-    def copy_from_owner(self, tensor: torch.Tensor, owner: int) -> None:  # noqa: D102  inherited
-        def copy() -> None:
-            self._negotiate("copy from the owner of parameters")
-            with self._workers.communicator() as communicator:
-                communicator.broadcast(tensor, owner)
+    def copy_from_owners(  # noqa: D102  inherited
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], missing: int = 0, weight: float = 0.0
+    ) -> tuple[int, float]:
+        found: list[Negotiation] = []
 
-        self._run_in_order("copy_from_owner", copy)
+        def copy() -> None:
+            call = f"copy of {len(tensors)} parameters from their owners"
+            found.append(self._negotiate(call, weight=weight, dense=missing))
+            with self._workers.communicator() as communicator:
+                for tensor, owner in zip(tensors, owners, strict=True):
+                    communicator.broadcast(tensor, owner)
+
+        self._run_in_order("copy_from_owners", copy)
+        return found[0].dense or 0, sum(found[0].weights)
+
+    def reduce_to_owners(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: D102
+        def reduce() -> None:
+            self._negotiate(f"reduction of {len(tensors)} gradients to their owners")
+            with self._workers.communicator() as communicator:
+                for tensor, owner in zip(tensors, owners, strict=True):
+                    communicator.reduce(tensor, owner)
+
+        return self._start("reduce_to_owners", reduce, [], 0, True)
 
     def _any_device(self) -> torch.device:
         """Return the device of the first key; before there is one, the current GPU if there is one."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gangline.kvstore.arguments import check_weight
@@ -15,6 +16,7 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.owned_parameters import OwnedParameters
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.registry import create
 
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
@@ -54,6 +56,7 @@ class DistributedOptimizer(Optimizer):
         *,
         shard: str | None = None,
         memory: Sequence[float] | str = "auto",
+        network: nn.Module | None = None,
     ) -> None:
         """Wrap an optimizer. Collective: all workers must call it.
 
@@ -62,9 +65,12 @@ class DistributedOptimizer(Optimizer):
             kvstore: a synchronous store without an optimizer of its own, or the name of one to create.
             shard: "optimizer": `step` updates the parameters that this worker owns, and takes the others from their
                 owners, so each worker holds the state of its own alone. It needs an allreduce store, and `state_dict`
-                and `load_state_dict` become calls that all workers make. None: every worker updates all.
+                and `load_state_dict` become calls that all workers make. "weights": each worker also holds the weights
+                and gradients of its parameters alone; a layer's are whole while it computes. All workers then run the
+                same layers in every step, evaluation included, see `model_state_dict`. None: every worker has all.
             memory: relative memory of the workers, by which parameters are owned; "auto": the free memory of each
                 worker's device.
+            network: the network of the parameters; needed for "weights".
 
         Raises:
             TypeError: if an argument has the wrong type.
@@ -85,18 +91,19 @@ class DistributedOptimizer(Optimizer):
         self._is_running = False  # a backward has begun whose end averages the gradients
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
-        self._reducer: GradientReducer | None = None
+        self._reducer: GradientReducer | ShardedWeights | None = None
         self._shards: OwnedParameters | None = None
-        if shard not in (None, "optimizer"):
-            raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+        self._network = network if shard == "weights" else None
+        if shard not in (None, "optimizer", "weights"):
+            raise ValueError(f"shard is {shard!r}; expected 'optimizer', 'weights' or None")
+        if shard == "weights" and not isinstance(network, nn.Module):
+            raise TypeError(f"network is {network!r}; expected the torch.nn.Module whose weights to divide")
         if self.kvstore.num_workers > 1:
-            self._join_workers()
-            if shard is not None:
-                self._shards = OwnedParameters(optimizer, self.kvstore, memory)
+            self._join_workers(shard, memory)
 
-    def _join_workers(self) -> None:
+    def _join_workers(self, shard: str | None, memory: Sequence[float] | str) -> None:
         kind, store = type(self._optimizer).__name__, self.kvstore
-        parameters: dict[Key, torch.Tensor] = dict(enumerate(p for group in self.param_groups for p in group["params"]))
+        parameters: dict[Key, nn.Parameter] = dict(enumerate(p for group in self.param_groups for p in group["params"]))
         if kind in _REFUSED:
             raise ValueError(f"optimizer {kind} cannot be distributed: {_REFUSED[kind]}; expected another one")
         if store.is_async:
@@ -111,15 +118,20 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"the {store.type!r} store holds keys {held} already; give each optimizer its own")
         if _runs_optimizer(store):
             raise ValueError(f"the {store.type!r} store runs an optimizer of its own; expected one without")
-        tensors = [parameter.data for parameter in parameters.values()]
-        store.broadcast(list(parameters), tensors, tensors)
+        trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in parameters.values()
-            if parameter.requires_grad
+            for parameter in trained.values()
         ]
-        trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
+        if shard == "weights":
+            network = self._known_network("DistributedOptimizer")
+            self._reducer = self._shards = ShardedWeights(self._optimizer, network, store, memory)
+            return
+        tensors = [parameter.data for parameter in parameters.values()]
+        store.broadcast(list(parameters), tensors, tensors)
         self._reducer = GradientReducer(trained, store)
+        if shard is not None:
+            self._shards = OwnedParameters(self._optimizer, list(trained.values()), store, memory)
 
     # Averaging
 
@@ -193,6 +205,51 @@ class DistributedOptimizer(Optimizer):
         assert self._reducer is not None
         self._reducer.finish(weight)
         self._is_reduced, self._has_local = True, False
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients in place by their common 2-norm, after backward. Collective with ``shard="weights"``.
+
+        With ``shard="weights"`` it takes the place of torch's function, which sees a part of the gradients.
+
+        Args:
+            max_norm: the largest norm that the gradients keep.
+
+        Returns:
+            Their norm before.
+        """
+        if isinstance(self._shards, ShardedWeights):
+            return self._shards.clip_grad_norm_(max_norm)
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def model_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
+
+        Raises:
+            RuntimeError: without ``shard="weights"``; the network's own state is whole then.
+        """
+        network = self._known_network("model_state_dict")
+        if isinstance(self._shards, ShardedWeights):
+            return self._shards.model_state_dict()
+        return {name: value.to("cpu", copy=True) for name, value in network.state_dict().items()}
+
+    def load_model_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the network's state by rank 0's ``state``; others' is ignored. Collective.
+
+        Raises:
+            ValueError: if rank 0's names or shapes are not the network's; on all workers.
+            RuntimeError: without ``shard="weights"``; load the network's own state then.
+        """
+        network = self._known_network("load_model_state_dict")
+        if isinstance(self._shards, ShardedWeights):
+            self._shards.load_model_state_dict(state)
+        else:
+            network.load_state_dict(state)
+
+    def _known_network(self, call: str) -> nn.Module:
+        if self._network is None:
+            raise RuntimeError(f"{call}() is for shard='weights'; expected a call of the network's own methods")
+        return self._network
 
     def close(self) -> None:
         """Remove the hooks from the parameters; the store stays open."""

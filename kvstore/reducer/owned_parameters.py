@@ -15,11 +15,18 @@ from gangline.kvstore.interface import KVStore
 class OwnedParameters:
     """Steps of an optimizer over the parameters that a worker owns, and copies of the others' from their owners."""
 
-    def __init__(self, optimizer: Optimizer, store: KVStore, memory: Sequence[float] | str) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        store: KVStore,
+        memory: Sequence[float] | str,
+    ) -> None:
         """Divide the parameters by memory. Collective: all workers must call it.
 
         Args:
             optimizer: the optimizer; state that it has of others' parameters is dropped.
+            parameters: those to divide, the optimizer's among them.
             store: the workers' store.
             memory: relative memory of the workers, or "auto".
 
@@ -27,18 +34,17 @@ class OwnedParameters:
             ValueError: if the store cannot divide them, or the memory does not fit.
         """
         self._optimizer, self._store = optimizer, store
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         owners = store.owners_of([one.data for one in parameters], memory)
-        self._owned = [one for one, owner in zip(parameters, owners, strict=True) if owner == store.rank]
-        self._others = [one for one, owner in zip(parameters, owners, strict=True) if owner != store.rank]
-        self._shared: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
-        for one, owner in zip(parameters, owners, strict=True):
-            self._shared[owner, one.dtype].append(one)
+        self._owners = dict(zip(parameters, owners, strict=True))
+        self._others = [one for one, owner in self._owners.items() if owner != store.rank]
         self.drop_others()
 
-    @torch.no_grad()
     def step(self) -> None:
         """Update the owned parameters, and give all workers the weights of all. Collective."""
+        self._update()
+        self._copy_from_owners()
+
+    def _update(self) -> None:
         gradients = [one.grad for one in self._others]
         for one in self._others:
             one.grad = None  # an optimizer leaves parameters without a gradient alone
@@ -47,14 +53,19 @@ class OwnedParameters:
         finally:
             for one, gradient in zip(self._others, gradients, strict=True):
                 one.grad = gradient
-        for (owner, _), parameters in self._shared.items():
-            joined = torch.cat([one.flatten() for one in parameters])
-            self._store.copy_from_owner(joined, owner)
+
+    @torch.no_grad()
+    def _copy_from_owners(self) -> None:
+        shared: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
+        for one, owner in self._owners.items():
+            shared[owner, one.dtype].append(one)
+        joined = [torch.cat([one.flatten() for one in parameters]) for parameters in shared.values()]
+        self._store.copy_from_owners(joined, [owner for owner, _ in shared])
+        for flat, ((owner, _), parameters) in zip(joined, shared.items(), strict=True):
             if owner != self._store.rank:
-                begin = 0
-                for one in parameters:
-                    one.copy_(joined[begin : begin + one.numel()].view(one.shape))
-                    begin += one.numel()
+                parts = torch.split(flat, [one.numel() for one in parameters])
+                for one, part in zip(parameters, parts, strict=True):
+                    one.copy_(part.view(one.shape))
 
     def drop_others(self) -> None:
         """Drop the state of parameters that other workers own."""
