@@ -18,6 +18,9 @@ PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
 ELASTIC = "GANGLINE_ELASTIC"
 """Variable with the least and the most workers of an elastic job, such as 1:4."""
 
+LEAVING = "GANGLINE_LEAVING"
+"""Variable of a worker that was started again: 1 if it had been asked to leave."""
+
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 """Variable of the scheduler: a pipe to which it writes when no process can take its place again any more."""
 

@@ -254,6 +254,11 @@ VARIABLES = (
         "Set by `gangline launch`: number of times that this process alone was started again (--restart-processes).",
     ),
     Variable(
+        "GANGLINE_LEAVING",
+        "",
+        "Set by `gangline launch`: 1 in a worker that was asked to leave and had to be started again.",
+    ),
+    Variable(
         "GANGLINE_RESTART_PROCESSES",
         "0",
         "Set by `gangline launch --restart-processes`: number of processes that the others wait for.",

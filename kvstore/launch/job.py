@@ -16,6 +16,7 @@ from typing import Literal
 from gangline.collectives.environments.restart import (
     ELASTIC,
     INCARNATION,
+    LEAVING,
     PROCESS_RESTARTS,
     RESTART,
     RUN_ID,
@@ -26,7 +27,15 @@ from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
-_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, PROCESS_RESTARTS, ELASTIC, "GANGLINE_WORK_LOAD_LIST")
+_NOT_INHERITED = (
+    "DMLC_WORKER_ID",
+    "DMLC_SERVER_ID",
+    INCARNATION,
+    LEAVING,
+    PROCESS_RESTARTS,
+    ELASTIC,
+    "GANGLINE_WORK_LOAD_LIST",
+)
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, RESTART
+from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, LEAVING, RESTART
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.job import Process
@@ -320,7 +320,8 @@ class Supervisor:
         total = self._restarts + self._restarts_left
         self._report(f"{child} {_how(code)}; it starts again (restart {self._restarts} of {total} of single processes)")
         send_group(child.popen.pid, signal.SIGKILL)  # what it has started works for nobody
-        process = replace(child.process, environment={**child.process.environment, INCARNATION: str(number)})
+        changed = {INCARNATION: str(number), **({LEAVING: "1"} if child.is_leaving else {})}
+        process = replace(child.process, environment={**child.process.environment, **changed})
         if process.role != "server" or self._standby is None:
             self._start_all([process])
             return
@@ -351,7 +352,7 @@ class Supervisor:
 
     def _watch(self, process: Process, popen: subprocess.Popen[bytes]) -> None:
         """Watch a started process and its output."""
-        child = self._children[popen.pid] = _Child(process, popen)
+        child = self._children[popen.pid] = _Child(process, popen, is_leaving=LEAVING in process.environment)
         self._started.append(child)
         if process.document is not None:
             assert popen.stdin is not None

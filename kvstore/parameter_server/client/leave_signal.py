@@ -8,13 +8,15 @@ import threading
 import weakref
 from types import FrameType
 
+from gangline.collectives.environments.restart import LEAVING
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 
 
 def leave_on_sigterm(scheduler: SchedulerClient) -> None:
     """Ask to leave the job at SIGTERM; a second one ends this process, as does the first if the worker cannot leave.
 
-    Nothing changes outside the main thread, or if the program handles SIGTERM itself.
+    A worker that was started again after it had been asked to leave asks at once. Nothing changes outside the main
+    thread, or if the program handles SIGTERM itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -30,3 +32,5 @@ def leave_on_sigterm(scheduler: SchedulerClient) -> None:
             found.wants_to_leave = True
 
     signal.signal(signal.SIGTERM, handle)
+    if os.environ.get(LEAVING):
+        os.kill(os.getpid(), signal.SIGTERM)
