@@ -790,6 +790,7 @@ class KVStore(abc.ABC):
 
     def copy_from_owners(
         self,
+        names: str,  # noqa: ARG002
         tensors: Sequence[torch.Tensor],  # noqa: ARG002  refused here
         owners: Sequence[int],  # noqa: ARG002
         missing: int = 0,  # noqa: ARG002
@@ -798,18 +799,24 @@ class KVStore(abc.ABC):
         """Copy each tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective.
 
         Args:
+            names: what they are; the same on all workers, else all of them raise a `MismatchError`.
             tensors: flat tensors, of equal sizes on all workers.
             owners: owner of each.
-            missing: up to 511 bits.
+            missing: bit mask of at most 511 bits.
             weight: a number.
 
         Returns:
-            The union of all workers' bits, and the sum of their weights, which went along.
+            The bit masks of all workers, combined with OR, and the sum of their weights.
         """
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
-    def reduce_to_owners(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: ARG002
-        """Begin to sum tensors over the workers, each in place at its owner; for allreduce stores. Collective."""
+    def reduce_to_owners(
+        self,
+        names: str,  # noqa: ARG002  refused here
+        tensors: Sequence[torch.Tensor],  # noqa: ARG002
+        owners: Sequence[int],  # noqa: ARG002
+    ) -> Work:
+        """Begin to sum tensors over the workers, each in place at its owner; as `copy_from_owners`. Collective."""
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here

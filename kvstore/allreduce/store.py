@@ -375,13 +375,12 @@ class AllReduceStore(LocalStore):
         return [owners.of(number) for number in range(len(tensors))]
 
     def copy_from_owners(  # noqa: D102  inherited
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], missing: int = 0, weight: float = 0.0
+        self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], missing: int = 0, weight: float = 0.0
     ) -> tuple[int, float]:
         found: list[Negotiation] = []
 
         def copy() -> None:
-            call = f"copy of {len(tensors)} parameters from their owners"
-            found.append(self._negotiate(call, weight=weight, dense=missing))
+            found.append(self._negotiate(f"copy of {names} from their owners", weight=weight, dense=missing))
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.broadcast(tensor, owner)
@@ -389,9 +388,9 @@ class AllReduceStore(LocalStore):
         self._run_in_order("copy_from_owners", copy)
         return found[0].dense or 0, sum(found[0].weights)
 
-    def reduce_to_owners(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: D102
+    def reduce_to_owners(self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: D102
         def reduce() -> None:
-            self._negotiate(f"reduction of {len(tensors)} gradients to their owners")
+            self._negotiate(f"reduction of the gradients of {names} to their owners")
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.reduce(tensor, owner)

@@ -28,8 +28,9 @@ class DistributedOptimizer(Optimizer):
     When ``backward()`` returns, ``.grad`` is sum(w_i * g_i) / sum(w_i), where w_i is the `weight` of worker i: 1 each,
     or the number of samples that the worker's loss is a mean over. Gradients leave in buckets while backward still
     runs. The optimizer itself runs on every worker and is not changed: ``param_groups``, ``state_dict``, closures,
-    torch's learning rate schedulers, ``GradScaler`` and ``clip_grad_norm_`` work as without gangline. On creation rank
-    0's parameters are broadcast.
+    torch's learning rate schedulers, ``GradScaler`` and ``clip_grad_norm_`` work as without gangline (the last two not
+    with ``shard="weights"``, where a worker has a part of the gradients: see `clip_grad_norm_`). On creation rank 0's
+    parameters are broadcast.
 
     All workers must run the same number of backwards, with the parameters in the same order. A parameter that no worker
     has a gradient for is left alone. With a single worker nothing is changed or copied.
@@ -99,7 +100,11 @@ class DistributedOptimizer(Optimizer):
         if shard == "weights" and not isinstance(network, nn.Module):
             raise TypeError(f"network is {network!r}; expected the torch.nn.Module whose weights to divide")
         if self.kvstore.num_workers > 1:
-            self._join_workers(shard, memory)
+            try:
+                self._join_workers(shard, memory)
+            except BaseException:  # raised again
+                self.close()
+                raise
 
     def _join_workers(self, shard: str | None, memory: Sequence[float] | str) -> None:
         kind, store = type(self._optimizer).__name__, self.kvstore
@@ -176,7 +181,7 @@ class DistributedOptimizer(Optimizer):
         if self._reducer is not None and (self._has_local or not self._is_reduced):
             if not self._has_local:
                 self._reducer.begin([0], push_early=False)
-            self._reduce(self._weight if self._has_local else 0.0)
+            self._reduce(self._weight if self._has_local else None)
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         """Prepare for a backward at its first gradient; runs in the autograd thread, before the reducer's hook."""
@@ -201,7 +206,7 @@ class DistributedOptimizer(Optimizer):
         self._is_running = False
         self._reduce(self._weight)
 
-    def _reduce(self, weight: float) -> None:
+    def _reduce(self, weight: float | None) -> None:
         assert self._reducer is not None
         self._reducer.finish(weight)
         self._is_reduced, self._has_local = True, False
@@ -281,6 +286,8 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as the wrapped optimizer does."""
         self._optimizer.zero_grad(set_to_none)
+        if isinstance(self._shards, ShardedWeights):
+            self._shards.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, which is the same on all workers; with ``shard`` collective."""

@@ -60,7 +60,7 @@ class OwnedParameters:
         for one, owner in self._owners.items():
             shared[owner, one.dtype].append(one)
         joined = [torch.cat([one.flatten() for one in parameters]) for parameters in shared.values()]
-        self._store.copy_from_owners(joined, [owner for owner, _ in shared])
+        self._store.copy_from_owners("updated parameters", joined, [owner for owner, _ in shared])
         for flat, ((owner, _), parameters) in zip(joined, shared.items(), strict=True):
             if owner != self._store.rank:
                 parts = torch.split(flat, [one.numel() for one in parameters])

@@ -1,4 +1,4 @@
-"""Weights divided over the workers by memory; a layer's are whole only while it computes.
+"""Weights divided over the workers by memory; a module's full weights exist only while it runs.
 
 As the third stage of ZeRO (Rajbhandari and others, 2020) and PyTorch's FSDP, but with unequal parts.
 """
@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from gangline.collectives.work import Work
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.owned_parameters import OwnedParameters
 
-_IN_FLIGHT = 2
-"""Sums of gradients that are on their way to their owners at a time."""
-_MOST_GROUPS = 511
-"""Bits that go along with a copy; each stands for a group of gradients."""
+_MAX_PENDING_REDUCTIONS = 2
+"""Most reductions of gradients that run at the same time."""
+_MAX_GRADIENT_GROUPS = 511
+"""Most groups of gradients: one bit each in the header of a copy."""
 
 
 @dataclass(eq=False)
@@ -32,43 +33,58 @@ class _Weight:
     name: str
     parameter: nn.Parameter
     owner: int
-    placeholder: torch.Tensor
-    """One NaN in the parameter's shape, for the weight and the gradient on the workers that do not own it."""
     own: torch.Tensor | None
-    """The weight on its owner."""
-    whole: torch.Tensor | None = None
-    """The weight while some layer, or backward, uses it."""
+    """The full weight on its owner."""
+    placeholder: torch.Tensor
+    """One NaN in the weight's shape, in its place on other workers."""
+    gradient_value: torch.Tensor
+    """The one value of `gradient_placeholder`."""
+    gradient_placeholder: torch.Tensor
+    """One NaN in the weight's shape, in place of the gradient on other workers."""
+    full: torch.Tensor | None = None
+    """The full weight while a group needs it."""
     users: int = 0
-    """Layers that use it now, and 1 for backward."""
+    """Number of groups, in forward or backward, that need it now."""
+    version: int = 0
+    """Number of updates."""
     mean: torch.Tensor | None = None
     """The gradient's mean over the workers, which is ``.grad`` on the owner after backward."""
-    earlier: torch.Tensor | None = None
-    """The mean of an earlier backward, to which that of the next one is added."""
+    accumulated_mean: torch.Tensor | None = None
+    """The mean of earlier backwards, to which that of the next one is added."""
 
 
 @dataclass(eq=False)
-class _Layer:
-    """Weights that become whole together."""
+class _WeightGroup:
+    """Weights that are copied from their owners together."""
 
     weights: list[_Weight]
-    saved: int = 0
-    """Times that autograd has saved one for backward and not yet taken it back."""
+    packed: int = 0
+    """Packed tensors of these weights that backward has not unpacked yet."""
     is_used_by_backward: bool = False
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _PackedWeight:
     """What autograd keeps in place of a weight, or of a view of it."""
 
-    layer: _Layer
+    group: _WeightGroup
     weight: _Weight
+    version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
+@dataclass(frozen=True)
+class _PackedTensor:
+    """Another tensor that autograd keeps; it makes no version check of its own where there are hooks."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class _Parameters(dict[str, "nn.Parameter | None"]):
-    """A layer's parameters; one that is read while a network computes becomes whole, whichever layer reads it."""
+    """A module's parameters; one that is read while the network runs is copied from its owner, whoever reads it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], use: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
@@ -84,330 +100,419 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
 class ShardedWeights(OwnedParameters):
     """Divides the weights of a network over the workers, with their gradients and the optimizer's state.
 
-    Before a layer's forward its parameters are copied from their owners, after it they are dropped, and autograd gets
-    them again when backward needs them. All workers must run the same layers in the same order; the order of gradients
-    may differ with the number of samples, so with each copy in backward the workers agree on the gradients that all of
-    them have, and these go to their owners. Outside a forward, a worker sees NaN in place of the weights and gradients
-    that others own.
+    Before a module's forward its parameters are copied from their owners, after it the copies are dropped, and backward
+    copies them again where autograd needs them. All workers must run the same modules in the same order. The order of
+    gradients may differ with the number of samples, so with each copy in backward the workers agree on the gradients
+    that all of them have, and these are reduced to their owners. Outside a forward, a worker sees NaN in place of the
+    weights and gradients that others own.
     """
 
     def __init__(self, optimizer: Optimizer, network: nn.Module, store: KVStore, memory: Sequence[float] | str) -> None:
         """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it.
 
         Raises:
-            ValueError: if the network lacks a parameter of the optimizer, or as for `OwnedParameters`.
+            ValueError: if the network lacks a parameter of the optimizer, its weights are divided already, or as for
+                `OwnedParameters`.
         """
-        names = {one: name for name, one in network.named_parameters() if one.is_floating_point() or one.is_complex()}
-        foreign = sum(one not in names for group in optimizer.param_groups for one in group["params"])
+        names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
+        self._trained_here = [one for group in optimizer.param_groups for one in group["params"] if one in names]
+        foreign = sum(one.numel() > 0 for group in optimizer.param_groups for one in group["params"])
+        foreign -= len(self._trained_here)
         if foreign:
-            raise ValueError(f"the optimizer has {foreign} parameters that the network does not have; expected its own")
+            raise ValueError(f"{foreign} of the optimizer's parameters are not in network, or hold no real numbers")
+        divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]
+        if divided or any(isinstance(module._parameters, _Parameters) for module in network.modules()):
+            raise ValueError("another optimizer divides, or has divided, the weights of this network; make it anew")
         super().__init__(optimizer, list(names), store, memory)
         self._network = network
-        self._frames: list[list[_Layer]] = []  # what each module whose forward runs now has made whole
-        self._saving: Any = None
-        self._weight = self._total = 1.0
-        self._is_syncing = self._keeps_whole = False
-        self._works: list[tuple[Work, list[tuple[_Weight, torch.Tensor]]]] = []
-        self._by_address: dict[int, tuple[_Layer, _Weight]] = {}  # weights that are whole for a forward
-        self._layers: list[_Layer] = []  # used by backward
+        self._frames: list[list[_WeightGroup]] = []  # what each module whose forward runs now has copied
+        self._saved_tensors_hooks: Any = None
+        self._weight = 0.0
+        self._is_syncing = self._allows_state_dict = False
+        self._reductions: list[tuple[Work, list[tuple[_Weight, torch.Tensor]]]] = []
+        self._by_address: dict[int, tuple[_WeightGroup, _Weight]] = {}  # full weights of the modules that run now
+        self._used_by_backward: list[_WeightGroup] = []
         for one in names:
             one.data = one.data.contiguous()
-        store.copy_from_owners([one.data.view(-1) for one in names], [0] * len(names))
+        store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
         self._weights = {one: self._divide(name, one) for one, name in names.items()}
         trained = [weight for weight in self._weights.values() if weight.parameter.requires_grad]
-        size = -(-len(trained) // _MOST_GROUPS) or 1
-        self._groups = [trained[begin : begin + size] for begin in range(0, len(trained), size)]
-        self._group_of = {weight: number for number, group in enumerate(self._groups) for weight in group}
-        self._pending = [0] * len(self._groups)  # gradients of each group that are yet to arrive
-        self._missing = self._none = (1 << len(self._groups)) - 1  # a bit for each group without sums to be sent
+        size = -(-len(trained) // _MAX_GRADIENT_GROUPS) or 1
+        self._gradient_groups = [trained[begin : begin + size] for begin in range(0, len(trained), size)]
+        self._number_of_group = {one: number for number, group in enumerate(self._gradient_groups) for one in group}
+        self._pending = [0] * len(self._gradient_groups)  # gradients of each group that are yet to arrive
+        self._not_ready = self._all_groups = (
+            1 << len(self._gradient_groups)
+        ) - 1  # bit i: group i is not to be reduced
         self._hooks: list[Any] = []
-        self._plain: list[tuple[nn.Module, Any]] = []
-        for layer in network.modules():
-            if next(layer.parameters(), None) is not None:
-                self._watch(layer)
+        for module in network.modules():
+            if next(module.parameters(), None) is not None:
+                self._watch(module)
+        self._nodes = []  # those that accumulate the gradients: they live as long as somebody holds them
         for weight in trained:
-            before, after = partial(self._before_gradient, weight), partial(self._on_gradient, weight)
-            self._hooks.append(weight.parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            node: Any = torch.autograd.graph.get_gradient_edge(weight.parameter).node
+            self._nodes.append(node)
+            self._hooks.append(node.register_prehook(partial(self._before_gradient, weight)))
+            after = partial(self._on_gradient, weight)
             self._hooks.append(weight.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise TypeError("the workers divide this network's weights, so it cannot be copied; copy model_state_dict()")
 
     def _divide(self, name: str, parameter: nn.Parameter) -> _Weight:
         owner, data = self._owners[parameter], parameter.data
-        placeholder = torch.full((), torch.nan, dtype=data.dtype, device=data.device).expand(data.shape)
+        nothing = [torch.full((), torch.nan, dtype=data.dtype, device=data.device) for _ in range(2)]
         own = None
         if owner == self._store.rank:
-            own = _like(data).copy_(data)  # in memory of its own, by which autograd's views of it are known
-        parameter.data = placeholder if own is None else own
-        return _Weight(name, parameter, owner, placeholder, own)
+            own = torch.empty_like(data).copy_(data)  # a storage of its own: views of it are recognised by its address
+        weight = _Weight(
+            name, parameter, owner, own, nothing[0].expand(data.shape), nothing[1], nothing[1].expand(data.shape)
+        )
+        parameter.data = weight.placeholder if own is None else own
+        return weight
 
-    def _watch(self, layer: nn.Module) -> None:
-        self._plain.append((layer, layer._parameters))
-        layer._parameters = _Parameters(layer._parameters, self._use)
+    def _watch(self, module: nn.Module) -> None:
+        module._parameters = _Parameters(module._parameters, self._use)
         self._hooks += [
-            layer.register_forward_pre_hook(self._before_forward, prepend=True),
-            layer.register_forward_hook(self._after_forward, always_call=True),
-            layer.register_state_dict_pre_hook(self._refuse_state),  # type: ignore[no-untyped-call]
-            layer.register_load_state_dict_pre_hook(self._refuse_state),  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(self._before_forward, prepend=True),
+            module.register_forward_hook(self._after_forward, always_call=True),
+            module.register_state_dict_pre_hook(self._refuse_state_dict),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(self._refuse_state_dict),  # type: ignore[no-untyped-call]
         ]
 
-    def _refuse_state(self, *_: object) -> None:
-        if not self._keeps_whole:
+    def _refuse_state_dict(self, *_: object) -> None:
+        if not self._allows_state_dict:
             raise RuntimeError(
-                "the workers divide this network's weights, so state_dict() and load_state_dict() of one worker have "
-                "only a part; call the DistributedOptimizer's model_state_dict() and load_model_state_dict() on all"
+                "this worker has a part of the weights only, so the network's state_dict() and load_state_dict() are "
+                "not available; call the DistributedOptimizer's model_state_dict() and load_model_state_dict() on all"
             )
 
     # Forward
 
-    def _before_forward(self, layer: nn.Module, _: object) -> None:
-        if not self._frames and torch._C._current_graph_task_id() == -1:  # a checkpoint's recomputation saves itself
-            self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, self._restore)
-            self._saving.__enter__()
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        if not self._frames:
+            if torch._C._current_graph_task_id() == -1:
+                self._end_backward()
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else those of a checkpoint, say
+                self._saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                self._saved_tensors_hooks.__enter__()
         self._frames.append([])
-        self._make_whole(one for one in dict.values(layer._parameters) if one is not None)
+        self._make_full(one for one in dict.values(module._parameters) if one is not None)
 
-    def _after_forward(self, *_: object) -> None:
-        for layer in self._frames.pop():
-            for weight in layer.weights:
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:  # noqa: ARG002  a hook's signature
+        returned = {_address(one) for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor)}
+        for group in self._frames.pop():
+            if self._frames and any(_address(weight.parameter) in returned for weight in group.weights):
+                self._frames[-1].append(group)  # the module that called this one uses them
+                continue
+            for weight in group.weights:
                 del self._by_address[_address(weight.parameter)]
                 if weight.own is None:
                     weight.parameter.data = weight.placeholder
-            self._release(layer)
-        if not self._frames and self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+            self._release(group)
+        if not self._frames and self._saved_tensors_hooks is not None:
+            self._saved_tensors_hooks.__exit__(None, None, None)
+            self._saved_tensors_hooks = None
 
     def _use(self, parameter: nn.Parameter) -> None:
         if self._frames:
-            self._make_whole([parameter])
+            self._make_full([parameter])
 
-    def _make_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _make_full(self, parameters: Iterable[nn.Parameter]) -> None:
         weights = [self._weights[one] for one in dict.fromkeys(parameters) if one in self._weights]
-        layer = _Layer([weight for weight in weights if _address(weight.parameter) not in self._by_address])
-        if not layer.weights:
+        group = _WeightGroup([weight for weight in weights if _address(weight.parameter) not in self._by_address])
+        if not group.weights:
             return
-        self._acquire(layer)
-        self._frames[-1].append(layer)
-        for weight in layer.weights:
-            assert weight.whole is not None
-            weight.parameter.data = weight.whole
-            self._by_address[_address(weight.whole)] = layer, weight
+        self._take_assigned(group.weights)
+        self._acquire(group)
+        self._frames[-1].append(group)
+        for weight in group.weights:
+            assert weight.full is not None
+            weight.parameter.data = weight.full
+            self._by_address[_address(weight.full)] = group, weight
 
-    def _acquire(self, layer: _Layer) -> None:
-        missing = [weight for weight in layer.weights if not weight.users]
+    def _take_assigned(self, weights: Sequence[_Weight]) -> None:
+        """Take values that were assigned to the parameters' ``data``; those on the owner count."""
+        for weight in weights:
+            data = weight.parameter.data
+            known = weight.placeholder
+            if (data.dtype, data.shape, data.device) != (known.dtype, known.shape, known.device):
+                raise ValueError(
+                    f"{weight.name} has become {data.dtype} of {tuple(data.shape)} on {data.device}; expected a weight "
+                    "as it was when the DistributedOptimizer divided it"
+                )
+            if weight.own is not None and _address(data) != _address(weight.own):
+                weight.own.copy_(data)
+
+    def _acquire(self, group: _WeightGroup) -> None:
+        missing = [weight for weight in group.weights if not weight.users]
         for weight in missing:
-            weight.whole = weight.own if weight.own is not None else _like(weight.placeholder)
+            weight.full = weight.own if weight.own is not None else _empty(weight)
         if missing:
-            flats = [weight.whole.view(-1) for weight in missing if weight.whole is not None]
-            owners = [weight.owner for weight in missing]
-            waiting, total = self._store.copy_from_owners(flats, owners, self._missing, self._weight)
+            not_ready, total = self._copy(missing)
             if self._is_syncing:
-                self._reduce_together(waiting, total)
-        for weight in layer.weights:
+                self._reduce_ready(not_ready, total)
+        for weight in group.weights:
             weight.users += 1
 
-    def _release(self, layer: _Layer) -> None:
-        for weight in layer.weights:
+    def _copy(self, weights: Sequence[_Weight]) -> tuple[int, float]:
+        flats = [weight.full.view(-1) for weight in weights if weight.full is not None]
+        names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
+        return self._store.copy_from_owners(names, flats, owners, self._not_ready, self._weight)
+
+    def _release(self, group: _WeightGroup) -> None:
+        for weight in group.weights:
             weight.users -= 1
             if not weight.users:
-                weight.whole = None
+                weight.full = None
 
     # Backward
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        found = self._by_address.get(_address(tensor)) if tensor.numel() else None
+    def _pack(self, tensor: torch.Tensor) -> _PackedTensor | _PackedWeight:
+        found = self._by_address.get(_address(tensor))
         if found is None:
-            return tensor
-        found[0].saved += 1
-        return _Saved(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _PackedTensor(tensor, tensor._version)
+        group, weight = found
+        group.packed += 1
+        return _PackedWeight(
+            group, weight, weight.version, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
-    def _restore(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        layer, weight = saved.layer, saved.weight
-        if not layer.is_used_by_backward:
-            layer.is_used_by_backward = True
-            self._layers.append(layer)
-            self._acquire(layer)
-        assert weight.whole is not None
-        found = weight.whole.as_strided(saved.size, saved.stride, saved.offset)
-        layer.saved -= 1
-        if layer.saved <= 0:
-            self._end_use(layer)
+    def _unpack(self, packed: _PackedTensor | _PackedWeight) -> torch.Tensor:
+        if isinstance(packed, _PackedTensor):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(packed.tensor.shape)} that backward needs was modified by an inplace "
+                    f"operation: it is at version {packed.tensor._version}; expected version {packed.version}"
+                )
+            return packed.tensor
+        group, weight = packed.group, packed.weight
+        if weight.version != packed.version:
+            raise RuntimeError(
+                f"{weight.name}, which backward needs, was updated by step(); expected backward before it"
+            )
+        if not group.is_used_by_backward:
+            group.is_used_by_backward = True
+            self._used_by_backward.append(group)
+            self._acquire(group)
+        assert weight.full is not None
+        found = weight.full.as_strided(packed.size, packed.stride, packed.offset)
+        group.packed -= 1
+        if group.packed <= 0:
+            self._end_use(group)
         return found
 
-    def _end_use(self, layer: _Layer) -> None:
-        layer.is_used_by_backward = False
-        self._layers.remove(layer)
-        self._release(layer)
+    def _end_use(self, group: _WeightGroup) -> None:
+        group.is_used_by_backward = False
+        self._used_by_backward.remove(group)
+        self._release(group)
+
+    def _end_backward(self) -> None:
+        """Drop the weights of a backward that did not unpack all that was packed."""
+        for group in list(self._used_by_backward):
+            self._end_use(group)
 
     def begin(self, _: Iterable[int], *, push_early: bool, weight: float | None = None) -> None:
         """Prepare for a backward, as `Reducer.begin`."""
         self._is_syncing, self._weight = push_early, weight or 0.0
-        self._pending = [len(group) for group in self._groups]
-        self._missing = self._none
+        self._pending = [len(group) for group in self._gradient_groups]
+        self._not_ready = self._all_groups
 
-    def _before_gradient(self, weight: _Weight, _: torch.Tensor) -> None:
-        self._set_mean_aside(weight)
+    def _before_gradient(self, weight: _Weight, _: object) -> None:
+        self._keep_accumulated_mean(weight)
 
-    def _set_mean_aside(self, weight: _Weight) -> None:
-        """Keep the mean of an earlier backward apart from this one's gradient, unless it was reset."""
+    def _keep_accumulated_mean(self, weight: _Weight) -> None:
+        """Keep the mean of earlier backwards apart from this one's gradient, unless it was reset."""
         parameter = weight.parameter
         if parameter.grad is None:
-            weight.earlier = None
-        elif not self._waits(weight):
-            weight.earlier, parameter.grad = weight.mean, None
+            weight.accumulated_mean = None
+        elif not self._has_local_gradient(weight):
+            weight.accumulated_mean, parameter.grad = weight.mean, None
         weight.mean = None
 
     def _on_gradient(self, weight: _Weight, _: torch.Tensor) -> None:
         if self._is_syncing:
-            number = self._group_of[weight]
+            number = self._number_of_group[weight]
             self._pending[number] -= 1
             if not self._pending[number]:
-                self._missing &= ~(1 << number)
+                self._not_ready &= ~(1 << number)
 
-    def _reduce_together(self, missing: int, total: float) -> None:
-        """Send the gradients of the groups that no worker waits for to their owners."""
-        ready = [number for number in range(len(self._groups)) if not missing >> number & 1]
+    def _reduce_ready(self, not_ready: int, total: float) -> None:
+        """Reduce the gradients of the groups that are ready on all workers."""
+        ready = [number for number in range(len(self._gradient_groups)) if not not_ready >> number & 1]
         for number in ready:
-            self._missing |= 1 << number
-        self._reduce([weight for number in ready for weight in self._groups[number]], total)
+            self._not_ready |= 1 << number
+        self._reduce([weight for number in ready for weight in self._gradient_groups[number]], total)
 
     def _reduce(self, weights: Sequence[_Weight], total: float) -> None:
         if not total:  # no worker has samples
             for weight in weights:
-                weight.mean = weight.parameter.grad = weight.earlier
+                weight.mean = weight.parameter.grad = weight.accumulated_mean
         elif weights:
-            sums = [(weight, self._part(weight, total)) for weight in weights]
-            while len(self._works) >= _IN_FLIGHT:
+            parts = [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
+            while len(self._reductions) >= _MAX_PENDING_REDUCTIONS:
                 self._take_means()
-            flats, owners = [part.view(-1) for _, part in sums], [weight.owner for weight in weights]
-            self._works.append((self._store.reduce_to_owners(flats, owners), sums))
+            names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
+            work = self._store.reduce_to_owners(names, [part.view(-1) for _, part in parts], owners)
+            self._reductions.append((work, parts))
 
-    def _part(self, weight: _Weight, total: float) -> torch.Tensor:
-        """Take the gradient of a parameter; return this worker's part of the mean."""
+    def _take_weighted_gradient(self, weight: _Weight, total: float) -> torch.Tensor:
+        """Remove ``.grad`` and return it, scaled by this worker's weight."""
         gradient, weight.parameter.grad = weight.parameter.grad, None
         if gradient is None or not self._weight:
-            return _like(weight.placeholder).zero_()
+            return _empty(weight).zero_()
         if gradient.is_sparse:
             raise ValueError(f"{weight.name} has a sparse gradient; expected a dense one (nn.Embedding(sparse=False))")
         return gradient.detach().contiguous().mul_(self._weight / total)
 
     def _take_means(self) -> None:
-        work, sums = self._works.pop(0)
+        work, parts = self._reductions.pop(0)
         work.wait()
-        for weight, mean in sums:
+        for weight, mean in parts:
             if weight.own is None:
-                weight.parameter.grad = weight.placeholder
+                weight.gradient_value.fill_(torch.nan)  # zero_grad(set_to_none=False) fills it with 0
+                weight.parameter.grad = weight.gradient_placeholder
+            elif weight.accumulated_mean is None:
+                weight.mean = weight.parameter.grad = mean
             else:
-                weight.mean = weight.parameter.grad = mean if weight.earlier is None else weight.earlier.add_(mean)
-            weight.earlier = None
+                weight.mean = weight.parameter.grad = weight.accumulated_mean.add_(mean)
+            weight.accumulated_mean = None
 
     def finish(self, weight: float | None = None) -> None:
-        """Send the gradients that wait, and wait for the means. Collective.
+        """Reduce the gradients that were not reduced yet, and wait for all means. Collective.
 
         Args:
-            weight: weight of this worker's gradients; None or 0: they are ignored.
+            weight: weight of this worker's gradients; None: there was no backward.
+
+        Raises:
+            RuntimeError: if a worker has gradients, but there was no backward; on all workers.
         """
-        while self._works:
+        while self._reductions:
             self._take_means()
-        for layer in list(self._layers):
-            layer.saved = 0
-            self._end_use(layer)
-        waiting = {one.name for one in self._weights.values() if self._waits(one)}
-        gathered = self._store.group.all_gather([weight or 0.0, sorted(waiting)], "gradients that wait")
+        self._end_backward()
+        local = {one.name for one in self._weights.values() if self._has_local_gradient(one)}
+        gathered = self._store.group.all_gather([weight, sorted(local)], "end of backward")
+        for rank, (theirs, names) in enumerate(gathered):
+            if names and theirs is None:
+                raise RuntimeError(
+                    f"worker {rank} has gradients of {', '.join(names[:3])} that were assigned, or computed before the "
+                    "DistributedOptimizer was made; expected those of backward()"
+                )
         together = {name for _, names in gathered for name in names}
         left = [one for one in self._weights.values() if one.name in together]
         for one in left:
-            if one.name not in waiting:
-                self._set_mean_aside(one)
+            if one.name not in local:
+                self._keep_accumulated_mean(one)
         self._weight = weight or 0.0
-        self._reduce(left, sum(theirs for theirs, _ in gathered))
-        while self._works:
+        self._reduce(left, sum(theirs or 0.0 for theirs, _ in gathered))
+        while self._reductions:
             self._take_means()
-        self._is_syncing, self._missing = False, self._none
+        self._is_syncing, self._not_ready = False, self._all_groups
 
-    def _waits(self, weight: _Weight) -> bool:
+    def _has_local_gradient(self, weight: _Weight) -> bool:
         gradient = weight.parameter.grad
-        return gradient is not None and gradient is not weight.mean and gradient is not weight.placeholder
+        return gradient is not None and gradient is not weight.mean and gradient is not weight.gradient_placeholder
 
     def step(self) -> None:
         """Update the owned weights."""
+        self._end_backward()
+        self._take_assigned(list(self._weights.values()))
+        for weight in self._weights.values():
+            weight.version += weight.parameter.grad is not None
+            if weight.own is not None:
+                weight.parameter.data = weight.own
         self._update()
+
+    def forget_gradients(self) -> None:
+        """Drop the means of earlier backwards, as `zero_grad` does with gradients."""
+        for weight in self._weights.values():
+            weight.accumulated_mean = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients by their common 2-norm, which is returned. Collective."""
-        own = [weight.mean for weight in self._weights.values() if weight.parameter.grad is weight.mean is not None]
-        squares = sum(float(one.double().square().sum()) for one in own)
+        """Clip the gradients of the optimizer's parameters by their common 2-norm, which is returned. Collective."""
+        owned = [self._weights[one] for one in self._trained_here if self._weights[one].own is not None]
+        gradients = [weight.parameter.grad for weight in owned if weight.parameter.grad is not None]
+        squares = sum(float(one.double().square().sum()) for one in gradients)
         norm = sum(self._store.group.all_gather(squares, "clip_grad_norm_")) ** 0.5
-        for one in own:
+        for one in gradients:
             one.mul_(min(max_norm / (norm + 1e-6), 1.0))
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=self._trained_here[0].dtype)
 
-    # Whole weights
+    # Full weights
 
     @contextmanager
-    def _open(self) -> Iterator[None]:
-        self._keeps_whole = True
+    def _allow_state_dict(self) -> Iterator[None]:
+        self._allows_state_dict = True
         try:
             yield
         finally:
-            self._keeps_whole = False
+            self._allows_state_dict = False
 
-    def model_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the network's whole state on the host at rank 0, an empty dict elsewhere. Collective."""
-        with self._open():
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the network's full state on the host at rank 0, an empty dict elsewhere. Collective."""
+        with self._allow_state_dict():
             state = self._network.state_dict(keep_vars=True)
         found = {}
         for name, value in state.items():
             weight = self._weights.get(value) if isinstance(value, nn.Parameter) else None
             if weight is not None:
-                layer = _Layer([weight])
-                self._acquire(layer)
-                assert weight.whole is not None
-                value = weight.whole
-                self._release(layer)
+                self._take_assigned([weight])
+                group = _WeightGroup([weight])
+                self._acquire(group)
+                value = weight.full
+                self._release(group)
             if not self._store.rank:
-                found[name] = value.detach().to("cpu", copy=True)
+                found[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         return found
 
-    def load_model_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the network's state by rank 0's; ``state`` is ignored on other ranks. Collective.
 
         Raises:
-            ValueError: if rank 0's names or shapes are others than the network's; on all workers.
+            ValueError: if rank 0's names or shapes differ from the network's; on all workers.
         """
-        with self._open():
+        with self._allow_state_dict():
             own = self._network.state_dict(keep_vars=True)
-        wrong = ""
+        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        wrong: list[str] = []
         if not self._store.rank:
-            differing = sorted(own.keys() ^ state.keys())
-            differing += [name for name in own if name in state and own[name].shape != state[name].shape]
-            wrong = f"the state does not fit the network; missing, unknown or of another shape: {differing}"
-            wrong = wrong if differing else ""
-        wrong = self._store.group.all_gather(wrong, "load_model_state_dict")[0]
+            shapes = {name: getattr(value, "shape", None) for name, value in state.items()}
+            wrong = sorted(own.keys() ^ state.keys())
+            wrong += [name for name, value in tensors.items() if name in state and shapes[name] != value.shape]
+        extra = {} if self._store.rank else {name: state.get(name) for name in own.keys() - tensors.keys()}
+        wrong, extra = self._store.group.all_gather([wrong, extra], "load_model_state_dict")[0]
         if wrong:
-            raise ValueError(wrong)
-        for name, value in own.items():
+            raise ValueError(f"the state does not fit the network; missing, unknown or of another shape: {wrong}")
+        self._end_backward()
+        for name, value in tensors.items():
             weight = self._weights.get(value) if isinstance(value, nn.Parameter) else None
-            target = value.detach() if weight is None else weight.own
-            taken = _like(value.detach())
+            taken = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             if not self._store.rank:
                 taken.copy_(state[name])
-            self._store.copy_from_owners([taken.view(-1)], [0])
-            if target is not None:
-                target.copy_(taken)
+            self._store.copy_from_owners(name, [taken.view(-1)], [0])
+            if weight is None:
+                value.detach().copy_(taken)
+            else:
+                weight.version += 1
+                if weight.own is not None:
+                    weight.parameter.data = weight.own.copy_(taken)
+        if extra:
+            with self._allow_state_dict():
+                self._network.load_state_dict(extra, strict=False)
 
     def close(self) -> None:
         """Remove the hooks; weights that other workers own stay NaN here."""
         for hook in self._hooks:
             hook.remove()
-        for layer, parameters in self._plain:
-            layer._parameters = parameters
+        self._nodes.clear()
+        for module in self._network.modules():
+            if isinstance(module._parameters, _Parameters):
+                module._parameters = dict(module._parameters)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _empty(weight: _Weight) -> torch.Tensor:
+    return torch.empty(weight.placeholder.shape, dtype=weight.placeholder.dtype, device=weight.placeholder.device)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -197,30 +198,186 @@ def test_a_run_resumes_with_other_owners(memory: Any) -> None:
     check(spawn(train, 2, mlp, memory, None, False, state, threads=1), alone(mlp), mlp)
 
 
+def wrapped(store: Any, network: nn.Module, memory: Any = (1, 1)) -> DistributedOptimizer:
+    return DistributedOptimizer(optimizer_of(network), store, shard="weights", memory=list(memory), network=network)
+
+
+def loss_of(network: nn.Module, step: int = 0) -> torch.Tensor:
+    data, label = batch(mlp, step)
+    return nn.functional.cross_entropy(network(data), label)
+
+
 def misused(communicator: Any) -> None:
     store = create("allreduce", communicator=communicator)
     network = mlp()
-    optimizer = DistributedOptimizer(optimizer_of(network), store, shard="weights", memory=[1, 1], network=network)
+    optimizer = wrapped(store, network)
     with pytest.raises(RuntimeError, match=r"call the DistributedOptimizer's model_state_dict\(\)"):
         network.state_dict()
     with pytest.raises(RuntimeError, match=r"call the DistributedOptimizer's model_state_dict\(\)"):
         network.load_state_dict({})
     with pytest.raises(ValueError, match=r"the state does not fit the network; .*'0.bias'"):
         optimizer.load_model_state_dict({})
-    others = [one for one in network.parameters() if not one.untyped_storage().nbytes() > 8]
+    with pytest.raises(ValueError, match=r"another optimizer divides"):
+        wrapped(store, network)
+    with pytest.raises(TypeError, match=r"so it cannot be copied; copy model_state_dict\(\)"):
+        copy.deepcopy(network)
+    others = [one for one in network.parameters() if one.untyped_storage().nbytes() == 8]
     assert others
     assert all(one.isnan().all() for one in others)
-    nn.functional.cross_entropy(network(batch(mlp, 0)[0]), batch(mlp, 0)[1]).backward()
+    loss_of(network).backward()
     with pytest.raises(RuntimeError, match="single memory location"):
         nn.utils.clip_grad_norm_(others, 1.0)  # gradients that others have: an error, and no wrong norm
     optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(one.isnan().all() for one in others)
+    optimizer.zero_grad()
+    for one in network.parameters():
+        one.grad = torch.zeros(one.shape).double()
+    with pytest.raises(RuntimeError, match=r"worker 0 has gradients of 0.bias, 0.weight, 2.bias that were assigned"):
+        optimizer.step()
+    optimizer.zero_grad()
+    first = loss_of(network)
+    loss_of(network).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"which backward needs, was updated by step\(\)"):
+        first.backward()
     optimizer.close()
-    network.state_dict()
+    with pytest.raises(ValueError, match=r"another optimizer divides, or has divided"):
+        wrapped(store, network)
     store.close()
 
 
 def test_what_would_take_a_part_for_the_whole_is_refused() -> None:
     spawn(misused, 2, threads=1)
+
+
+class Changed(nn.Module):
+    """Changes a tensor in place that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, WORDS).double()
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        found = self.layer(data).exp()
+        product = found * found
+        found += 1
+        return product
+
+
+def changes_in_place(communicator: Any) -> None:
+    network = Changed()
+    wrapped(create("allreduce", communicator=communicator), network)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(network).backward()
+
+
+def test_a_tensor_that_was_modified_in_place_is_an_error_as_without_shards() -> None:
+    spawn(changes_in_place, 2, threads=1)
+
+
+def other_layers(communicator: Any) -> None:
+    network = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3).double()])
+    optimizer = wrapped(create("allreduce", communicator=communicator), network, (1, 0))
+    network[communicator.rank](torch.ones(1, 3).double()).sum().backward()
+    optimizer.step()
+
+
+def test_workers_that_run_different_layers_of_one_shape_get_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 called copy of 0.weight, 0.bias .* rank 1 called copy of 1.weight"):
+        spawn(other_layers, 2, threads=1, timeout=30)
+
+
+class Prompted(nn.Module):
+    """Returns parameters from a part, has an empty one, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = Prompt()
+        self.layers = mlp()
+        self.nothing = nn.Parameter(torch.empty(0).double())
+        self.nothing_else = nn.Parameter(torch.empty(0).double())
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 7
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.layers(data + self.prompt())
+
+
+class Prompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((10,), 0.1).double())
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+def unusual(network: nn.Module, optimizer: Any) -> None:
+    """Use a network in ways that are not a plain loop; one process gets the same weights."""
+    optimizer.zero_grad()
+    loss_of(network).backward()
+    first = next(network.parameters())
+    torch.autograd.grad(loss_of(network, 1), [one for one in network.parameters() if one is first or one.numel()][1:2])
+    optimizer.step()  # by the gradients of the backward
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        loss_of(network, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    hidden = torch.ones(2, 10).double().requires_grad_()
+    torch.autograd.grad(network(hidden).sum(), hidden)  # unpacks only some of the weights
+    data, label = batch(mlp, 5)
+    last = network.layers
+    checkpointed = checkpoint(lambda: last[4](torch.tanh(last[2](torch.tanh(last[0](data))))), use_reentrant=False)
+    nn.functional.cross_entropy(checkpointed, label).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for one in network.parameters():
+            one.data = torch.full_like(one, 0.02)
+    loss_of(network, 6).backward()
+    optimizer.step()
+
+
+def used_unusually(communicator: Any) -> Any:
+    store = create("allreduce", communicator=communicator)
+    network = Prompted()
+    optimizer = wrapped(store, network, (3, 1))
+    unusual(network, optimizer)
+    optimizer.load_model_state_dict(optimizer.model_state_dict())
+    return optimizer.model_state_dict()
+
+
+def test_what_one_process_can_do_gives_the_same_weights() -> None:
+    network = Prompted()
+    unusual(network, optimizer_of(network))
+    found, nothing = spawn(used_unusually, 2, threads=1)
+    assert not nothing
+    for name, value in network.state_dict().items():
+        assert torch.allclose(torch.as_tensor(found[name]), torch.as_tensor(value), rtol=0, atol=1e-11), name
+
+
+def clips_a_part(communicator: Any) -> list[float]:
+    store = create("allreduce", communicator=communicator)
+    network = mlp()
+    inner = torch.optim.SGD(list(network.parameters())[2:], lr=0.1)
+    optimizer = DistributedOptimizer(inner, store, shard="weights", memory=[1, 1], network=network)
+    loss_of(network).backward()
+    for one in network.parameters():
+        one.grad = None if one.grad is None else one.grad * 2
+    return [float(optimizer.clip_grad_norm_(0.1)), float(optimizer.clip_grad_norm_(0.1))]
+
+
+def test_the_norm_is_that_of_the_optimizers_parameters_as_their_gradients_are_now() -> None:
+    network = mlp()
+    loss_of(network).backward()
+    norm = 2 * float(nn.utils.clip_grad_norm_(list(network.parameters())[2:], 1.0))
+    for found in spawn(clips_a_part, 2, threads=1):
+        assert found == pytest.approx([norm, 0.1], rel=1e-4)
 
 
 def skips(communicator: Any) -> None:
@@ -234,7 +391,9 @@ def skips(communicator: Any) -> None:
 
 
 def test_a_worker_that_leaves_a_forward_out_gets_an_error_as_the_others_do() -> None:
-    with pytest.raises(RuntimeError, match=r"copy of 2 parameters from their owners"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 called copy of 0.weight, 0.bias from their owners, rank 1 called end of backward"
+    ):
         spawn(skips, 2, threads=1, timeout=30)
 
 
