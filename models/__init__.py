@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from gangline.models.data.images.folder import ImageFolder
     from gangline.models.data.images.patches import ImagePatches, class_weights
     from gangline.models.data.images.splitting import split_each_label
-    from gangline.models.data.scenes import digit_scenes, write_scenes
     from gangline.models.data.sources import read_speed
     from gangline.models.data.text import python_documentation
     from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer, do_checkpoint, module_checkpoint
     from gangline.models.loop.monitor import Monitor
     from gangline.models.loop.stopping import EarlyStopping, stop_on
-    from gangline.models.loop.tiles import predict_image
     from gangline.models.loop.torch_schedulers import TorchScheduler
     from gangline.models.metrics.metric import create_metric
     from gangline.models.module import Module
     from gangline.models.pipelines.pipeline import Pipeline
-    from gangline.models.reports.overlays import segmentation_page
     from gangline.models.reports.page import TrainingProgress, read_progress
     from gangline.models.reports.tensorboard import TensorBoard
+    from gangline.models.segmentation.overlays import segmentation_page
+    from gangline.models.segmentation.scenes import digit_scenes, write_scenes
+    from gangline.models.segmentation.tiles import predict_image
     from gangline.models.sweeps.sweep import SweepResult, sweep
     from gangline.models.sweeps.trial import Trial, TrialResult
     from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
@@ -64,7 +64,7 @@ _HOMES = {
     "convert_sync_batchnorm": "batchnorm.distributed_batchnorm",
     "create_metric": "metrics.metric",
     "create_network": "zoo",
-    "digit_scenes": "data.scenes",
+    "digit_scenes": "segmentation.scenes",
     "digits": "data.datasets",
     "do_checkpoint": "loop.callbacks",
     "freeze_until": "zoo.transfer",
@@ -73,7 +73,7 @@ _HOMES = {
     "load_weights": "checkpoint.checkpoint",
     "lstm_language_model": "zoo.lstm",
     "module_checkpoint": "loop.callbacks",
-    "predict_image": "loop.tiles",
+    "predict_image": "segmentation.tiles",
     "pretrained": "zoo.transfer",
     "python_documentation": "data.text",
     "raw_digits": "data.datasets",
@@ -81,12 +81,12 @@ _HOMES = {
     "read_speed": "data.sources",
     "replace_last_layer": "zoo.transfer",
     "scale_batch": "zoo.transfer",
-    "segmentation_page": "reports.overlays",
+    "segmentation_page": "segmentation.overlays",
     "split_each_label": "data.images.splitting",
     "stop_on": "loop.stopping",
     "sweep": "sweeps.sweep",
     "synthetic": "data.datasets",
-    "write_scenes": "data.scenes",
+    "write_scenes": "segmentation.scenes",
 }
 
 __all__ = [

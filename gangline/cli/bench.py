@@ -27,7 +27,7 @@ class _Benches(TyperGroup):
         from gangline.bench.kvstore import kvstore
         from gangline.bench.parameter_server import ps
         from gangline.bench.report.compare import compare
-        from gangline.bench.simplicity import simplicity
+        from gangline.bench.report.simplicity import simplicity
         from gangline.bench.startup import connect, startup
         from gangline.bench.training import training
         from gangline.bench.transfer import transfer

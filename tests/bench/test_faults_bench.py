@@ -22,9 +22,9 @@ def test_the_cases_are_valid_and_differ() -> None:
 @pytest.mark.parametrize(
     ("row", "outcome"),
     [
-        ("server 0 killed push", "DeadNodeError: server 0 was killed or left: connection lost"),
+        ("server 0 killed push", "DeadNodeError: server 0 was killed or left: "),
         ("scheduler junk pull", "goes on, digits exact, weights equal"),
-        ("worker 1 killed barrier", "DeadNodeError: worker 1 was killed or left: connection lost"),
+        ("worker 1 killed barrier", "DeadNodeError: worker 1 was killed or left: "),
     ],
 )
 def test_a_row_tells_the_outcome(row: str, outcome: str) -> None:

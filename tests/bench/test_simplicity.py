@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.bench.simplicity import count_lines, import_cycles, import_graph, measure
+from gangline.bench.report.simplicity import count_lines, import_cycles, import_graph, measure
 
 SOURCE = '''"""Title.
 

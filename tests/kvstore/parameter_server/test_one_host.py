@@ -108,7 +108,11 @@ def test_a_launched_job_listens_at_no_port_and_refuses_other_users(tmp_path: Pat
             assert tcp_listeners(inodes) == []
             names = unix_listeners(inodes)
             abstract = [name for name in names if name.startswith("@")]
-            assert sorted(name.split("-")[1] for name in abstract) == ["scheduler", "server", "store"]
+            assert sorted(name.split("-")[1] for name in abstract) == [
+                *("scheduler", "server"),
+                *["status"] * 4,  # each process answers `gangline status`
+                "store",
+            ]
             assert not [name for name in names if Path(name).exists()]  # removed once the ranks were connected
             told = subprocess.run([sys.executable, "-c", CONNECT, *names], capture_output=True, text=True, check=True)
             assert told.stdout.splitlines() == [f"{name} refused" for name in names]

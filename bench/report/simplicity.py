@@ -139,7 +139,7 @@ def run_rank(rank: int, port: int) -> None:
 def _measure_ranks() -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    code = "import sys; from gangline.bench.simplicity import run_rank; run_rank(int(sys.argv[1]), int(sys.argv[2]))"
+    code = f"import sys; from {__name__} import run_rank; run_rank(int(sys.argv[1]), int(sys.argv[2]))"
     env = {**os.environ, "PYTHONPATH": str(_ROOT.parent), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=env)
