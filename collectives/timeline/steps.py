@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -227,7 +227,10 @@ def _steps(events: Sequence[Event], arrivals: _Arrivals, threads: Mapping[int, s
         own.sort(key=lambda span: span[0])
     backwards = _merged(spans["backward"])
     exchange_ends = sorted(end for name in ("exchange", "update") for _, end, _ in spans[name])
-    gradients = [span for name in ("all_reduce", "reduce_scatter") for span in spans[name]]
+    gradients = sorted(
+        (span for name in ("all_reduce", "reduce_scatter") for span in spans[name]), key=lambda span: span[0]
+    )
+    outer: list[tuple[float, float, Event]] = [(begin, end, {}) for begin, end in _merged(spans["forward"])]
     queued = sorted(e["ts"] / 1e6 for e in events if e["ph"] == "b" and e["name"] in _QUEUED)
     steps: list[Step] = []
     previous = None
@@ -238,7 +241,7 @@ def _steps(events: Sequence[Event], arrivals: _Arrivals, threads: Mapping[int, s
         if last <= begin or last < end:
             last = end
         if previous is not None:
-            steps.append(_step(previous, begin, end, last, spans, gradients, queued, arrivals))
+            steps.append(_step(previous, begin, end, last, spans, outer, gradients, queued, arrivals))
             steps[-1].contexts = _contexts(spans, previous, last, threads)
         previous = last
     return steps
@@ -250,13 +253,14 @@ def _step(
     backward_end: float,
     end: float,
     spans: dict[str, list[tuple[float, float, Event]]],
+    forwards: Sequence[tuple[float, float, Event]],
     gradients: Sequence[tuple[float, float, Event]],
     queued: Sequence[float],
     arrivals: _Arrivals,
 ) -> Step:
     """Return a step from ``began`` to ``end`` whose backward ran in between."""
-    own = [span for span in gradients if backward <= span[0] < end]
-    exchanges = [span for span in spans["exchange"] if backward_end <= span[1] <= end + 1e-9]
+    own = list(_begun(gradients, backward, end))
+    exchanges = [span for span in _begun(spans["exchange"], began, end) if backward_end <= span[1] <= end + 1e-9]
     ready = backward_end
     if own and not exchanges:  # DDP waits for its all-reduces at the end of backward: the last bucket ends the work
         number = bisect.bisect_left(queued, backward_end)
@@ -267,14 +271,14 @@ def _step(
     update = _total(spans["update"], finish, end) if not exchanges else _total(spans["update"], ready, finish)
     phases = {
         "input": _total(spans["data"], began, backward),
-        "forward": _total(_outer(spans["forward"]), began, backward),
+        "forward": _total(forwards, began, backward),
         "backward": ready - backward,
         "update": update,
     }
     late = min(max(arrived - ready, 0.0), max(finish - ready, 0.0))
     transfer = max(finish - ready - late - (update if exchanges else 0.0), 0.0)
     phases["other"] = max(end - began - sum(phases.values()) - late - transfer, 0.0)
-    samples = max((e["args"].get("samples", 0) for b, _, e in spans["forward"] if began <= b < backward), default=0)
+    samples = max((e["args"].get("samples", 0) for _, _, e in _begun(spans["forward"], began, backward)), default=0)
     return Step(began, end, ready, phases, late, transfer, samples)
 
 
@@ -284,10 +288,7 @@ def _contexts(
     """Return the seconds of forward and backward of each thread between two times."""
     seconds: dict[str, float] = defaultdict(float)
     for name in ("forward", "backward"):
-        first = bisect.bisect_left(spans.get(name, ()), begin, key=lambda span: span[0])
-        for one, other, event in spans.get(name, ())[first:]:
-            if one >= end:
-                break
+        for one, other, event in _begun(spans.get(name, ()), begin, end):
             thread = threads.get(event["tid"], "").removeprefix("gangline-").removesuffix("_0")
             seconds[thread] += other - one
     return dict(seconds)
@@ -304,19 +305,20 @@ def _merged(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, fl
     return merged
 
 
-def _outer(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, float, Event]]:
-    return [(begin, end, {}) for begin, end in _merged(spans)]
+def _begun(
+    spans: Sequence[tuple[float, float, Event]], begin: float, end: float
+) -> Iterator[tuple[float, float, Event]]:
+    """Yield the spans that have begun between two times; ``spans`` are in that order."""
+    first = bisect.bisect_left(spans, begin, key=lambda span: span[0])
+    for index in range(first, len(spans)):
+        if spans[index][0] >= end:
+            return
+        yield spans[index]
 
 
 def _total(spans: Sequence[tuple[float, float, Event]], begin: float, end: float) -> float:
     """Return the seconds of spans that lie between two times."""
-    first = bisect.bisect_left(spans, begin, key=lambda span: span[0])
-    total = 0.0
-    for one, other, _ in spans[first:]:
-        if one >= end:
-            break
-        total += min(other, end) - one
-    return total
+    return sum(min(other, end) - one for one, other, _ in _begun(spans, begin, end))
 
 
 def _waited_for_cores(events: Sequence[Event]) -> float:

@@ -114,6 +114,12 @@ def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) 
         return found
 
     fitted = measure(fitted_sizes(whole, most))
+    for count, points in fitted.items():
+        if len({samples for samples, _ in points.values()}) < len(points):
+            raise UsageError(
+                f"with {count} processes a step has {sorted(samples for samples, _ in points.values())} samples at the "
+                f"batch sizes {sorted(points)}; expected a script that trains with the batch size of its option"
+            )
     times = [StepTimes(count, tuple(sorted(points.values()))) for count, points in fitted.items()]
     checks = []
     if verifies:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +14,7 @@ import typer
 
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import DeviceOptions, command
-from gangline.cli.training.options import TrainOptions
+from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from gangline.models.sweeps.trial import Trial
 
 _DEVICES = ("--cpus", "--gpus", "--context", "--work-load-list")
+_NOT_IN_TRIALS = ("--advise", "--verify", "--test-io", "--json", "--timeline")
 
 
 def sweep(
@@ -31,7 +35,7 @@ def sweep(
         typer.Option(
             "--set",
             metavar="OPTION=VALUES",
-            help="Values of an option of gangline train, such as lr=0.1,0.01.",
+            help="Values of an option of gangline train, such as lr=0.1,0.01; with ; between values that have commas.",
         ),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the results: sweep.csv and sweep.html.")] = Path("sweep"),
@@ -39,7 +43,11 @@ def sweep(
     cpus: Annotated[int | None, typer.Option(help="Number of CPU contexts.", min=1)] = None,
     contexts_per_trial: Annotated[int, typer.Option(help="Number of contexts of each trial.", min=1)] = 1,
     early_stopping: Annotated[
-        bool, typer.Option("--early-stopping", help="End trials that are worse than the median of the others.")
+        bool,
+        typer.Option(
+            "--early-stopping",
+            help="End trials whose best accuracy is below the median of three or more others at the same epoch.",
+        ),
     ] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run trials again that failed in an earlier run.")
@@ -53,28 +61,42 @@ def sweep(
 
     options = train_options or []
     for word in (*options, *(f"--{value.partition('=')[0]}" for value in values or [])):
-        if word.partition("=")[0] in _DEVICES:
-            raise UsageError(f"{word.partition('=')[0]} is given to trials by the sweep; write it before --")
-    grid = dict(map(_values_of, values or []))
+        name = word.partition("=")[0]
+        if name in _DEVICES:
+            raise UsageError(f"{name} is given to trials by the sweep; write it before --")
+        if name in _NOT_IN_TRIALS:
+            raise UsageError(f"{name} is for one gangline train; a sweep has no such option")
+    grid: dict[str, list[str]] = {}
+    for name, words in map(_values_of, values or []):
+        if name in grid or any(word.partition("=")[0] == f"--{name}" for word in options):
+            raise UsageError(f"--{name} is given twice; expected all its values in one --set {name}=...")
+        grid[name] = words
     if not grid:
         raise UsageError("there is no --set; expected one or more, such as --set lr=0.1,0.01")
     function = TrainTrial(tuple(options))
     for name, words in grid.items():
         for value in words:
             function.options_of({name: value})
-    with logging_to_stderr():
-        found = run_sweep(
-            function,
-            grid,
-            DeviceOptions(gpus=gpus, cpus=cpus).devices(),
-            folder=folder,
-            contexts_per_trial=contexts_per_trial,
-            early_stopping=early_stopping,
-            retry_failed=retry_failed,
-        )
+    try:
+        with logging_to_stderr():
+            found = run_sweep(
+                function,
+                grid,
+                DeviceOptions(gpus=gpus, cpus=cpus).devices(),
+                folder=folder,
+                contexts_per_trial=contexts_per_trial,
+                early_stopping=early_stopping,
+                retry_failed=retry_failed,
+            )
+    except KeyboardInterrupt:
+        print(f"stopped; {folder} holds the trials that have ended, and the same command goes on", file=sys.stderr)
+        raise typer.Exit(128 + signal.SIGINT) from None
     print(found)
     print(f"table: {folder / 'sweep.csv'}, curves: {folder / 'sweep.html'}")
-    best = found.best
+    try:
+        best = found.best
+    except ValueError as error:
+        raise UsageError(f"{error}: all trials failed; see {folder / 'trials.jsonl'}") from error
     print(f"best: {' '.join(f'--{name} {value}' for name, value in best.parameters.items())}: {best.value:.6g}")
 
 
@@ -85,6 +107,9 @@ class TrainTrial:
     options: tuple[str, ...]
     """Options of all trials."""
 
+    def __repr__(self) -> str:
+        return shlex.join(["gangline", "train", *self.options])
+
     def __call__(self, trial: Trial) -> float | None:
         """Train with the parameters of a trial; return the validation accuracy."""
         from gangline.cli.training.run import run
@@ -93,9 +118,14 @@ class TrainTrial:
             [(_, accuracy), *_] = param.eval_metric.get_name_value()
             trial.report(param.epoch + 1, accuracy)
 
-        options = replace(self.options_of(trial.parameters), **_device_options(trial.contexts))
-        result = run(options, after_validation=[report])
-        return result.get("validation_accuracy") if result is not None else None
+        options = self.options_of(trial.parameters)
+        options = replace(options, **_device_options(trial.contexts), **_own_files(options, trial.folder))
+        with logging_to_stderr(f"trial {trial.number}: ", trial.folder / "log.txt"):
+            result = run(options, after_validation=[report])
+        if result is None or result["exit_code"]:
+            raise RuntimeError(f"training was stopped by {result and result['ended']}")
+        accuracy: float = result["validation_accuracy"]
+        return accuracy
 
     def options_of(self, parameters: dict[str, Any] | Any) -> TrainOptions:
         """Return the options of a trial.
@@ -111,15 +141,29 @@ class TrainTrial:
             app(words, standalone_mode=False)
         except Exception as error:
             raise UsageError(f"gangline train {' '.join(words)}: {getattr(error, 'message', error)}") from error
+        if parsed[0].plots != Plots.NONE and parsed[0].model_prefix is None:
+            raise UsageError("--plots writes PREFIX.html in a sweep; expected a --model-prefix PREFIX as well")
         return parsed[0]
 
 
 def _values_of(word: str) -> tuple[str, list[str]]:
     name, equals, text = word.partition("=")
-    found = [value for value in text.split(",") if value]
+    found = [value for value in text.split(";" if ";" in text else ",") if value]
     if not equals or not name or not found:
         raise UsageError(f"--set is {word!r}; expected an option and its values, such as lr=0.1,0.01")
+    if len(set(found)) < len(found):
+        raise UsageError(f"--set is {word!r}, with a value twice; expected ; between values that have commas")
     return name.removeprefix("--"), found
+
+
+def _own_files(options: TrainOptions, folder: Path) -> dict[str, Any]:
+    """Return the options that name files, in the folder of a trial."""
+    own: dict[str, Any] = {}
+    if options.model_prefix is not None:
+        own["model_prefix"] = str(folder / Path(options.model_prefix).name)
+    if options.tensorboard is not None:
+        own["tensorboard"] = folder / options.tensorboard.name
+    return own
 
 
 def _device_options(contexts: Sequence[Context]) -> dict[str, Any]:

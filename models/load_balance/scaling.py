@@ -9,6 +9,8 @@ from typing import Any
 
 _LEAST_GAIN = 1.05
 """Ratio of speeds from which more devices are advised."""
+_SUSPICIOUS = 1.5
+"""Ratio of speeds, per device, above which the measurement is not believed."""
 _LARGEST_BATCH = 1 << 20
 _LONGEST_STEP = 0.5
 """Seconds of a step up to which a batch size is measured to find the one from which all devices win."""
@@ -148,7 +150,9 @@ class Scaling:
         if len(self.times) == 1:
             return f"one {self.unit} was measured; name more of them to compare"
         ratio = first.seconds(size) / last.seconds(size)
-        text = f"at batch size {size} {last.count} {self.units} are {ratio:.2f} times as fast as {first.count}"
+        text = f"with batches of {size}, {last.count} {self.units} are {ratio:.2f} times as fast as {first.count}"
+        if ratio > _SUSPICIOUS * last.count:
+            return f"{text}, which cannot be: other work disturbs this machine, or OMP_NUM_THREADS=1 is not set"
         if self.best is last:
             return f"{text}: keep them"
         wins_from = self.wins_from[last.count]

@@ -283,7 +283,10 @@ def _cut_by_name(names: Sequence[str], group2ctxs: Mapping[str, Device]) -> tupl
             [context] = contexts_of(group2ctxs[name])
             if not found or context != found[-1]:
                 if context in found:
-                    raise ValueError(f"group2ctxs goes back to {context} at layer {name!r}; expected one part each")
+                    raise ValueError(
+                        f"group2ctxs has {context} again at layer {name!r}; expected the layers of a context to follow "
+                        "one another"
+                    )
                 begins.append(index)
                 found.append(context)
     return begins, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,9 +47,11 @@ def cut(
         memory: bytes of the device of each stage; None: enough.
 
     Raises:
-        ValueError: if there are fewer layers than stages, or no cut fits into the memory.
+        ValueError: if there are fewer layers than stages, a speed is not above 0, or no cut fits into the memory.
     """
     layers, stages = len(seconds), len(speeds)
+    if not all(math.isfinite(speed) and speed > 0 for speed in speeds):
+        raise ValueError(f"speeds are {list(speeds)}; expected numbers above 0")
     if layers < stages:
         raise ValueError(f"there are {layers} layers for {stages} contexts; expected a layer for each")
     # cheapest[end]: slowest stage and begins of the first stages over the layers before ``end``; PipeDream's partition
@@ -66,7 +69,12 @@ def cut(
     best = cheapest.get(layers)
     if best is None:
         raise ValueError(
-            f"no cut of {sum(nbytes) / 1e6:.0f} MB of layers fits into the memory of the contexts; use larger or more "
+            f"the layers need {_megabytes(nbytes)} MB, in this order, and the contexts have {_megabytes(memory)}: they "
+            "cannot be divided such that each context has one layer or more and room for its own; use larger or fewer "
             "contexts, or smaller micro-batches"
         )
     return best[1]
+
+
+def _megabytes(sizes: Sequence[float | None]) -> str:
+    return ", ".join("enough" if size is None else f"{size / 1e6:.3g}" for size in sizes)

@@ -43,6 +43,8 @@ def predict_image(
     if not 0 <= overlap < 1:
         raise ValueError(f"overlap is {overlap}; expected 0 to below 1")
     sides = (tile, tile) if isinstance(tile, int) else tile
+    if min(sides) < 1:
+        raise ValueError(f"tile is {tile}; expected 1 or more pixels")
     height, width = image.shape[1:]
     padding = (0, max(sides[1] - width, 0), 0, max(sides[0] - height, 0))
     padded = torch.nn.functional.pad(image, padding)

@@ -10,12 +10,15 @@ import json
 import logging
 import math
 import os
+import pickle
 import re
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -31,6 +34,11 @@ Grid = Mapping[str, Sequence[Any]] | Sequence[Parameters]
 _PRELOAD = ["gangline.models.module", "gangline.models.sweeps.trial"]
 _PAGE_SECONDS = 1.0
 _END_SECONDS = 5.0
+_TRIAL = "trial of a sweep"
+_GUARD = (
+    "expected a function of a module, or of a script that calls sweep() in its main part alone: "
+    'if __name__ == "__main__":'
+)
 _LONGEST_NAME = 80
 _log = logging.getLogger("gangline")
 
@@ -100,9 +108,17 @@ def sweep(
         All trials of the grid, those of earlier runs included.
 
     Raises:
-        ValueError: if the grid is empty, parameters are not plain data, or the contexts are fewer than a trial needs.
-        RuntimeError: if another sweep runs in the folder.
+        ValueError: if the grid is empty, parameters are not plain data, the contexts are fewer than a trial needs, or
+            the folder holds trials of another function.
+        TypeError: if the function cannot be sent to other processes, or the values of a parameter are not a list.
+        RuntimeError: if another sweep runs in the folder, or a trial cannot begin.
     """
+    if torch.multiprocessing.parent_process() is not None and torch.multiprocessing.current_process().name == _TRIAL:
+        raise RuntimeError(f"sweep() was called while a trial loads its script; {_GUARD}")
+    try:
+        ForkingPickler.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"{_described(function)} cannot be sent to other processes: {error}; {_GUARD}") from error
     wanted = _combinations(grid)
     devices = contexts_of(contexts)
     if not 1 <= contexts_per_trial <= len(devices):
@@ -118,6 +134,10 @@ def sweep(
     with _locked(folder / "trials.jsonl") as file:
         running = _Sweep(function, wanted, groups, folder, file, maximize=mode == "max", stops=early_stopping)
         running.read(retry_failed=retry_failed)
+        ended = sum(trial.state is not None for trial in running.results)
+        places = ", ".join(str(place.contexts) for place in running.places)
+        before = f", {ended} of them had ended before" if ended else ""
+        _log.info("%d trials on %s, results in %s%s", len(wanted), places, folder, before)
         running.run()
     return SweepResult(tuple(running.results), mode == "max")
 
@@ -139,8 +159,9 @@ class _Sweep:
         self._function, self._groups, self._folder, self._file = function, groups, folder, file
         self._maximize, self._stops = maximize, stops
         self.results = [TrialResult(number, parameters) for number, parameters in enumerate(wanted)]
-        self._places = [Place(", ".join(map(str, group))) for group in groups]
+        self.places = [Place(", ".join(map(str, group))) for group in groups]
         self._of_connection: dict[connection.Connection, tuple[int, TrialResult, Any]] = {}
+        self._begun: set[connection.Connection] = set()
         self._written = 0.0
         on_host = sum(any(context.device_type == "cpu" for context in group) for group in groups)
         self._threads = max((os.cpu_count() or 1) // max(on_host, 1), 1)
@@ -153,8 +174,14 @@ class _Sweep:
         if lines and not lines[-1].endswith("\n"):
             self._file.write("\n")  # ends the line that was cut off
         for line in lines:
-            with contextlib.suppress(ValueError):  # a line that was cut off by the end of its process
+            with contextlib.suppress(json.JSONDecodeError):  # a line that was cut off by the end of its process
                 found = json.loads(line)
+                of_function = found.pop("function", None)
+                if of_function != _described(self._function):
+                    own = _described(self._function)
+                    raise ValueError(
+                        f"{self._folder} holds trials of {of_function!r}, not of {own!r}; expected another folder"
+                    )
                 ended[_key(found["parameters"])] = found
         for number, trial in enumerate(self.results):
             found = ended.get(_key(trial.parameters))
@@ -171,8 +198,8 @@ class _Sweep:
         try:
             while waiting or self._of_connection:
                 now = time.monotonic()
-                for index, place in enumerate(self._places):
-                    others = [other for other in self._places if other is not place]
+                for index, place in enumerate(self.places):
+                    others = [other for other in self.places if other is not place]
                     if waiting and place.busy_since is None and takes_next(place, others, len(waiting), now):
                         self._start(index, waiting.pop(0))
                 for ready in connection.wait(list(self._of_connection), timeout=_PAGE_SECONDS):
@@ -183,9 +210,8 @@ class _Sweep:
         finally:
             for own, (_, _, process) in self._of_connection.items():
                 own.close()
-                process.terminate()
-                process.join(_END_SECONDS)
-                process.kill()
+                process.kill()  # it could wait for others; an interrupted trial begins again
+                process.join()
             self._write_page()
             self._write_table()
 
@@ -196,6 +222,7 @@ class _Sweep:
         own_folder = self._folder / _folder_name(trial.parameters)
         own_folder.mkdir(exist_ok=True)
         process = context.Process(
+            name=_TRIAL,
             target=run_trial,
             args=(
                 *(theirs, os.getpid(), self._function, trial.number, dict(trial.parameters)),
@@ -204,8 +231,8 @@ class _Sweep:
         )
         process.start()
         theirs.close()
-        trial.contexts = self._places[index].contexts
-        self._places[index].busy_since = time.monotonic()
+        trial.contexts = self.places[index].contexts
+        self.places[index].busy_since = time.monotonic()
         self._of_connection[own] = index, trial, process
 
     def _receive(self, own: connection.Connection) -> None:
@@ -216,13 +243,18 @@ class _Sweep:
         except (EOFError, OSError):
             process.join()
             kind, content = "failed", f"its process ended with exit code {process.exitcode}"
+            if own not in self._begun:
+                raise RuntimeError(f"trial {trial.number} cannot begin: {content}; {_GUARD}") from None
+        if kind == "begun":
+            self._begun.add(own)
+            return
         if kind == "report":
             trial.curve.append(content)
             others = [other for other in self.results if other is not trial]
             with contextlib.suppress(OSError):  # its end follows
                 own.send(self._stops and is_worse_than_median(trial, others, maximize=self._maximize))
             return
-        place = self._places[index]
+        place = self.places[index]
         assert place.busy_since is not None
         trial.seconds = time.monotonic() - place.busy_since
         trial.state = State(kind)
@@ -241,7 +273,7 @@ class _Sweep:
         own.close()
         process.join(_END_SECONDS)
         process.kill()
-        self._file.write(json.dumps(asdict(trial)) + "\n")
+        self._file.write(json.dumps({**asdict(trial), "function": _described(self._function)}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._write_table()
@@ -271,6 +303,9 @@ def _combinations(grid: Grid) -> list[Parameters]:
         ValueError: if there are none, some are equal, or they are not plain data.
     """
     if isinstance(grid, Mapping):
+        for name, values in grid.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise TypeError(f"grid[{name!r}] is {values!r}; expected a list of values")
         found: Iterable[Parameters] = (
             dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
         )
@@ -283,6 +318,15 @@ def _combinations(grid: Grid) -> list[Parameters]:
     if len(set(keys)) < len(keys):
         raise ValueError(f"grid has {wanted[next(i for i, key in enumerate(keys) if key in keys[:i])]} twice")
     return wanted
+
+
+def _described(function: Function) -> str:
+    """Return a name of a function that is the same in every run of a program."""
+    name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", "")
+    if name is None:
+        return repr(function)
+    script = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
+    return f"{name} of {module if script is None else Path(script).name}"
 
 
 def _folder_name(parameters: Parameters) -> str:

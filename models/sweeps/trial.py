@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
@@ -93,21 +94,33 @@ def run_trial(
 ) -> None:
     """Run a function in this process, which ends when its parent does.
 
-    Sends ("report", step, value), and receives whether to stop; at the end ("done", value), ("stopped", None) or
-    ("failed", traceback).
+    Sends ("begun", None); then ("report", step, value), and receives whether to stop; at the end ("done", value),
+    ("stopped", None) or ("failed", traceback).
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep ends its trials
     exit_with(parent)
     torch.set_num_threads(num_threads)
+    reported = False
 
     def send(step: int, value: float) -> bool:
+        nonlocal reported
+        reported = True
         connection.send(("report", (step, value)))
         return bool(connection.recv())
 
     try:
-        found = function(Trial(number, parameters, contexts, folder, send))
-        connection.send(("done", float(found) if found is not None else None))
-    except TrialStopped:
-        connection.send(("stopped", None))
-    except BaseException:  # noqa: BLE001  reported to the sweep
-        connection.send(("failed", traceback.format_exc()))
-        os._exit(1)  # threads of a trial that failed may still run
+        connection.send(("begun", None))
+        try:
+            found = function(Trial(number, parameters, contexts, folder, send))
+            if found is None and not reported:
+                raise ValueError("the function returned None and reported nothing; expected the metric")
+            if found is not None and not isinstance(found, (SupportsFloat, SupportsIndex)):
+                raise TypeError(f"the function returned {found!r}; expected the metric, a number")
+            connection.send(("done", float(found) if found is not None else None))
+        except TrialStopped:
+            connection.send(("stopped", None))
+        except BaseException:  # noqa: BLE001  reported to the sweep
+            connection.send(("failed", traceback.format_exc()))
+            os._exit(1)  # threads of a trial that failed may still run
+    except (BrokenPipeError, ConnectionResetError, EOFError):  # the sweep has ended
+        os._exit(1)

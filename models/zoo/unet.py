@@ -34,6 +34,12 @@ class UNet(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the logits of each pixel."""
+        multiple = 2 ** len(self.up)
+        if images.shape[2] % multiple or images.shape[3] % multiple:
+            raise ValueError(
+                f"images have {images.shape[2]}x{images.shape[3]} pixels; expected multiples of {multiple}, for this "
+                f"U-Net halves them {len(self.up)} times"
+            )
         kept = []
         features = self.down[0](images)
         for block in self.down[1:]:

@@ -53,7 +53,11 @@ def test_two_contexts_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -
 def test_all_devices_are_kept_where_they_win() -> None:
     found = Scaling("process", 256, (ONE, TWO))
     assert found.best is TWO
-    assert found.verdict == "at batch size 256 2 processes are 1.68 times as fast as 1: keep them"
+    assert found.verdict == "with batches of 256, 2 processes are 1.68 times as fast as 1: keep them"
+
+
+def test_a_speed_that_cannot_be_is_not_believed() -> None:
+    assert "which cannot be" in Scaling("context", 64, (ONE, times(2, 0.0, 0.00001))).verdict
 
 
 def test_contexts_that_share_the_same_cores_never_win() -> None:
@@ -153,6 +157,17 @@ def test_a_command_that_writes_no_timeline_is_named_with_what_it_printed() -> No
     done = gangline("advise", "--scale", "--", sys.executable, "-c", "print(7)", "-n", "2", "--batch-size", "8", code=2)
     assert "wrote no timeline (exit code 0)" in done.stderr
     assert "It printed: 7" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+def test_a_script_that_ignores_its_batch_size_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("size = parser.parse_args().batch_size", "parser.parse_args(); size = 8"))
+    ranks = ("--nproc-per-node", "1", "--master-port", str(free_ports(1)[0]))
+    command = (sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "gangline", "run", str(script))
+    done = gangline("advise", "--scale", "--seconds", "1", "--", *command, "--batch-size", "8", code=2)
+    assert "with 1 processes a step has [8, 8, 8] samples at the batch sizes [4, 11, 32]" in done.stderr
 
 
 @pytest.mark.slow

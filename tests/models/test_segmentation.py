@@ -105,6 +105,12 @@ def test_class_weights_are_median_frequency_over_frequency() -> None:
 
 def test_what_does_not_fit_is_named(scenes: tuple[Path, Path]) -> None:
     images, masks = scenes
+    with pytest.raises(FileNotFoundError, match=r"masks: .*nowhere"):
+        ImagePatches(scenes[0], scenes[1] / "nowhere", 8, channels=1)
+    with pytest.raises(ValueError, match=r"mask .* has class . *; expected 0 to 0"):
+        ImagePatches(scenes[0], scenes[1], 8, channels=1, num_classes=1)[0]
+    with pytest.raises(ValueError, match=r"images have 12x8 pixels; expected multiples of 8"):
+        create_network("unet", num_classes=2)(torch.zeros(1, 1, 12, 8))
     with pytest.raises(ValueError, match="expected 0 to 1"):
         ImagePatches(images, masks, 16, channels=1).class_counts(2)
     Image.new("L", (40, 39)).save(masks / "0001.png")
@@ -122,7 +128,7 @@ def test_what_does_not_fit_is_named(scenes: tuple[Path, Path]) -> None:
     for options, message in (
         ({"augmentation": Augmentation(crop=8)}, "resize or crop"),
         ({"patches_per_image": 0}, "patches_per_image is 0"),
-        ({"channels": 2}, "channels are 2"),
+        ({"channels": 2}, "channels is 2; expected 1 or 3"),
     ):
         with pytest.raises(ValueError, match=message):
             ImagePatches(images, masks, 16, **options)

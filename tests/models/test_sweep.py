@@ -100,6 +100,10 @@ def test_a_trial_that_fails_or_is_killed_ends_alone(tmp_path: Path) -> None:
 
 def test_a_second_run_runs_only_what_has_not_ended_and_failed_ones_on_request(tmp_path: Path) -> None:
     sweep(counts, {"x": [0, 1]}, cpu(), folder=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"holds trials of 'counts of .*test_sweep', not of 'diverges of .*test_sweep'"
+    ):
+        sweep(diverges, {"x": [0, 1]}, cpu(), folder=tmp_path)
     sweep(counts, {"x": [0, 1, 2]}, cpu(), folder=tmp_path)
     assert (tmp_path / "runs").read_text().split() == ["0", "1", "2"]
     (tmp_path / "mended").touch()
@@ -207,3 +211,36 @@ def test_the_median_rule_needs_two_reports_and_three_others() -> None:
     assert not is_worse_than_median(bad, others, maximize=False)
     assert not is_worse_than_median(bad, others[:2], maximize=True)
     assert not is_worse_than_median(TrialResult(9, {}, curve=[(1, 1.0)]), others, maximize=True)
+
+
+def returns_no_metric(trial: Trial) -> float | None:
+    return None if trial.parameters["x"] else "good"  # type: ignore[return-value]
+
+
+def test_a_trial_without_a_metric_has_failed_and_says_so(tmp_path: Path) -> None:
+    found = sweep(returns_no_metric, {"x": [0, 1]}, cpu(), folder=tmp_path)
+    assert [trial.state for trial in found.trials] == ["failed", "failed"]
+    assert found.trials[0].error.endswith("TypeError: the function returned 'good'; expected the metric, a number\n")
+    assert found.trials[1].error.endswith("returned None and reported nothing; expected the metric\n")
+
+
+@pytest.mark.parametrize("values", ["ab", 0.1])
+def test_values_that_are_no_list_are_refused(values: object, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"grid\['x'\] is .*; expected a list of values"):
+        sweep(counts, {"x": values}, cpu(), folder=tmp_path)  # type: ignore[dict-item]
+
+
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"cannot be sent to other processes.*__name__ == \"__main__\""):
+        sweep(lambda _: 0.0, {"x": [1]}, cpu(), folder=tmp_path)
+
+
+def test_a_script_without_a_main_part_is_told_so_and_no_trial_is_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from gangline import cpu, sweep\ndef f(trial): return 1.0\nsweep(f, {'x': [1]}, cpu())\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'sweep() in its main part alone: if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "sweep" / "trials.jsonl").read_text()

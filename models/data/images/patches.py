@@ -39,6 +39,7 @@ class ImagePatches(Dataset[Any]):
         patches_per_image: int = 1,
         augmentation: Augmentation | None = None,
         ignored: int | None = 255,
+        num_classes: int | None = None,
         dtype: torch.dtype = torch.float32,
         num_workers: int = 0,
         seed: int = 0,
@@ -53,6 +54,8 @@ class ImagePatches(Dataset[Any]):
             patches_per_image: patches of each image in an epoch.
             augmentation: flips, rotations, scalings and normalisation; without resize and crop.
             ignored: value in masks that has no class; its label is -100. None: no such value.
+            num_classes: number of classes; a mask with another value is then an error that names it. Masks without an
+                image are left out.
             dtype: dtype of the pixels, in [0, 1] before they are normalised.
             num_workers: number of processes that read for `Module.fit`; 0: the training process reads.
             seed: seed of places and augmentation.
@@ -68,9 +71,15 @@ class ImagePatches(Dataset[Any]):
             raise ValueError(f"patches_per_image is {patches_per_image}; expected 1 or more")
         height, width = (size, size) if isinstance(size, int) else size
         self._shape = (channels, height, width)
-        if channels not in (1, 3) or min(height, width) < 1:
-            raise ValueError(f"channels are {channels} and size {size}; expected 1 or 3 channels, and pixels")
-        listing, masks_listing = FolderListing(images), FolderListing(masks)
+        if channels not in (1, 3):
+            raise ValueError(f"channels is {channels}; expected 1 or 3")
+        if min(height, width) < 1:
+            raise ValueError(f"size is {size}; expected 1 or more pixels")
+        listing = FolderListing(images)
+        try:
+            masks_listing = FolderListing(masks)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"masks: {error}") from error
         self._images, self._masks = listing.root, masks_listing.root
         self.names = listing.names
         """Paths of the images within their folder."""
@@ -84,6 +93,7 @@ class ImagePatches(Dataset[Any]):
             )
         self._mask_names = [by_stem[name.rpartition(".")[0]] for name in self.names]
         self._per_image, self._ignored, self._dtype, self._seed = patches_per_image, ignored, dtype, seed
+        self._num_classes = num_classes
         self.num_workers = num_workers
         # In shared memory, so that persistent workers of a DataLoader see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -125,12 +135,8 @@ class ImagePatches(Dataset[Any]):
         counts = torch.zeros(num_classes, dtype=torch.int64)
         for number in range(len(self.names)):
             labels = self._mask(number)
-            labels = labels[labels != OUTSIDE]
-            if labels.numel() and not 0 <= int(labels.max()) < num_classes:
-                raise ValueError(
-                    f"mask {self._mask_names[number]} has class {int(labels.max())}; expected 0 to {num_classes - 1}"
-                )
-            counts += torch.bincount(labels, minlength=num_classes)
+            _check_classes(labels, num_classes, self._mask_names[number])
+            counts += torch.bincount(labels[labels != OUTSIDE], minlength=num_classes)
         return counts
 
     def _patch(self, index: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +188,17 @@ class ImagePatches(Dataset[Any]):
         if values.ndim != 2:
             raise ValueError(f"mask {name} has {values.shape[2]} channels; expected one, whose values are the classes")
         labels = torch.from_numpy(values.astype(np.int64))
-        return labels if self._ignored is None else labels.masked_fill(labels == self._ignored, OUTSIDE)
+        if self._ignored is not None:
+            labels = labels.masked_fill(labels == self._ignored, OUTSIDE)
+        if self._num_classes is not None:
+            _check_classes(labels, self._num_classes, name)
+        return labels
+
+
+def _check_classes(labels: torch.Tensor, num_classes: int, name: str) -> None:
+    largest = int(labels.max()) if labels.numel() else 0
+    if largest >= num_classes:
+        raise ValueError(f"mask {name} has class {largest}; expected 0 to {num_classes - 1}")
 
 
 def class_weights(counts: torch.Tensor) -> torch.Tensor:
