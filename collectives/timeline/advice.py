@@ -180,7 +180,11 @@ def _busy_cores(job: JobSteps) -> list[Finding]:
             share,
             variables=(("OMP_NUM_THREADS", "1"),),
         ),
-        Remedy("fewer processes on this host, or other programs off it", "gangline launch -n N", share),
+        Remedy(
+            "fewer processes on this host, or other programs off it",
+            "gangline launch -n N, torchrun --nproc-per-node N",
+            share,
+        ),
     )
     return [Finding("cores", "", share, text, remedies)] if worst.waited_for_cores > _LEAST_WAIT else []
 
@@ -204,8 +208,8 @@ def _slow_processes(job: JobSteps) -> list[Finding]:
     more = excess["forward"] + excess["backward"] if computes else excess[phase]
     where = "forward and backward" if computes else phase
     text = (
-        f"{slowest.name} on {slowest.host} is slow in {where}: {more * 1e3:.0f} ms more than the others in a step of "
-        f"{job.step_seconds * 1e3:.0f} ms, for which they wait"
+        f"{slowest.name} on {slowest.host} is slow in {where}: {_ms(more)} more than the others in a step of "
+        f"{_ms(job.step_seconds)}, for which they wait"
     )
     balance = Remedy("give each process samples by its speed", "gangline.balance(model, loader)", gain)
     if computes and of_others and samples > 1.1 * of_others:
@@ -239,7 +243,7 @@ def _slow_contexts(job: JobSteps) -> list[Finding]:
 def _input(job: JobSteps) -> list[Finding]:
     least = min(process.median("input") for process in job.processes)
     share = least / job.step_seconds
-    text = f"all processes wait for input: {least * 1e3:.0f} ms of a step of {job.step_seconds * 1e3:.0f} ms"
+    text = f"all processes wait for input: {_ms(least)} of a step of {_ms(job.step_seconds)}"
     remedies = (
         Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", share),
         Remedy("copy to GPUs while they compute", "DataLoader(..., pin_memory=True)", share),
@@ -257,9 +261,9 @@ def _compression(job: JobSteps) -> list[Finding]:
     rate = moved / max(job.seconds_alone - computing, _LEAST_SECONDS)
     saved = (found.given - found.sent) / rate
     text = (
-        f"compression does not pay: it takes {found.seconds * 1e3:.0f} ms of a step, and the link, "
+        f"compression does not pay: it takes {_ms(found.seconds)} of a step, and the link, "
         f"{rate / 1e6:.0f} MB/s, would carry the {(found.given - found.sent) / 1e6:.1f} MB that it saves in "
-        f"{saved * 1e3:.0f} ms"
+        f"{_ms(saved)}"
     )
     gain = (found.seconds - saved) / job.step_seconds
     return [
@@ -283,11 +287,11 @@ def _slow_servers(job: JobSteps) -> list[Finding]:
     if seconds < _MOST_OF_EXCHANGE * job.seconds_alone:
         return []
     text = (
-        f"{name} on {host} adds up gradients and updates weights for {seconds * 1e3:.0f} ms of a step of "
-        f"{job.step_seconds * 1e3:.0f} ms, for which the workers wait"
+        f"{name} on {host} adds up gradients and updates weights for {_ms(seconds)} of a step of "
+        f"{_ms(job.step_seconds)}, for which the workers wait"
     )
     if len(others) > 1:
-        text += f"; the fastest server needs {min(others) * 1e3:.0f} ms"
+        text += f"; the fastest server needs {_ms(min(others))}"
     remedies = (
         Remedy("place servers on faster hosts, or none on this one", "gangline launch -s N -H HOSTS", share / 2),
         Remedy("more servers, which share the keys", f"gangline launch -s {len(others) + 1}", share / 2),
@@ -306,13 +310,13 @@ def _communication(job: JobSteps) -> list[Finding]:
         return []
     rate = job.bytes_per_step / seconds
     text = (
-        f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {seconds * 1e3:.0f} ms of a step of "
-        f"{job.step_seconds * 1e3:.0f} ms"
+        f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {_ms(seconds)} of a step of "
+        f"{_ms(job.step_seconds)}"
     )
     larger = Remedy(
         "larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2, batches=2
     )
-    fewer = Remedy("fewer processes", "gangline launch -n 1", share)
+    fewer = Remedy("fewer processes", "gangline launch -n 1, torchrun --nproc-per-node 1", share)
     if rate < _FAST_BYTES and job.bytes_per_step > 1e5:
         text += f", {rate / 1e6:.0f} MB/s"
         compress = Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16"))
@@ -344,3 +348,7 @@ def _times(count: int) -> str:
 
 def _work(phases: dict[str, float]) -> float:
     return sum(phases.values())
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{0 if seconds > 0.01 else 1 if seconds > 0.001 else 2}f} ms"

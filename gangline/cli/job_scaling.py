@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -48,6 +49,11 @@ def run_with_timeline(
         path.unlink(missing_ok=True)
         environment = {**os.environ, VARIABLE: str(path), **(variables or {})}
         output = Path(folder) / "output"
+        if shutil.which(arguments[0]) is None:
+            raise UsageError(
+                f"there is no command {arguments[0]!r}; expected one such as torchrun or python after --, or a file "
+                "of a timeline (.json)"
+            )
         if seconds is None:
             code = subprocess.run(arguments, env=environment, check=False).returncode  # noqa: S603  the user's own
         else:
