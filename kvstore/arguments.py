@@ -218,6 +218,8 @@ def check_shard(shard: object) -> None:
         ValueError: if it is neither "optimizer" nor None.
     """
     if shard == "weights":
-        raise ValueError("shard is 'weights', which is for DistributedOptimizer; expected 'optimizer' or None")
+        raise ValueError(
+            "shard is 'weights', which is for Trainer and DistributedOptimizer; expected 'optimizer' or None"
+        )
     if shard not in (None, "optimizer"):
         raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")

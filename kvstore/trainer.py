@@ -13,7 +13,9 @@ from torch import nn
 from gangline.kvstore.arguments import Value, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, summed
 
@@ -70,7 +72,8 @@ class Trainer:
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
             kvstore: a store, or the name of one to create.
             loss_reduction: "mean", or "sum" if ``.grad`` is of a loss summed over the samples.
-            shard: "optimizer": the workers divide the optimizer's state, as for `KVStore.set_optimizer`.
+            shard: "optimizer": the workers divide the optimizer's state, as for `KVStore.set_optimizer`. "weights":
+                they divide weights and gradients too, as with `DistributedOptimizer`; ``params`` is a module then.
             memory: relative memory of the workers, as for `KVStore.set_optimizer`.
 
         Raises:
@@ -87,6 +90,10 @@ class Trainer:
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
         spec.check_keys(self._parameters)
         self._is_sum, self._is_sharded = loss_reduction == "sum", shard is not None
+        if shard == "weights" and not isinstance(params, nn.Module):
+            raise TypeError(
+                f"params is a {type(params).__name__}; expected the torch.nn.Module whose weights to divide"
+            )
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
         held = [key for key in self._parameters if key in self.kvstore]
         if held:
@@ -96,11 +103,20 @@ class Trainer:
         self._accumulated_samples = 0.0
         self._weight = 0.0
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
-        self.kvstore.set_optimizer(spec, shard=shard, memory=memory)
+        network = params if isinstance(params, nn.Module) else None
+        self._network = network if shard == "weights" else None
+        self._sharded: ShardedWeights | None = None
+        self._reducer: Reducer | ShardedWeights
+        if self._network is not None and self.kvstore.num_workers > 1:
+            trained = [one for one in self._parameters.values() if one.requires_grad]
+            self._reducer = self._sharded = ShardedWeights(trained, self._network, self.kvstore, memory)
+            self._owned = OwnedKeys(spec, self._sharded, self.kvstore)
+            self._reducer.begin([0], push_early=False)
+            return
+        self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
         weights = list(self._parameters.values())
         self.kvstore.broadcast(list(self._parameters), weights, weights)
         self._versions = self._current_versions()
-        network = params if isinstance(params, nn.Module) else None
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
         self._reducer = Reducer(
@@ -176,6 +192,8 @@ class Trainer:
             for key, gradient in kept.items():
                 self._parameters[key].grad = gradient
             self._reducer.begin([0], push_early=False)
+        if self._sharded is not None:
+            self._owned.update()
         self._versions = self._current_versions()
 
     @contextmanager
@@ -214,7 +232,15 @@ class Trainer:
 
         Returns:
             The rank that joined last.
+
+        Raises:
+            RuntimeError: with ``shard="weights"``, where the others need this worker's weights.
         """
+        if self._sharded is not None:
+            raise RuntimeError(
+                "with shard='weights' the others need this worker's weights in each forward; expected a backward on "
+                "any data and step(0) in place of join()"
+            )
         last = self.kvstore.join()
         self._pull()
         return last
@@ -222,7 +248,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate."""
-        return self.kvstore.learning_rate
+        return self.kvstore.learning_rate if self._sharded is None else self._owned.optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next step on; rank 0's counts.
@@ -231,11 +257,16 @@ class Trainer:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.
         """
-        self.kvstore.set_learning_rate(learning_rate)
+        if self._sharded is None:
+            self.kvstore.set_learning_rate(learning_rate)
+        else:
+            self._owned.optimizer.learning_rate = learning_rate
 
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state to a safetensors file on rank 0; with ``shard`` collective."""
-        if not self.kvstore.rank or self._is_sharded:
+        if self._sharded is not None:
+            self._owned.save(path)
+        elif not self.kvstore.rank or self._is_sharded:
             self.kvstore.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:
@@ -245,7 +276,27 @@ class Trainer:
             FileNotFoundError: if there is no such file.
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
-        self.kvstore.load_optimizer_states(path)
+        if self._sharded is None:
+            self.kvstore.load_optimizer_states(path)
+        else:
+            self._owned.load(path)
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
+
+        Collective: all workers must call it.
+        """
+        return whole_state(self._network, self._sharded)
+
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the network's state by rank 0's ``state``; others' is ignored; for ``shard="weights"``.
+
+        Collective: all workers must call it.
+
+        Raises:
+            ValueError: if rank 0's names or shapes are not the network's; on all workers.
+        """
+        load_whole_state(self._network, self._sharded, state)
 
     @torch.no_grad()
     def _accumulate(self, batch_size: float) -> None:
@@ -273,7 +324,7 @@ class Trainer:
             ]
             mean = None if not shares else shares[0] if len(shares) == 1 else _sum(*shares)
             parameter.grad = mean.to_coo() if isinstance(mean, RowSparse) else mean
-        return kept
+        return {} if self._sharded is not None else kept  # then .grad is the mean over the workers
 
     def _own_gradients(self) -> dict[Key, Value]:
         return {key: _value(p.grad) for key, p in self._parameters.items() if p.grad is not None}
@@ -284,6 +335,8 @@ class Trainer:
 
     def _assign_changes(self) -> None:
         """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""
+        if self._sharded is not None:  # which holds them itself
+            return
         changed = [key for key, version in self._current_versions().items() if version != self._versions[key]]
         if changed:
             self.kvstore.assign(changed, [self._parameters[key] for key in changed])

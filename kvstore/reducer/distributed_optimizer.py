@@ -16,7 +16,7 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.owned_parameters import OwnedParameters
-from gangline.kvstore.reducer.sharded_weights import ShardedWeights
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
 
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
@@ -93,7 +93,8 @@ class DistributedOptimizer(Optimizer):
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._reducer: GradientReducer | ShardedWeights | None = None
-        self._shards: OwnedParameters | None = None
+        self._owned: OwnedParameters | None = None
+        self._sharded: ShardedWeights | None = None
         self._network = network if shard == "weights" else None
         if shard not in (None, "optimizer", "weights"):
             raise ValueError(f"shard is {shard!r}; expected 'optimizer', 'weights' or None")
@@ -129,14 +130,16 @@ class DistributedOptimizer(Optimizer):
             for parameter in trained.values()
         ]
         if shard == "weights":
-            network = self._known_network("DistributedOptimizer")
-            self._reducer = self._shards = ShardedWeights(self._optimizer, network, store, memory)
+            assert self._network is not None
+            self._reducer = self._sharded = ShardedWeights(list(parameters.values()), self._network, store, memory)
+            self._owned = OwnedParameters(self._optimizer, self._sharded.owners, store)
             return
         tensors = [parameter.data for parameter in parameters.values()]
         store.broadcast(list(parameters), tensors, tensors)
         self._reducer = GradientReducer(trained, store)
         if shard is not None:
-            self._shards = OwnedParameters(self._optimizer, list(trained.values()), store, memory)
+            owners = store.owners_of([one.data for one in trained.values()], memory)
+            self._owned = OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), store)
 
     # Averaging
 
@@ -222,39 +225,27 @@ class DistributedOptimizer(Optimizer):
         Returns:
             Their norm before.
         """
-        if isinstance(self._shards, ShardedWeights):
-            return self._shards.clip_grad_norm_(max_norm)
+        if self._sharded is not None:
+            return self._sharded.clip_grad_norm_(max_norm)
         parameters = [one for group in self.param_groups for one in group["params"]]
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def model_state_dict(self) -> dict[str, torch.Tensor]:
+    def model_state_dict(self) -> dict[str, Any]:
         """Return the network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
 
         Raises:
             RuntimeError: without ``shard="weights"``; the network's own state is whole then.
         """
-        network = self._known_network("model_state_dict")
-        if isinstance(self._shards, ShardedWeights):
-            return self._shards.model_state_dict()
-        return {name: value.to("cpu", copy=True) for name, value in network.state_dict().items()}
+        return whole_state(self._network, self._sharded)
 
-    def load_model_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the network's state by rank 0's ``state``; others' is ignored. Collective.
 
         Raises:
             ValueError: if rank 0's names or shapes are not the network's; on all workers.
             RuntimeError: without ``shard="weights"``; load the network's own state then.
         """
-        network = self._known_network("load_model_state_dict")
-        if isinstance(self._shards, ShardedWeights):
-            self._shards.load_model_state_dict(state)
-        else:
-            network.load_state_dict(state)
-
-    def _known_network(self, call: str) -> nn.Module:
-        if self._network is None:
-            raise RuntimeError(f"{call}() is for shard='weights'; expected a call of the network's own methods")
-        return self._network
+        load_whole_state(self._network, self._sharded, state)
 
     def close(self) -> None:
         """Remove the hooks from the parameters; the store stays open."""
@@ -269,35 +260,39 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, after `synchronize` if there is no closure."""
         result = None
-        if closure is not None and self._shards is None:
+        if closure is not None and self._owned is None:
             result = self._optimizer.step(closure)
         else:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
             self.synchronize()
-            if self._shards is None:
+            if self._sharded is not None:
+                self._sharded.before_update()
+            if self._owned is None:
                 self._optimizer.step()
             else:
-                self._shards.step()
+                self._owned.step()
+                if self._sharded is None:
+                    self._owned.copy_from_owners()
         self._is_reduced = False
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as the wrapped optimizer does."""
         self._optimizer.zero_grad(set_to_none)
-        if isinstance(self._shards, ShardedWeights):
-            self._shards.forget_gradients()
+        if self._sharded is not None:
+            self._sharded.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, which is the same on all workers; with ``shard`` collective."""
-        return self._optimizer.state_dict() if self._shards is None else self._shards.state_dict()
+        return self._optimizer.state_dict() if self._owned is None else self._owned.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state; all workers must load the same one."""
         self._optimizer.load_state_dict(state_dict)
-        if self._shards is not None:
-            self._shards.drop_others()
+        if self._owned is not None:
+            self._owned.drop_others()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; with several workers it is refused.

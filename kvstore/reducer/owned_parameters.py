@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,38 +13,22 @@ from gangline.kvstore.interface import KVStore
 
 
 class OwnedParameters:
-    """Steps of an optimizer over the parameters that a worker owns, and copies of the others' from their owners."""
+    """Steps of an optimizer over the parameters that a worker owns."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        store: KVStore,
-        memory: Sequence[float] | str,
-    ) -> None:
-        """Divide the parameters by memory. Collective: all workers must call it.
+    def __init__(self, optimizer: Optimizer, owners: Mapping[torch.nn.Parameter, int], store: KVStore) -> None:
+        """Drop the optimizer's state of parameters that other workers own.
 
         Args:
-            optimizer: the optimizer; state that it has of others' parameters is dropped.
-            parameters: those to divide, the optimizer's among them.
+            optimizer: the optimizer.
+            owners: rank of the owner of each parameter.
             store: the workers' store.
-            memory: relative memory of the workers, or "auto".
-
-        Raises:
-            ValueError: if the store cannot divide them, or the memory does not fit.
         """
-        self._optimizer, self._store = optimizer, store
-        owners = store.owners_of([one.data for one in parameters], memory)
-        self._owners = dict(zip(parameters, owners, strict=True))
-        self._others = [one for one, owner in self._owners.items() if owner != store.rank]
+        self._optimizer, self._owners, self._store = optimizer, owners, store
+        self._others = [one for one, owner in owners.items() if owner != store.rank]
         self.drop_others()
 
     def step(self) -> None:
-        """Update the owned parameters, and give all workers the weights of all. Collective."""
-        self._update()
-        self._copy_from_owners()
-
-    def _update(self) -> None:
+        """Update the owned parameters."""
         gradients = [one.grad for one in self._others]
         for one in self._others:
             one.grad = None  # an optimizer leaves parameters without a gradient alone
@@ -55,7 +39,8 @@ class OwnedParameters:
                 one.grad = gradient
 
     @torch.no_grad()
-    def _copy_from_owners(self) -> None:
+    def copy_from_owners(self) -> None:
+        """Give all workers the weights of all. Collective."""
         shared: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
         for one, owner in self._owners.items():
             shared[owner, one.dtype].append(one)

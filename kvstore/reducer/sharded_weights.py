@@ -13,12 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from gangline.collectives.work import Work
 from gangline.kvstore.interface import KVStore
-from gangline.kvstore.reducer.owned_parameters import OwnedParameters
 
 _MAX_PENDING_REDUCTIONS = 2
 """Most reductions of gradients that run at the same time."""
@@ -97,8 +95,8 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
         return parameter
 
 
-class ShardedWeights(OwnedParameters):
-    """Divides the weights of a network over the workers, with their gradients and the optimizer's state.
+class ShardedWeights:
+    """Divides the weights of a network, and their gradients, over the workers.
 
     Before a module's forward its parameters are copied from their owners, after it the copies are dropped, and backward
     copies them again where autograd needs them. All workers must run the same modules in the same order. The order of
@@ -107,24 +105,36 @@ class ShardedWeights(OwnedParameters):
     weights and gradients that others own.
     """
 
-    def __init__(self, optimizer: Optimizer, network: nn.Module, store: KVStore, memory: Sequence[float] | str) -> None:
+    def __init__(
+        self,
+        trained: Sequence[torch.Tensor],
+        network: nn.Module,
+        store: KVStore,
+        memory: Sequence[float] | str,
+    ) -> None:
         """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it.
 
+        Args:
+            trained: the parameters that an optimizer updates.
+            network: the network of all of them.
+            store: the workers' store.
+            memory: relative memory of the workers, or "auto".
+
         Raises:
-            ValueError: if the network lacks a parameter of the optimizer, its weights are divided already, or as for
-                `OwnedParameters`.
+            ValueError: if the network lacks one of them, its weights are divided already, the store cannot divide them,
+                or the memory does not fit.
         """
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
-        self._trained_here = [one for group in optimizer.param_groups for one in group["params"] if one in names]
-        foreign = sum(one.numel() > 0 for group in optimizer.param_groups for one in group["params"])
-        foreign -= len(self._trained_here)
+        self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
+        foreign = sum(one.numel() > 0 for one in trained) - len(self._updated)
         if foreign:
             raise ValueError(f"{foreign} of the optimizer's parameters are not in network, or hold no real numbers")
         divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]
         if divided or any(isinstance(module._parameters, _Parameters) for module in network.modules()):
             raise ValueError("another optimizer divides, or has divided, the weights of this network; make it anew")
-        super().__init__(optimizer, list(names), store, memory)
-        self._network = network
+        self.owners = dict(zip(names, store.owners_of([one.data for one in names], memory), strict=True))
+        """Rank of the owner of each parameter."""
+        self._network, self._store = network, store
         self._frames: list[list[_WeightGroup]] = []  # what each module whose forward runs now has copied
         self._saved_tensors_hooks: Any = None
         self._weight = 0.0
@@ -136,9 +146,9 @@ class ShardedWeights(OwnedParameters):
             one.data = one.data.contiguous()
         store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
         self._weights = {one: self._divide(name, one) for one, name in names.items()}
-        trained = [weight for weight in self._weights.values() if weight.parameter.requires_grad]
-        size = -(-len(trained) // _MAX_GRADIENT_GROUPS) or 1
-        self._gradient_groups = [trained[begin : begin + size] for begin in range(0, len(trained), size)]
+        with_gradient = [weight for weight in self._weights.values() if weight.parameter.requires_grad]
+        size = -(-len(with_gradient) // _MAX_GRADIENT_GROUPS) or 1
+        self._gradient_groups = [with_gradient[begin : begin + size] for begin in range(0, len(with_gradient), size)]
         self._number_of_group = {one: number for number, group in enumerate(self._gradient_groups) for one in group}
         self._pending = [0] * len(self._gradient_groups)  # gradients of each group that are yet to arrive
         self._not_ready = self._all_groups = (
@@ -149,7 +159,7 @@ class ShardedWeights(OwnedParameters):
             if next(module.parameters(), None) is not None:
                 self._watch(module)
         self._nodes = []  # those that accumulate the gradients: they live as long as somebody holds them
-        for weight in trained:
+        for weight in with_gradient:
             node: Any = torch.autograd.graph.get_gradient_edge(weight.parameter).node
             self._nodes.append(node)
             self._hooks.append(node.register_prehook(partial(self._before_gradient, weight)))
@@ -160,7 +170,7 @@ class ShardedWeights(OwnedParameters):
         raise TypeError("the workers divide this network's weights, so it cannot be copied; copy model_state_dict()")
 
     def _divide(self, name: str, parameter: nn.Parameter) -> _Weight:
-        owner, data = self._owners[parameter], parameter.data
+        owner, data = self.owners[parameter], parameter.data
         nothing = [torch.full((), torch.nan, dtype=data.dtype, device=data.device) for _ in range(2)]
         own = None
         if owner == self._store.rank:
@@ -413,15 +423,22 @@ class ShardedWeights(OwnedParameters):
         gradient = weight.parameter.grad
         return gradient is not None and gradient is not weight.mean and gradient is not weight.gradient_placeholder
 
-    def step(self) -> None:
-        """Update the owned weights."""
+    def before_update(self) -> None:
+        """Prepare for an update of the owned weights, on all workers."""
         self._end_backward()
         self._take_assigned(list(self._weights.values()))
         for weight in self._weights.values():
             weight.version += weight.parameter.grad is not None
             if weight.own is not None:
                 weight.parameter.data = weight.own
-        self._update()
+
+    def updated(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the optimizer updates, by name."""
+        return {self._weights[one].name: one for one in self._updated}
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """Return those of them that this worker owns, by name."""
+        return {name: one for name, one in self.updated().items() if self.owners[one] == self._store.rank}
 
     def forget_gradients(self) -> None:
         """Drop the means of earlier backwards, as `zero_grad` does with gradients."""
@@ -431,13 +448,12 @@ class ShardedWeights(OwnedParameters):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the optimizer's parameters by their common 2-norm, which is returned. Collective."""
-        owned = [self._weights[one] for one in self._trained_here if self._weights[one].own is not None]
-        gradients = [weight.parameter.grad for weight in owned if weight.parameter.grad is not None]
+        gradients = [one.grad for one in self.owned().values() if one.grad is not None]
         squares = sum(float(one.double().square().sum()) for one in gradients)
         norm = sum(self._store.group.all_gather(squares, "clip_grad_norm_")) ** 0.5
         for one in gradients:
             one.mul_(min(max_norm / (norm + 1e-6), 1.0))
-        return torch.tensor(norm, dtype=self._trained_here[0].dtype)
+        return torch.tensor(norm, dtype=self._updated[0].dtype)
 
     # Full weights
 
@@ -509,6 +525,41 @@ class ShardedWeights(OwnedParameters):
         for module in self._network.modules():
             if isinstance(module._parameters, _Parameters):
                 module._parameters = dict(module._parameters)
+
+
+def whole_state(network: nn.Module | None, sharded: ShardedWeights | None) -> dict[str, Any]:
+    """Return a network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
+
+    Args:
+        network: the network that was given with ``shard="weights"``.
+        sharded: its divided weights; None with a single worker.
+
+    Raises:
+        RuntimeError: if there is no network; its own state is whole then.
+    """
+    if sharded is not None:
+        return sharded.model_state_dict()
+    state = _known(network).state_dict()
+    return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+
+
+def load_whole_state(network: nn.Module | None, sharded: ShardedWeights | None, state: Mapping[str, Any]) -> None:
+    """Replace a network's state by rank 0's. Collective.
+
+    Raises:
+        ValueError: if rank 0's names or shapes are not the network's; on all workers.
+        RuntimeError: as for `whole_state`.
+    """
+    if sharded is not None:
+        sharded.load_model_state_dict(state)
+    else:
+        _known(network).load_state_dict(state)
+
+
+def _known(network: nn.Module | None) -> nn.Module:
+    if network is None:
+        raise RuntimeError("this call is for shard='weights'; expected the network's own state_dict, load_state_dict")
+    return network
 
 
 def _empty(weight: _Weight) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline import DistributedOptimizer, create, spawn
+from gangline import DistributedOptimizer, Trainer, create, spawn
 
 STEPS = 20
 WORDS, WIDTH = 11, 16
@@ -410,5 +411,96 @@ def test_the_same_script_runs_with_one_worker() -> None:
 def test_the_network_is_needed_and_must_have_the_parameters() -> None:
     with pytest.raises(TypeError, match=r"network is None; expected the torch.nn.Module whose weights to divide"):
         DistributedOptimizer(optimizer_of(mlp()), "local", shard="weights")
-    with pytest.raises(RuntimeError, match=r"model_state_dict\(\) is for shard='weights'"):
+    with pytest.raises(RuntimeError, match="this call is for shard='weights'"):
         DistributedOptimizer(optimizer_of(mlp()), "local").model_state_dict()
+
+
+ADAM: Any = ("adam", {"learning_rate": 0.01, "wd": 0.01})
+CLIPPED: Any = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05})
+OF_EACH: Any = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_norm": 0.05})
+
+
+def by_trainer(trainer: Trainer, network: nn.Module, step: int, way: str) -> None:
+    """Make a step of a Trainer, whose workers have unequal samples."""
+    rank, size = trainer.kvstore.rank, trainer.kvstore.num_workers
+    data, label = (parts(rank, size, one) for one in batch(mlp, step))
+    trainer.zero_grad()
+    if way == "accumulated":
+        with trainer.no_sync():
+            nn.functional.cross_entropy(network(data[:2]), label[:2]).backward()
+            trainer.step(2)
+        data, label = data[2:], label[2:]
+    samples = len(data)
+    if way == "without samples" and rank == 1:
+        data, label, samples = data * 7, label, 0
+    loss = nn.functional.cross_entropy(network(data), label, reduction="sum" if way == "sum" else "mean")
+    if way == "early":
+        trainer.backward(loss, samples)
+    else:
+        loss.backward()
+    trainer.step(samples)
+
+
+def trained(communicator: Any, memory: Any, way: str, optimizer: Any, folder: str = "") -> Any:
+    """Train by a Trainer; return the state, and the bytes held."""
+    store = create("allreduce", communicator=communicator)
+    network = mlp()
+    reduction = "sum" if way == "sum" else "mean"
+    trainer = Trainer(network, *optimizer, store, loss_reduction=reduction, shard="weights", memory=memory)
+    first = 0
+    if way == "resumed":
+        state = torch.load(f"{folder}/weights.pt") if not store.rank else {}
+        trainer.load_model_state_dict(state)
+        trainer.load_states(f"{folder}/state.safetensors")
+        first = STEPS // 2
+    for step in range(first, STEPS):
+        if store.rank == 0 and step == 5:
+            trainer.set_learning_rate(0.02)
+        by_trainer(trainer, network, step, way)
+        if folder and way != "resumed" and step + 1 == STEPS // 2:
+            trainer.save_states(f"{folder}/state.safetensors")
+            torch.save(trainer.model_state_dict(), f"{folder}/weights{store.rank or ''}.pt")
+    assert trainer.learning_rate == (0.02 if way != "resumed" else optimizer[1]["learning_rate"])
+    with pytest.raises(RuntimeError, match=r"expected a backward on any data and step\(0\) in place of join\(\)"):
+        trainer.join()
+    found = trainer.model_state_dict()
+    store.close()
+    return found
+
+
+def trained_alone(way: str, optimizer: Any) -> nn.Module:
+    network = mlp()
+    trainer = Trainer(network, *optimizer, "local", shard="weights")
+    assert trainer.model_state_dict().keys() == network.state_dict().keys()
+    for step in range(STEPS):
+        if step == 5:
+            trainer.set_learning_rate(0.02)
+        data, label = batch(mlp, step)
+        if way == "without samples":
+            data, label = data[:8], label[:8]
+        trainer.zero_grad()
+        nn.functional.cross_entropy(network(data), label).backward()
+        trainer.step(len(data))
+    return network
+
+
+@pytest.mark.parametrize("way", ["late", "early", "accumulated", "sum", "without samples"])
+@pytest.mark.parametrize("optimizer", [ADAM, CLIPPED, OF_EACH], ids=["adam", "clipped", "clipped apart"])
+def test_a_trainer_divides_the_weights_too(way: str, optimizer: Any) -> None:
+    found = spawn(trained, 2, [3, 1], way, optimizer, threads=1)
+    assert not found[1]
+    for name, value in trained_alone(way, optimizer).state_dict().items():
+        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-11), name
+
+
+def test_a_trainer_resumes_with_other_owners(tmp_path: Path) -> None:
+    constant: Any = ("adam", {"learning_rate": 0.02, "wd": 0.01})
+    spawn(trained, 2, [3, 1], "late", constant, str(tmp_path), threads=1)
+    found = spawn(trained, 2, [0, 1], "resumed", constant, str(tmp_path), threads=1)
+    for name, value in trained_alone("late", constant).state_dict().items():
+        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-11), name
+
+
+def test_a_trainer_needs_the_module_of_the_weights() -> None:
+    with pytest.raises(TypeError, match=r"params is a list; expected the torch\.nn\.Module whose weights to divide"):
+        Trainer(list(mlp().parameters()), *ADAM, "local", shard="weights")

@@ -1,0 +1,68 @@
+"""A store's optimizer over the weights that a worker owns; the other workers update the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from gangline.kvstore.interface import KVStore, read_optimizer_states
+from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights
+
+
+class OwnedKeys:
+    """Updates of the owned weights, with rank 0's learning rate and the common norm of all gradients."""
+
+    def __init__(self, spec: OptimizerSpec, weights: ShardedWeights, store: KVStore) -> None:
+        self._weights, self._store, self._max_norm = weights, store, spec.clip_global_norm
+        self.optimizer = KeyedOptimizer(replace(spec, clip_global_norm=None))
+        for name, parameter in weights.owned().items():
+            self.optimizer.add(name, parameter.data)
+
+    def update(self) -> None:
+        """Update the owned weights from the means of their gradients. Collective."""
+        self.optimizer.learning_rate = self._store.group.broadcast(self.optimizer.learning_rate, "learning rate")
+        self._weights.before_update()
+        if self._max_norm is not None:
+            self._weights.clip_grad_norm_(self._max_norm)
+        owned = self._weights.owned().items()
+        self.optimizer.update([(name, one.grad) for name, one in owned if one.grad is not None])
+
+    def save(self, path: str | Path) -> None:
+        """Write the state of all weights to a file on rank 0. Collective."""
+        own = self.optimizer.state()
+        parts = [
+            OptimizerState.from_parts(header, tensors)
+            for header, tensors in self._store.group.all_gather([own.header(), own.tensors], "save_states")
+        ]
+        if not self._store.rank:
+            whole = replace(
+                own,
+                shapes={key: shape for part in parts for key, shape in part.shapes.items()},
+                tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
+                plain={place: value for part in parts for place, value in part.plain.items()},
+            )
+            files.save(Path(path), whole.tensors, whole.header())
+
+    def load(self, path: str | Path) -> None:
+        """Replace the state by that of rank 0's file. Collective.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is damaged, or does not match the optimizer, keys or shapes; on all workers.
+        """
+        read: list[object] = []
+        self._store.group.run_on_rank(lambda: read.append(read_optimizer_states(path)), "load_states")
+        state = read[0] if read else None
+        parts = [state.header(), state.tensors] if isinstance(state, OptimizerState) else None
+        whole = OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states"))
+        shapes = {json.dumps(name): list(one.shape) for name, one in self._weights.updated().items()}
+        wrong = [key for key, shape in whole.shapes.items() if shapes.get(key) != shape]
+        if wrong:
+            raise ValueError(f"{path} has state of {', '.join(wrong)}, which are unknown here or have other shapes")
+        owned = self._weights.owned()
+        part = whole.of_keys(owned.__contains__)
+        self.optimizer.load_state(replace(part, shapes={json.dumps(name): shapes[json.dumps(name)] for name in owned}))
