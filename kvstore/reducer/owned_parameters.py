@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from gangline.kvstore.interface import KVStore
 
+_LARGE = 1 << 16
+"""Bytes from which a parameter is copied on its own."""
+
 
 class OwnedParameters:
     """Steps of an optimizer over the parameters that a worker owns."""
@@ -40,13 +43,19 @@ class OwnedParameters:
 
     @torch.no_grad()
     def copy_from_owners(self) -> None:
-        """Give all workers the weights of all. Collective."""
-        shared: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
+        """Give all workers the weights of all: large ones in place, small ones of an owner joined. Collective."""
+        small: dict[tuple[int, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
+        tensors, owners = [], []
         for one, owner in self._owners.items():
-            shared[owner, one.dtype].append(one)
-        joined = [torch.cat([one.flatten() for one in parameters]) for parameters in shared.values()]
-        self._store.copy_from_owners("updated parameters", joined, [owner for owner, _ in shared])
-        for flat, ((owner, _), parameters) in zip(joined, shared.items(), strict=True):
+            if one.nbytes >= _LARGE and one.is_contiguous():
+                torch.autograd.graph.increment_version(one)  # a graph that needs the old values learns of it
+                tensors.append(one.data.view(-1))
+                owners.append(owner)
+            else:
+                small[owner, one.dtype].append(one)
+        joined = [torch.cat([one.flatten() for one in parameters]) for parameters in small.values()]
+        self._store.copy_from_owners("updated parameters", tensors + joined, owners + [owner for owner, _ in small])
+        for flat, ((owner, _), parameters) in zip(joined, small.items(), strict=True):
             if owner != self._store.rank:
                 parts = torch.split(flat, [one.numel() for one in parameters])
                 for one, part in zip(parameters, parts, strict=True):

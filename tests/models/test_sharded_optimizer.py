@@ -163,6 +163,25 @@ def test_a_distributed_optimizer_shards_and_resumes_with_other_owners() -> None:
         check_same(weights, alone(ADAM))
 
 
+def updates_between(communicator: Any) -> None:
+    store = create("allreduce", communicator=communicator)
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).double()  # large enough to be copied in place
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), store, shard="optimizer", memory=[1, 1]
+    )
+    data = torch.ones(3, 100).double().requires_grad_()
+    first = model(data).sum()
+    model(data).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+    store.close()
+
+
+def test_a_backward_after_the_update_of_its_weights_is_an_error_on_all_workers() -> None:
+    spawn(updates_between, 2, threads=1)
+
+
 def refused(communicator: Any) -> None:
     store = create("allreduce", communicator=communicator)
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
