@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
+from gangline.collectives.workload import split_batch
 from gangline.models.data.batches import (
     Batch,
     as_batch,
@@ -32,9 +34,21 @@ from gangline.models.pipelines.schedule import cut, one_forward_one_backward
 from gangline.models.random_streams import mixed_seed
 from gangline.models.sample_dropout import SampleDropout
 
+Groups = Mapping[str, Device] | Sequence[Device] | Literal["auto"]
+"""Contexts of a pipeline, by the names of layers or in order."""
 _MEASURED_RUNS = 3
 _BYTES_PER_PARAMETER_BYTE = 4
 """Memory of a layer's weights, gradients and two moments of the optimizer, in times its weights."""
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """A copy of the network whose stages lie on contexts of its own."""
+
+    network: nn.Sequential
+    contexts: list[Context]
+    stages: list[list[tuple[int, nn.Module]]]
+    """Layers of each stage, with their numbers."""
 
 
 class Pipeline(nn.Module):
@@ -44,6 +58,9 @@ class Pipeline(nn.Module):
     next one, in the order of 1F1B. Gradients add up to that of the mean over the batch, so any torch optimizer, or a
     `Trainer` over several such processes, updates the parameters afterwards. Layers that compute statistics of a batch,
     such as BatchNorm, compute those of a micro-batch; dropout is drawn by sample (see `SampleDropout`).
+
+    With several groups of contexts each has a copy of the network, and computes a part of the batch: data parallelism.
+    ``network`` is the first one, whose weights the others get before each batch, and whose gradients are the sums.
 
     For example:
 
@@ -59,8 +76,9 @@ class Pipeline(nn.Module):
         self,
         network: nn.Sequential,
         loss: Loss,
-        group2ctxs: Mapping[str, Device] | Sequence[Device] | Literal["auto"] = "auto",
+        group2ctxs: Groups | Sequence[Groups] = "auto",
         *,
+        work_load_list: Sequence[float] | None = None,
         micro_batches: int = 4,
         sample: Any = None,
         speeds: Sequence[float] | None = None,
@@ -74,8 +92,9 @@ class Pipeline(nn.Module):
             loss: as for `Module`.
             group2ctxs: context of the layers by name: a layer that is not named is on the context of the layer before
                 it. A list of contexts, or "auto", all of them: the layers are cut by their measured time, so that the
-                slowest stage is as fast as possible.
-            micro_batches: number of micro-batches of a batch; a smaller batch has one for each sample.
+                slowest stage is as fast as possible. A list of such dicts or lists: a copy of the network on each.
+            work_load_list: relative speed of each copy, by which it gets its part of a batch; None: equal parts.
+            micro_batches: number of micro-batches of a copy's part; a smaller part has one for each sample.
             sample: data of a micro-batch, to measure the layers with; needed to cut by time.
             speeds: relative speed of each context; None: equal ones.
             memory: bytes of each context; None: the free memory of GPUs, and no limit for the host.
@@ -83,7 +102,8 @@ class Pipeline(nn.Module):
 
         Raises:
             TypeError: if the network is no `nn.Sequential`.
-            ValueError: if a name is unknown, contexts go back and forth, or there are fewer layers than contexts.
+            ValueError: if a name is unknown, contexts go back and forth, there are fewer layers than contexts, or the
+                loads do not fit the copies.
         """
         super().__init__()
         if not isinstance(network, nn.Sequential):
@@ -93,25 +113,33 @@ class Pipeline(nn.Module):
         self.network = network
         self.micro_batches = micro_batches
         self._loss, self._seed, self._step = SummedLoss(loss, None), seed, 0
+        several = not isinstance(group2ctxs, str | Mapping) and any(
+            isinstance(one, Mapping | list | tuple) for one in group2ctxs
+        )
+        groups: list[Any] = list(group2ctxs) if several else [group2ctxs]
+        self._loads = list(work_load_list or [1.0] * len(groups))
+        if len(self._loads) != len(groups):
+            raise ValueError(
+                f"work_load_list has {len(self._loads)} numbers; expected {len(groups)}, one for each copy"
+            )
+        networks = [network, *(copy.deepcopy(network) for _ in groups[1:])]
+        self._replicas = [
+            self._placed(own, group, sample, speeds, memory) for own, group in zip(networks, groups, strict=True)
+        ]
+        self.contexts = [context for replica in self._replicas for context in replica.contexts]
         names = [name for name, _ in network.named_children()]
-        if isinstance(group2ctxs, Mapping):
-            begins, self.contexts = _cut_by_name(names, group2ctxs)
-        else:
-            self.contexts = contexts_of("auto" if isinstance(group2ctxs, str) else list(group2ctxs))
-            begins = self._cut_by_time(sample, speeds, memory)
-        ends = [*begins[1:], len(names)]
-        self.stages = [list(names[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-        """Names of the layers of each stage."""
-        self._stages = [network[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        for stage, context in zip(self._stages, self.contexts, strict=True):
-            stage.to(context.torch_device)
+        self.stages = [[names[number] for number, _ in stage] for replica in self._replicas for stage in replica.stages]
+        """Names of the layers on each context."""
         self.idle: list[float] = []
-        """Share of the last step in which each stage waited for others."""
+        """Share of the last step in which each context waited for others."""
 
     def forward(self, data: Any) -> Any:
-        """Return the output for a batch, on the last context; the stages run one after another."""
-        for stage, context in zip(self._stages, self.contexts, strict=True):
-            data = stage(move(data, context.torch_device))
+        """Return the output of the first copy for a batch, on its last context; the stages run one after another."""
+        first = self._replicas[0]
+        for stage, context in zip(first.stages, first.contexts, strict=True):
+            data = move(data, context.torch_device)
+            for _, layer in stage:
+                data = layer(data)
         return data
 
     def forward_backward(self, data: Any, label: Any = None) -> torch.Tensor:
@@ -129,26 +157,91 @@ class Pipeline(nn.Module):
         """
         data, label = checked_batch(data, label)
         samples = num_samples(data, "data")
-        count = min(self.micro_batches, samples)
-        bounds = [samples * number // count for number in range(count + 1)]
-        slices = [slice(begin, end) for begin, end in pairwise(bounds)]
-        step = _Step(self, data, label, slices, mixed_seed(self._seed, self._step))
+        divisor = self._loss.known_normalizer(label, samples)
+        key = mixed_seed(self._seed, self._step)
         self._step += 1
-        earlier = [] if step.knows_divisor else [(one, one.grad) for one in self.parameters()]
+        self._copy_to_replicas()
+        parts = zip(self._replicas, split_batch(samples, self._loads), strict=True)
+        steps = [
+            _Step(self, replica, data, label, _micro_batches(part, self.micro_batches), key, divisor or 1.0)
+            for replica, part in parts
+            if part.stop > part.start
+        ]
+        earlier = [] if divisor else [(one, one.grad) for one in self.parameters()]
         for parameter, _ in earlier:
             parameter.grad = None
-        total, self.idle = step.run()
+        threads = [threading.Thread(target=step.run, name=f"pipeline {number}") for number, step in enumerate(steps)]
+        for thread in threads[1:]:
+            thread.start()
+        steps[0].run()
+        for thread in threads[1:]:
+            thread.join()
+        errors = [error for step in steps for error in step.errors]
+        if errors:
+            raise errors[0]
+        self._add_gradients()
+        self.idle = [idle for step in steps for idle in step.idle]
+        divisor = divisor or sum(count for step in steps for _, count in step.losses) or 1.0
         for parameter, gradient in earlier:
             if parameter.grad is not None:
-                parameter.grad.div_(step.divisor)
+                parameter.grad.div_(divisor)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        return total
+        return torch.stack([loss.detach().cpu() for step in steps for loss, _ in step.losses]).sum() / divisor
+
+    @torch.no_grad()
+    def _copy_to_replicas(self) -> None:
+        """Give the other copies the weights, buffers and modes of the first."""
+        for replica in self._replicas[1:]:
+            for one, other in zip(self.network.modules(), replica.network.modules(), strict=True):
+                other.training = one.training
+            for weight, theirs in zip(self.network.parameters(), replica.network.parameters(), strict=True):
+                theirs.requires_grad_(weight.requires_grad).copy_(weight)
+                theirs.grad = None
+            for buffer, own in zip(self.network.buffers(), replica.network.buffers(), strict=True):
+                own.copy_(buffer)
+
+    @torch.no_grad()
+    def _add_gradients(self) -> None:
+        """Add the gradients of the other copies to those of the first."""
+        for replica in self._replicas[1:]:
+            for weight, theirs in zip(self.network.parameters(), replica.network.parameters(), strict=True):
+                if theirs.grad is not None:
+                    gradient = theirs.grad.to(weight.device)
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                    theirs.grad = None
+
+    def _placed(
+        self,
+        network: nn.Sequential,
+        group: Any,
+        sample: Any,
+        speeds: Sequence[float] | None,
+        memory: Sequence[float | None] | None,
+    ) -> _Replica:
+        """Cut a copy of the network into stages, and move each to its context."""
+        names = [name for name, _ in network.named_children()]
+        if isinstance(group, Mapping):
+            begins, contexts = _cut_by_name(names, group)
+        else:
+            contexts = contexts_of("auto" if isinstance(group, str) else list(group))
+            begins = self._cut_by_time(network, contexts, sample, speeds, memory)
+        layers = list(enumerate(network))
+        stages = [layers[begin:end] for begin, end in pairwise([*begins, len(names)])]
+        for stage, context in zip(stages, contexts, strict=True):
+            for _, layer in stage:
+                layer.to(context.torch_device)
+        return _Replica(network, contexts, stages)
 
     def _cut_by_time(
-        self, sample: Any, speeds: Sequence[float] | None, memory: Sequence[float | None] | None
+        self,
+        network: nn.Sequential,
+        contexts: Sequence[Context],
+        sample: Any,
+        speeds: Sequence[float] | None,
+        memory: Sequence[float | None] | None,
     ) -> list[int]:
-        count = len(self.contexts)
+        count = len(contexts)
         if count == 1:
             return [0]
         if sample is None:
@@ -158,32 +251,52 @@ class Pipeline(nn.Module):
                 raise ValueError(f"{name} has {len(values)} numbers; expected {count}, one for each context")
         limits = memory or [
             float(torch.cuda.mem_get_info(context.torch_device)[0]) if context.device_type == "gpu" else None
-            for context in self.contexts
+            for context in contexts
         ]
-        seconds, nbytes = measured_layers(self.network, sample, self.contexts[0], self.micro_batches)
+        seconds, nbytes = measured_layers(network, sample, contexts[0], self.micro_batches)
         return cut(seconds, nbytes, speeds or [1.0] * count, limits)
 
 
 class _Step:
-    """A batch on its way through the stages, each in a thread."""
+    """A part of a batch on its way through the stages of a copy of the network, each in a thread."""
 
-    def __init__(self, pipeline: Pipeline, data: Batch, label: Batch | None, slices: list[slice], key: int) -> None:
-        self._pipeline, self._data, self._label, self._slices, self._key = pipeline, data, label, slices, key
-        count = len(pipeline.contexts)
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        replica: _Replica,
+        data: Batch,
+        label: Batch | None,
+        slices: list[slice],
+        key: int,
+        divisor: float,
+    ) -> None:
+        """Prepare the step.
+
+        Args:
+            pipeline: the pipeline.
+            replica: the copy of the network.
+            data: the whole batch.
+            label: its labels.
+            slices: micro-batches of the part.
+            key: seed of the batch's dropout.
+            divisor: number by which gradients of the summed loss are divided.
+        """
+        self._pipeline, self._replica, self._data, self._label = pipeline, replica, data, label
+        self._slices, self._key, self._divisor = slices, key, divisor
+        count = len(replica.contexts)
         self._forward: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count)]
         self._backward: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count)]
-        self._errors: list[BaseException] = []
+        self.errors: list[BaseException] = []
         self._waited = [0.0] * count
-        self._losses: list[tuple[torch.Tensor, float]] = []
-        known = pipeline._loss.known_normalizer(label, slices[-1].stop)
-        self.knows_divisor = known is not None
-        """Whether gradients are those of the mean; otherwise of the sum, to be divided by `divisor` after the step."""
-        self.divisor = known or 1.0
+        self.losses: list[tuple[torch.Tensor, float]] = []
+        """Summed loss of each micro-batch, and the number to divide it by."""
+        self.idle: list[float] = []
+        """Share of the time in which each stage waited."""
 
-    def run(self) -> tuple[torch.Tensor, list[float]]:
-        """Run all stages; return the mean loss, and the share of time in which each stage waited."""
+    def run(self) -> None:
+        """Run all stages, until they have ended."""
         began = time.perf_counter()
-        count = len(self._pipeline.contexts)
+        count = len(self._replica.contexts)
         threads = [
             threading.Thread(target=self._run, args=(stage,), name=f"stage {stage}") for stage in range(1, count)
         ]
@@ -192,25 +305,21 @@ class _Step:
         self._run(0)
         for thread in threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
         seconds = time.perf_counter() - began
-        if not self.knows_divisor:
-            self.divisor = sum(count for _, count in self._losses) or 1.0
-        total = torch.stack([loss.detach().cpu() for loss, _ in self._losses]).sum() / self.divisor
-        return total, [waited / seconds for waited in self._waited]
+        self.idle = [waited / seconds for waited in self._waited]
 
     def _run(self, stage: int) -> None:
         try:
             self._run_passes(stage)
         except BaseException as error:  # noqa: BLE001  raised in the caller's thread
-            self._errors.append(error)
+            self.errors.append(error)
             for waiting in (*self._forward, *self._backward):
                 waiting.put(None)
 
     def _run_passes(self, stage: int) -> None:
         """Run the passes of a stage."""
-        pipeline, last = self._pipeline, len(self._pipeline.contexts) - 1
+        contexts = self._replica.contexts
+        last = len(contexts) - 1
         kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number, is_forward in one_forward_one_backward(stage, last + 1, len(self._slices)):
             if is_forward:
@@ -225,24 +334,26 @@ class _Step:
                 if stage:
                     self._backward[stage - 1].put(
                         [
-                            one.grad.to(pipeline.contexts[stage - 1].torch_device) if one.grad is not None else None
+                            one.grad.to(contexts[stage - 1].torch_device) if one.grad is not None else None
                             for one in inputs
                         ]
                     )
 
     def _run_forward(self, stage: int, number: int, received: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run a micro-batch; return the tensors that gradients arrive at, and those that backward starts from."""
-        pipeline, part = self._pipeline, self._slices[number]
-        device = pipeline.contexts[stage].torch_device
+        pipeline, replica, part = self._pipeline, self._replica, self._slices[number]
+        device = replica.contexts[stage].torch_device
         received = move(received, device)
         if stage:
             received = map_tensors(lambda one: one.detach().requires_grad_(one.is_floating_point()), received)
         samples = part.stop - part.start
-        key = mixed_seed(self._key, stage)
-        dropout = SampleDropout(key, part.start, samples) if pipeline.training else nullcontext()
-        with torch.enable_grad(), dropout:
-            output = pipeline._stages[stage](received)
-            if stage < len(pipeline.contexts) - 1:
+        with torch.enable_grad():
+            output: Any = received
+            for layer_number, layer in replica.stages[stage]:
+                key = mixed_seed(self._key, layer_number)  # the same however the layers are cut
+                with SampleDropout(key, part.start, samples) if pipeline.training else nullcontext():
+                    output = layer(output)
+            if stage < len(replica.contexts) - 1:
                 self._forward[stage + 1].put(map_tensors(lambda one: one.detach(), output))
                 starts = [one for one in tensors_of(output) if one.is_floating_point()]
             else:
@@ -251,8 +362,8 @@ class _Step:
                 loss, count = pipeline._loss.sum_and_count(output, on_device, own, samples)
                 if loss is None:
                     raise pipeline._loss.error_without_loss(output)
-                self._losses.append((loss, count))
-                starts = [loss / self.divisor]
+                self.losses.append((loss, count))
+                starts = [loss / self._divisor]
         inputs = [one for one in tensors_of(received) if one.is_floating_point()] if stage else []
         return inputs, starts
 
@@ -267,6 +378,14 @@ class _Step:
 
 class _StageFailed(Exception):  # noqa: N818  the error of the other stage is raised
     """Another stage has failed."""
+
+
+def _micro_batches(part: slice, most: int) -> list[slice]:
+    """Return the micro-batches of a part of a batch, one sample each at least."""
+    samples = part.stop - part.start
+    count = min(most, samples)
+    bounds = [part.start + samples * number // count for number in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _cut_by_name(names: Sequence[str], group2ctxs: Mapping[str, Device]) -> tuple[list[int], list[Context]]:

@@ -40,8 +40,16 @@ def network(dropout: float = 0.0) -> nn.Sequential:
     return lstm_language_model(python_documentation(16).num_classes or 0, 12, 20, dropout=dropout).double()
 
 
-def trained(stages: int, micro_batches: int, dropout: float = 0.0, loss: Any = None) -> dict[str, torch.Tensor]:
-    pipeline = Pipeline(network(dropout), loss or nn.CrossEntropyLoss(), CUTS[stages], micro_batches=micro_batches)
+TWO_COPIES: Any = [{"embed": cpu(0), "lstm2": cpu(1)}, {"embed": cpu(2), "lstm1": cpu(3), "head": cpu(4)}]
+
+
+def trained(
+    stages: Any, micro_batches: int, dropout: float = 0.0, loss: Any = None, loads: Sequence[float] | None = None
+) -> dict[str, torch.Tensor]:
+    cuts = CUTS[stages] if isinstance(stages, int) else stages
+    pipeline = Pipeline(
+        network(dropout), loss or nn.CrossEntropyLoss(), cuts, micro_batches=micro_batches, work_load_list=loads
+    )
     optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
     for data, label in batches(STEPS, 10):
         optimizer.zero_grad()
@@ -66,8 +74,43 @@ def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
         check_same(trained(stages, micro_batches), plain.state_dict())
 
 
-def test_dropout_does_not_depend_on_the_micro_batches() -> None:
-    check_same(trained(2, 5, dropout=0.3), trained(2, 2, dropout=0.3))
+def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on_the_copies() -> None:
+    expected = trained(1, 1, dropout=0.3)
+    check_same(trained(2, 5, dropout=0.3), expected)
+    check_same(trained(3, 2, dropout=0.3), expected)
+    check_same(trained(TWO_COPIES, 2, dropout=0.3, loads=[2, 1]), expected)
+
+
+@pytest.mark.parametrize("loads", [None, [2, 1], [1, 0], [1, 100]])
+def test_copies_on_other_contexts_compute_parts_of_the_batch(loads: Any) -> None:
+    check_same(trained(TWO_COPIES, 3, loads=loads), trained(1, 1))
+
+
+def test_copies_follow_the_first_ones_modes_frozen_layers_and_buffers() -> None:
+    torch.manual_seed(1)
+    own = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    lists: Any = [[cpu(0), cpu(1)], [cpu(2), cpu(3)]]
+    data, label = torch.randn(9, 4).double(), torch.randint(0, 3, (9,))
+    pipeline = Pipeline(own, nn.CrossEntropyLoss(), lists, sample=data)
+    assert len(pipeline.stages) == len(pipeline.contexts) == 4
+    own[1].eval()
+    own[0].requires_grad_(False)
+    own[1].running_mean.fill_(0.3)  # type: ignore[union-attr, operator]
+    expected = nn.functional.cross_entropy(own(data), label)
+    expected_gradient = torch.autograd.grad(expected, own[2].weight)[0]  # type: ignore[arg-type]
+    assert torch.allclose(pipeline.forward_backward(data, label), expected)
+    assert own[0].weight.grad is None
+    assert torch.allclose(own[2].weight.grad, expected_gradient)  # type: ignore[arg-type]
+    assert len(pipeline.idle) == 4
+
+
+def test_a_copy_that_fails_is_told_as_by_the_first() -> None:
+    lists: Any = [[cpu(0)], [cpu(1)]]
+    pipeline = Pipeline(nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), lists)
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        pipeline.forward_backward(torch.randn(4, 4), torch.tensor([0, 1, 2, 7]))
+    with pytest.raises(ValueError, match="work_load_list has 1 numbers; expected 2"):
+        Pipeline(nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), lists, work_load_list=[1])
 
 
 @pytest.mark.parametrize(
@@ -79,8 +122,9 @@ def test_dropout_does_not_depend_on_the_micro_batches() -> None:
     ],
     ids=["weights", "ignored", "sum"],
 )
-def test_gradients_are_those_of_the_whole_batch_and_are_added(loss: nn.Module) -> None:
-    plain, pipeline = network(), Pipeline(network(), loss, CUTS[2], micro_batches=3)
+@pytest.mark.parametrize("cuts", [CUTS[2], TWO_COPIES], ids=["one copy", "two copies"])
+def test_gradients_are_those_of_the_whole_batch_and_are_added(loss: nn.Module, cuts: Any) -> None:
+    plain, pipeline = network(), Pipeline(network(), loss, cuts, micro_batches=3)
     for data, label in batches(2, 8):
         expected = loss(plain(data), label)
         expected.backward()
