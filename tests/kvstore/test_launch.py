@@ -109,7 +109,9 @@ READY = "print('ready', flush=True)\nwhile True: signal.pause()\n"
 DAEMON = (
     "if os.fork() == 0:\n"
     "    os.setsid()\n"
+    "    between = os.getpid()\n"
     "    if os.fork() == 0:\n"
+    "        while os.getppid() == between: time.sleep(0.001)\n"  # it has ended, so the daemon is the only one
     "        print('daemon', flush=True); signal.pause()\n"
     "    os._exit(0)\n"
 )
