@@ -211,15 +211,16 @@ def _check_is_tensor(key: Any, value: Any) -> None:
         )
 
 
-def check_shard(shard: object) -> None:
-    """Check what the workers of a store, Trainer or Module are to divide.
+def check_shard(shard: object, *, or_weights: bool = False) -> None:
+    """Check what workers are to divide.
 
     Raises:
-        ValueError: if it is neither "optimizer" nor None.
+        ValueError: if it is neither "optimizer" nor None, nor, with ``or_weights``, "weights".
     """
-    if shard == "weights":
+    if shard == "weights" and not or_weights:
         raise ValueError(
-            "shard is 'weights', which is for Trainer and DistributedOptimizer; expected 'optimizer' or None"
+            "shard is 'weights', which is for Module, Trainer and DistributedOptimizer; expected 'optimizer' or None"
         )
-    if shard not in (None, "optimizer"):
-        raise ValueError(f"shard is {shard!r}; expected 'optimizer' or None")
+    if shard not in (None, "optimizer", "weights"):
+        expected = "'optimizer', 'weights'" if or_weights else "'optimizer'"
+        raise ValueError(f"shard is {shard!r}; expected {expected} or None")

@@ -6,6 +6,7 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -795,6 +796,8 @@ class KVStore(abc.ABC):
         owners: Sequence[int],  # noqa: ARG002
         missing: int = 0,  # noqa: ARG002
         weight: float = 0.0,  # noqa: ARG002
+        *,
+        numbers: Sequence[int] = (),  # noqa: ARG002
     ) -> tuple[int, float]:
         """Copy each tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective.
 
@@ -804,6 +807,7 @@ class KVStore(abc.ABC):
             owners: owner of each.
             missing: bit mask of at most 511 bits.
             weight: a number.
+            numbers: numbers of the tensors, for workers in `follow_owners`.
 
         Returns:
             The bit masks of all workers, combined with OR, and the sum of their weights.
@@ -815,8 +819,27 @@ class KVStore(abc.ABC):
         names: str,  # noqa: ARG002  refused here
         tensors: Sequence[torch.Tensor],  # noqa: ARG002
         owners: Sequence[int],  # noqa: ARG002
+        *,
+        numbers: Sequence[int] = (),  # noqa: ARG002
     ) -> Work:
         """Begin to sum tensors over the workers, each in place at its owner; as `copy_from_owners`. Collective."""
+        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
+
+    def follow_owners(
+        self,
+        copied: Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, int]]],  # noqa: ARG002  refused here
+        reduced: Callable[[Sequence[int]], AbstractContextManager[Sequence[tuple[torch.Tensor, int]]]],  # noqa: ARG002
+    ) -> None:
+        """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
+
+        Args:
+            copied: function of the numbers that `copy_from_owners` was given, which returns tensors and their owners.
+            reduced: the same for `reduce_to_owners`, as a context in which the tensors are reduced.
+        """
+        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
+
+    def end_following(self) -> None:
+        """Let the workers in `follow_owners` return. Collective."""
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here

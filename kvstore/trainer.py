@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.kvstore.arguments import Value, check_weight
+from gangline.kvstore.arguments import Value, check_shard, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
@@ -89,6 +89,7 @@ class Trainer:
             raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
         spec.check_keys(self._parameters)
+        check_shard(shard, or_weights=True)
         self._is_sum, self._is_sharded = loss_reduction == "sum", shard is not None
         if shard == "weights" and not isinstance(params, nn.Module):
             raise TypeError(

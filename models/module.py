@@ -101,7 +101,9 @@ class Module:
                 for each sample of a step, so that any number and split of contexts and of workers in step, on the CPU
                 or on GPUs, gives the weights of one; see `SampleDropout`.
             shard: "optimizer": the workers of an allreduce store divide the optimizer's state by their memory, see
-                `KVStore.set_optimizer`; checkpoints are as without it. None: every worker holds all of it.
+                `KVStore.set_optimizer`. "weights": they also divide weights and gradients, as `Trainer` does; each
+                worker has one context then, and calls that read or replace weights are collective. Checkpoints are as
+                without it. None: every worker holds all of it.
             memory: relative memory of the workers, or "auto", as for `KVStore.set_optimizer`.
 
         Raises:
@@ -127,7 +129,9 @@ class Module:
             raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
         if random not in ("context", "sample"):
             raise ValueError(f"random is {random!r}; expected 'context' or 'sample'")
-        check_shard(shard)
+        check_shard(shard, or_weights=True)
+        if shard == "weights":
+            _check_divided(len(self.contexts), self.load_balancer, self._compression, sync_batchnorm, autocast)
         self._shard, self._memory = shard, memory
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         """Scale of the loss under float16; None otherwise."""
@@ -248,7 +252,8 @@ class Module:
             force_init: initialize again; without it a second call has no effect but a warning.
 
         Raises:
-            RuntimeError: if names are missing from ``arg_params``.
+            RuntimeError: if names are missing from ``arg_params``; if an initializer comes after `init_optimizer` with
+                ``shard="weights"``.
             ValueError: if it has extra names, or a tensor of another shape.
         """
         if self._params_set and not force_init:
@@ -256,8 +261,13 @@ class Module:
             return
         network = self.bound.replicas.first.network
         state = {}
+        if initializer is not None and self.divides_weights:
+            raise RuntimeError(
+                "init_params(initializer) came after init_optimizer(), which has divided the weights among the "
+                "workers; call it before"
+            )
         if arg_params is not None:
-            state = checkpoint.matched(network, arg_params, allow_missing, allow_extra)
+            state = self._matched(arg_params, allow_missing, allow_extra)
         if initializer is not None:
             initialise(network, initializer, skip=set(state))
             state = network.state_dict() | state
@@ -269,6 +279,8 @@ class Module:
 
         Running statistics are averaged over this worker's replicas; over all workers they are averaged at the end of
         each epoch, and in checkpoints.
+
+        With ``shard="weights"`` collective: rank 0 gets them, the other workers an empty dict.
         """
         return self.bound.replicas.state_dict()
 
@@ -281,7 +293,12 @@ class Module:
             RuntimeError: if names are missing.
             ValueError: if there are extra names, or a tensor has another shape.
         """
-        self._load_state(checkpoint.matched(self.bound.replicas.first.network, params, allow_missing, allow_extra))
+        self._load_state(self._matched(params, allow_missing, allow_extra))
+
+    def _matched(self, params: Params, allow_missing: bool, allow_extra: bool) -> dict[str, torch.Tensor]:
+        replicas = self.bound.replicas
+        with replicas.state_names():
+            return checkpoint.matched(replicas.first.network, params, allow_missing, allow_extra)
 
     def _load_state(self, state: Params) -> None:
         replicas, optimizer = self.bound.replicas, self._step.optimizer
@@ -295,12 +312,10 @@ class Module:
         """Copy rank 0's buffers and untrained parameters, which the store does not hold, to all workers. Collective."""
         if workers.count > 1:
             replicas = self.bound.replicas
-            trained = replicas.first.parameters
-            others = {name: tensor for name, tensor in replicas.state_dict().items() if name not in trained}
-            replicas.load_state_dict(workers.agree_on_tensors(others, "broadcast of buffers"))
+            replicas.load_untrained(workers.agree_on_tensors(replicas.untrained(), "broadcast of buffers"))
 
     def save_params(self, path: str | Path) -> None:
-        """Write `get_params` to a safetensors file; in a job rank 0 writes.
+        """Write `get_params` to a safetensors file; in a job rank 0 writes. Collective with ``shard="weights"``.
 
         Raises:
             ValueError: if ``path`` does not end in ``.safetensors``.
@@ -308,8 +323,9 @@ class Module:
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ValueError(f"path is {path}; expected a name that ends in .safetensors")
+        params = self.get_params() if self.workers.is_first or self.divides_weights else {}
         if self.workers.is_first:
-            files.save(path, self.get_params(), {})
+            files.save(path, params, {})
 
     def load_params(self, path: str | Path) -> None:
         """Replace the parameters by those of a ``.safetensors``, ``.pth`` or ``.pt`` file; see `set_params`.
@@ -361,7 +377,7 @@ class Module:
             replicas,
             store,
             spec,
-            previous=previous.store if previous is not None else None,
+            previous=previous,
             compression=self._compression,
             state=self._pending_optimizer_state,
             num_contexts=len(self.contexts),
@@ -417,6 +433,11 @@ class Module:
         return self._step.optimizer is not None
 
     @property
+    def divides_weights(self) -> bool:
+        """True if the workers divide the weights, so that each forward needs all workers."""
+        return self._step.optimizer is not None and self._step.optimizer.divides_weights
+
+    @property
     def store_type(self) -> str | None:
         """Name of the store; None before `init_optimizer`, and if a single context needs no store."""
         store = self._step.optimizer.store if self._step.optimizer is not None else None
@@ -433,7 +454,10 @@ class Module:
         self._require_optimizer("set_learning_rate()").set_learning_rate(learning_rate)
 
     def optimizer_state(self) -> OptimizerState:
-        """Return a copy of the optimizer's state, on the host; RuntimeError before `init_optimizer`."""
+        """Return a copy of the optimizer's state, on the host; RuntimeError before `init_optimizer`.
+
+        With ``shard`` collective; with "weights" rank 0 gets all of it, the other workers their own part.
+        """
         return self._require_optimizer("optimizer_state()").state()
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
@@ -532,7 +556,13 @@ class Module:
         eval_metric.update(as_batch(_unwrap(labels), "labels"), self.get_outputs(), self)
 
     def install_monitor(self, monitor: Monitor) -> None:
-        """Attach a monitor to the network; call its ``tic`` before and ``toc_print`` after a step."""
+        """Attach a monitor to the network; call its ``tic`` before and ``toc_print`` after a step.
+
+        Raises:
+            ValueError: with ``shard="weights"``, where no worker has all weights and gradients to show.
+        """
+        if self.divides_weights:
+            raise ValueError("a monitor needs all weights, and shard='weights' divides them; use shard='optimizer'")
         monitor.install(self.network, reports=self.workers.is_first)
 
     def begin_epoch(self) -> None:
@@ -842,7 +872,7 @@ class Module:
         optimizer, replicas = self._require_optimizer("resume()"), self.bound.replicas
         saved = saved.of_worker(self.workers.rank, self.workers.count)
         state = saved.require_optimizer_state()
-        params = checkpoint.matched(replicas.first.network, saved.params, False, False)
+        params = self._matched(saved.params, False, False)
         optimizer.load_state(state)
         self._load_state(params)
         if self.learning_rate == state.initial_learning_rate:
@@ -883,6 +913,26 @@ class Module:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_divided(
+    num_contexts: int, load_balancer: object, compression: object, sync_batchnorm: bool, autocast: torch.dtype | None
+) -> None:
+    """Check the other arguments of a module with ``shard="weights"``."""
+    if num_contexts > 1:
+        raise ValueError(
+            f"shard='weights' divides the weights among workers, and this one has {num_contexts} contexts; expected "
+            "one context each: start a worker for each context, with gangline launch, and pass context='parallel'"
+        )
+    refused = {
+        "work_load_list='auto'": (load_balancer is not None, "set GANGLINE_WORK_LOAD_LIST=auto for measured workers"),
+        "compression_params": (compression is not None, "leave them out"),
+        "sync_batchnorm=True": (bool(sync_batchnorm), "use a normalization over features, or shard='optimizer'"),
+        "autocast=torch.float16": (autocast is torch.float16, "use torch.bfloat16"),
+    }
+    for argument, (is_given, remedy) in refused.items():
+        if is_given:
+            raise ValueError(f"{argument} is not available with shard='weights'; {remedy}")
 
 
 def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str]:

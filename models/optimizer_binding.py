@@ -12,7 +12,9 @@ from torch import nn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.sparse import RowSparse, summed
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
@@ -27,6 +29,8 @@ class OptimizerBinding(abc.ABC):
     store: KVStore | None = None
     owns_store = False
     """True if the store was created here, and is closed here."""
+    divides_weights = False
+    """True if each forward and backward needs all workers, and a backward ends with the gradients of all."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
@@ -66,6 +70,12 @@ class OptimizerBinding(abc.ABC):
             push_early: push gradients during this backward, which `update` must follow directly.
             weight: as for `update`.
         """
+
+    def end_forward(self, *, has_samples: bool) -> None:  # noqa: B027
+        """End a forward, or take part in the other workers' without samples."""
+
+    def end_backward(self, *, has_samples: bool) -> None:  # noqa: B027
+        """End a backward, or take part in the other workers' without samples."""
 
     def abandon(self, error: BaseException) -> None:  # noqa: B027
         """After a failed backward, make the weights of replicas and store equal, and add notes to the error."""
@@ -151,10 +161,7 @@ class StoreOptimizer(OptimizerBinding):
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if self.workers.count > 1:
-            error.add_note(
-                f"it was raised on rank {self.workers.rank} of {self.workers.count}, whose workers are out of step "
-                "now: end the job and resume from a checkpoint"
-            )
+            _note_out_of_step(self.workers, error)
             return
         try:
             pushed, buckets = self._reducer.abandon()
@@ -202,12 +209,99 @@ class StoreOptimizer(OptimizerBinding):
             self.store.close()
 
 
+class ShardedOptimizer(OptimizerBinding):
+    """Optimizer over weights that the workers divide by memory; each holds and updates those that it owns."""
+
+    store: KVStore
+    divides_weights = True
+
+    def __init__(
+        self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool
+    ) -> None:
+        super().__init__(workers)
+        self.weights, self.store, self.owns_store = weights, store, owns_store
+        self._keys = OwnedKeys(spec, weights, store)
+        self._weight = 0.0
+        self._is_replaced = False
+
+    @property
+    def learning_rate(self) -> float:  # noqa: D102  inherited
+        return self._keys.optimizer.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
+        self._keys.optimizer.learning_rate = learning_rate
+
+    def end_forward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
+        self._end_pass(has_samples)
+
+    def begin_backward(  # noqa: D102  inherited
+        self,
+        active: Sequence[int],
+        *,
+        push_early: bool,  # noqa: ARG002  always early
+        weight: float | None = None,
+    ) -> None:
+        self._weight = 0.0 if not active else 1.0 if weight is None else weight
+        self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
+
+    def end_backward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
+        self._end_pass(has_samples)
+        self.weights.finish(self._weight)
+
+    def _end_pass(self, has_samples: bool) -> None:
+        if has_samples:
+            self.weights.end_pass()
+        else:
+            self.weights.follow()
+
+    def update(self, weight: float | None = None) -> None:  # noqa: ARG002, D102  backward has used it
+        self._keys.update()
+
+    def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
+        _note_out_of_step(self.workers, error)
+
+    def state(self) -> OptimizerState:
+        """Return the optimizer's state on the host: all of it at rank 0, the owned part elsewhere. Collective."""
+        return self._keys.state()
+
+    def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
+        self._keys.load_state(state)
+
+    def detach(self) -> None:  # noqa: D102  inherited
+        if not self._is_replaced:
+            self.weights.close()
+
+    def close(self) -> None:  # noqa: D102  inherited
+        self.detach()
+        if self.owns_store:
+            self.store.close()
+
+    def replaced(
+        self, kvstore: str | KVStore | None, spec: OptimizerSpec, state: OptimizerState | None
+    ) -> ShardedOptimizer:
+        """Return a binding of another optimizer, with this state, to the same weights, which stay divided.
+
+        Raises:
+            ValueError: if ``kvstore`` is another store, or the state does not fit.
+        """
+        if kvstore not in (self.store, self.store.type):
+            raise ValueError(
+                f"kvstore is {kvstore!r}, but the workers divide the network's weights in an {self.store.type!r} "
+                "store; expected the same store again"
+            )
+        new = ShardedOptimizer(self.weights, spec, self.store, self.workers, owns_store=self.owns_store)
+        if state is not None:
+            new.load_state(state)
+        self._is_replaced = True
+        return new
+
+
 def bind_optimizer(
     replicas: Replicas,
     kvstore: str | KVStore | None,
     spec: OptimizerSpec,
     *,
-    previous: KVStore | None = None,
+    previous: OptimizerBinding | None = None,
     compression: Mapping[str, Any] | None = None,
     state: OptimizerState | None = None,
     num_contexts: int = 1,
@@ -223,12 +317,12 @@ def bind_optimizer(
         replicas: replicas to update.
         kvstore: name of a store, a store, or None.
         spec: the optimizer.
-        previous: store that holds these weights already, if there is one.
+        previous: binding of the optimizer that this one replaces, if there is one.
         compression: gradient compression of the store; None: no compression.
         state: optimizer state to start from.
         num_contexts: number of contexts of this worker.
         measures_loads: as for `Workers`.
-        shard: as for `KVStore.set_optimizer`; without effect on a single worker.
+        shard: as for `Module`; without effect on a single worker.
         memory: as for `KVStore.set_optimizer`.
 
     Raises:
@@ -240,10 +334,12 @@ def bind_optimizer(
         raise TypeError(f"kvstore is {kvstore!r}; expected a store, its name, or None")
     if kvstore is None and len(replicas.all) > 1:
         raise ValueError(f"kvstore is None, but gradients of {len(replicas.all)} contexts need one to sum them")
+    if isinstance(previous, ShardedOptimizer):
+        return previous.replaced(kvstore, spec, state)
     optimizer = KeyedOptimizer(spec)
     for name, parameter in replicas.first.parameters.items():
         optimizer.add(name, parameter)
-    if state is not None:
+    if state is not None and shard != "weights":
         optimizer.load_state(state)  # before the store is changed: a state that does not fit must change nothing
     if kvstore is None:
         return InPlaceOptimizer(replicas, optimizer)
@@ -253,9 +349,18 @@ def bind_optimizer(
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
         return InPlaceOptimizer(replicas, optimizer)
+    if shard == "weights" and store.num_workers > 1:
+        first = replicas.first
+        _check_no_max_norm(first.network)
+        replicas.divided = ShardedWeights(list(first.parameters.values()), first.network, store, memory)
+        binding = ShardedOptimizer(replicas.divided, spec, store, workers, owns_store=owns_store)
+        if state is not None:
+            binding.load_state(state)
+        return binding
     if compression is not None:
         store.set_gradient_compression(compression)
-    _init_store(store, replicas, spec, holds_weights=store is previous, shard=shard, memory=memory)
+    holds_weights = previous is not None and store is previous.store
+    _init_store(store, replicas, spec, holds_weights=holds_weights, shard=shard, memory=memory)
     if state is not None:
         store.load_optimizer_state(state)
     return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
@@ -276,7 +381,7 @@ def _init_store(
     held = [name for name in names if name in store]
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
-    store.set_optimizer(spec, shard=shard, memory=memory)
+    store.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
     weights = {name: replicas.weights(name) for name in names}
     new = [name for name in names if name not in held]
     store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
@@ -284,6 +389,13 @@ def _init_store(
         store.assign(held, [weights[name][0] for name in held])
         if store.num_workers > 1:  # rank 0's values won
             store.pull(held, [weights[name] for name in held])
+
+
+def _note_out_of_step(workers: Workers, error: BaseException) -> None:
+    error.add_note(
+        f"it was raised on rank {workers.rank} of {workers.count}, whose workers are out of step now: end the job and "
+        "resume from a checkpoint"
+    )
 
 
 def _check_no_max_norm(network: nn.Module) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from gangline.collectives.context import Context
+from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import averaged, averaged_over
 from gangline.models.workers import Workers
 
@@ -49,6 +51,8 @@ class Replicas:
         for name in fixed:
             network.get_parameter(name).requires_grad_(False)
         self.all: list[Replica] = []
+        self.divided: ShardedWeights | None = None
+        """The weights of the only replica if the workers divide them."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
             if load:
                 self.all.append(self._make(index, context, network))
@@ -114,9 +118,10 @@ class Replicas:
             gradient.mul_(factor)
 
     def all_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield every gradient of every replica; for sparse ones, the values."""
+        """Yield every gradient of every replica, for sparse ones the values; of divided weights those of the owner."""
         for replica in self.all:
-            for parameter in replica.parameters.values():
+            parameters = replica.parameters if self.divided is None else self.divided.owned()
+            for parameter in parameters.values():
                 if parameter.grad is not None:
                     yield parameter.grad if parameter.grad.layout == torch.strided else parameter.grad._values()
 
@@ -129,7 +134,13 @@ class Replicas:
         return [replica.parameters[name].data for replica in self.all]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers on the host; buffers that differ are averaged, weighted by samples seen."""
+        """Return parameters and buffers on the host; buffers that differ are averaged, weighted by samples seen.
+
+        Collective if the workers divide the weights; then rank 0 gets them, the others get an empty dict.
+        """
+        if self.divided is not None:
+            state = self.divided.model_state_dict()
+            return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         state = {
             name: tensor.detach().cpu().clone()
             for name, tensor in self.first.network.state_dict().items()
@@ -138,19 +149,41 @@ class Replicas:
         return state | (averaged(self.own_buffers(), self.samples_seen) if len(self.all) > 1 else {})
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy these values, by name, to every replica."""
+        """Copy these values, by name, to every replica.
+
+        Collective if the workers divide the weights; then rank 0's values count.
+        """
+        if self.divided is not None:
+            self.divided.load_model_state_dict(state, allow_missing=True)
+            return
         for replica in self.all:
-            own = replica.network.state_dict()
-            with torch.no_grad():
-                for name, value in state.items():
-                    own[name].copy_(value)
+            _copy(state, replica.network.state_dict())
+
+    def untrained(self) -> dict[str, torch.Tensor]:
+        """Return buffers and untrained parameters on the host; without the latter if the workers divide them."""
+        if self.divided is not None:
+            return {name: values[0] for name, values in self.own_buffers().items()}
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in self.first.parameters}
+
+    def load_untrained(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy values of `untrained`, by name, to every replica."""
+        for replica in self.all:
+            network = replica.network
+            _copy(
+                state,
+                network.state_dict() if self.divided is None else dict(network.named_buffers(remove_duplicate=False)),
+            )
+
+    def state_names(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the network's state_dict may be read for names and shapes."""
+        return contextlib.nullcontext() if self.divided is None else self.divided.allow_state_dict()
 
     def average_buffers(self, workers: Workers) -> None:
         """Average the buffers that differ over the replicas of all workers, and reset sample counts. Collective."""
         if workers.count > 1:
-            self.load_state_dict(averaged_over(workers, self.own_buffers(), self.samples_seen))
+            self.load_untrained(averaged_over(workers, self.own_buffers(), self.samples_seen))
         elif len(self.all) > 1:
-            self.load_state_dict(averaged(self.own_buffers(), self.samples_seen))
+            self.load_untrained(averaged(self.own_buffers(), self.samples_seen))
         for replica in self.all:
             replica.samples_seen = 0
 
@@ -161,7 +194,8 @@ class Replicas:
 
     def own_buffers(self) -> dict[str, list[torch.Tensor]]:
         """Return each replica's values of the persistent buffers, on the host, by name."""
-        names = set(self.first.network.state_dict())
+        with self.state_names():
+            names = set(self.first.network.state_dict())
         per_replica = [dict(replica.network.named_buffers(remove_duplicate=False)) for replica in self.all]
         return {
             name: [buffers[name].detach().cpu().clone() for buffers in per_replica]
@@ -181,3 +215,9 @@ class Replicas:
             for name, per_replica in values.items():
                 buffers[name].copy_(per_replica[index])
             replica.samples_seen = samples_seen[index]
+
+
+@torch.no_grad()
+def _copy(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        targets[name].copy_(value)

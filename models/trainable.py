@@ -45,6 +45,8 @@ class Trainable(Protocol):
     @property
     def optimizer_request(self) -> OptimizerRequest | None: ...  # noqa: D102
     @property
+    def divides_weights(self) -> bool: ...  # noqa: D102
+    @property
     def learning_rate(self) -> float: ...  # noqa: D102
     def init_params(  # noqa: D102
         self,
@@ -64,6 +66,7 @@ class Trainable(Protocol):
     def get_outputs(self) -> Any: ...  # noqa: D102
     def get_loss(self) -> torch.Tensor: ...  # noqa: D102
     def get_params(self) -> dict[str, torch.Tensor]: ...  # noqa: D102
+    def install_monitor(self, monitor: Any) -> None: ...  # noqa: D102
     def begin_epoch(self) -> None: ...  # noqa: D102
     def average_statistics(self) -> None: ...  # noqa: D102
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None: ...  # noqa: D102

@@ -105,6 +105,8 @@ class TrainingStep:
                 self._shares = run(slices)
         elif train:
             self._bound.executor.forward_without_samples()
+        if self.optimizer is not None:
+            self.optimizer.end_forward(has_samples=data is not None)
         self.normalizer = self._normalizer_of(self._shares)
         self._run_state.step += train
 
@@ -178,6 +180,7 @@ class TrainingStep:
         self._input_factor = 1 / scale
         with self._discarding_gradients_on_error():
             self._bound.executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
+            self._end_backward(self._shares)
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
@@ -204,7 +207,9 @@ class TrainingStep:
         if self._loss.is_sum:
             self._weight = None
             return 1.0
-        if self._bound.executor.joins_workers:
+        if self._bound.executor.joins_workers or (
+            self._divides_weights and (self.grad_req == "add" or not self._gradients_used)
+        ):
             return self._joint_divisor()
         if self.grad_req == "add":
             divisor = self._accumulation.divisor(self.normalizer)
@@ -218,7 +223,7 @@ class TrainingStep:
         return self._timed(self.workers.total, self.normalizer) or 1.0
 
     def _joint_divisor(self) -> float:
-        """Return the divisor of all workers, whose losses have gradients on one another's shares. Collective."""
+        """Return the divisor of all workers, whose gradients are summed as they are. Collective."""
         total = self._timed(self.workers.total, self.normalizer)
         divisor: float = total or 1.0
         if self.grad_req == "add":
@@ -230,7 +235,7 @@ class TrainingStep:
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
-        if self._weight is not None:
+        if self._weight is not None and not self._divides_weights:  # whose gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
                 self._bound.replicas.scale_gradients(factor)
@@ -239,11 +244,20 @@ class TrainingStep:
     def _backward_of(self, shares: Sequence[Share], divisor: float, *, push_early: bool) -> None:
         self._begin_backward(shares, push_early=push_early)
         self._bound.executor.backward(shares, divisor / self._scale)
+        self._end_backward(shares)
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool) -> None:
         if self.optimizer is not None:
             active = [self._bound.replicas.all.index(share.replica) for share in shares]
             self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight)
+
+    def _end_backward(self, shares: Sequence[Share]) -> None:
+        if self.optimizer is not None:
+            self._timed(partial(self.optimizer.end_backward, has_samples=bool(shares)))
+
+    @property
+    def _divides_weights(self) -> bool:
+        return self.optimizer is not None and self.optimizer.divides_weights
 
     @property
     def _scale(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
 _HOST = torch.device("cpu")
+_END = {"end": True}
 
 
 class AllReduceStore(LocalStore):
@@ -277,6 +279,11 @@ class AllReduceStore(LocalStore):
             self._workers.gather_bytes(b"", lengths, plan["exchange"])
         elif "update" in plan:
             self._end_update(negotiation, is_dropped=plan["update"] == "drop")
+        elif not {"copy", "reduce", "end"}.isdisjoint(plan):
+            raise RuntimeError(
+                "this worker called join(), but the others need the weights that it owns in each forward and backward; "
+                "expected the same steps on all workers"
+            )
         elif plan:
             bucket = self._fused[plan["bucket"]] if "bucket" in plan else None
             part = self._part_of(bucket) if bucket is not None else self._part(plan["keys"], {})
@@ -375,12 +382,20 @@ class AllReduceStore(LocalStore):
         return [owners.of(number) for number in range(len(tensors))]
 
     def copy_from_owners(  # noqa: D102  inherited
-        self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], missing: int = 0, weight: float = 0.0
+        self,
+        names: str,
+        tensors: Sequence[torch.Tensor],
+        owners: Sequence[int],
+        missing: int = 0,
+        weight: float = 0.0,
+        *,
+        numbers: Sequence[int] = (),
     ) -> tuple[int, float]:
         found: list[Negotiation] = []
 
         def copy() -> None:
-            found.append(self._negotiate(f"copy of {names} from their owners", weight=weight, dense=missing))
+            call, plan = f"copy of {names} from their owners", {"copy": list(numbers)}
+            found.append(self._negotiate(call, plan, weight=weight, dense=missing))
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.broadcast(tensor, owner)
@@ -388,14 +403,42 @@ class AllReduceStore(LocalStore):
         self._run_in_order("copy_from_owners", copy)
         return found[0].dense or 0, sum(found[0].weights)
 
-    def reduce_to_owners(self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Work:  # noqa: D102
+    def reduce_to_owners(  # noqa: D102  inherited
+        self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], *, numbers: Sequence[int] = ()
+    ) -> Work:
         def reduce() -> None:
-            self._negotiate(f"reduction of the gradients of {names} to their owners")
+            self._negotiate(f"reduction of the gradients of {names} to their owners", {"reduce": list(numbers)})
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.reduce(tensor, owner)
 
         return self._start("reduce_to_owners", reduce, [], 0, True)
+
+    def follow_owners(  # noqa: D102  inherited
+        self,
+        copied: Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, int]]],
+        reduced: Callable[[Sequence[int]], AbstractContextManager[Sequence[tuple[torch.Tensor, int]]]],
+    ) -> None:
+        def follow() -> None:
+            while isinstance(result := self._workers.join(), Negotiation) and result.plan != _END:
+                if "copy" in result.plan:
+                    with self._workers.communicator() as communicator:
+                        for tensor, owner in copied(result.plan["copy"]):
+                            communicator.broadcast(tensor, owner)
+                elif "reduce" in result.plan:
+                    with reduced(result.plan["reduce"]) as parts, self._workers.communicator() as communicator:
+                        for tensor, owner in parts:
+                            communicator.reduce(tensor, owner)
+                else:
+                    raise RuntimeError(
+                        f"this worker has no samples and follows a forward or backward of the others, but they call "
+                        f"{', '.join(result.plan)}; expected the same steps on all workers"
+                    )
+
+        self._run_in_order("follow_owners", follow)
+
+    def end_following(self) -> None:  # noqa: D102  inherited
+        self._run_in_order("end_following", lambda: self._negotiate("end of the pass", _END))
 
     def _any_device(self) -> torch.device:
         """Return the device of the first key; before there is one, the current GPU if there is one."""

@@ -27,6 +27,7 @@ from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
+_LOADS = "GANGLINE_WORK_LOAD_LIST"
 _NOT_INHERITED = (
     "DMLC_WORKER_ID",
     "DMLC_SERVER_ID",
@@ -34,7 +35,7 @@ _NOT_INHERITED = (
     LEAVING,
     PROCESS_RESTARTS,
     ELASTIC,
-    "GANGLINE_WORK_LOAD_LIST",
+    _LOADS,
 )
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
@@ -140,7 +141,7 @@ def process_table(
         **_with_own_commands(inherited),
         **_passed_on(job.passed_on, inherited),
         # Within a torchrun job: these workers have no torchrun agent that would host their store.
-        **{name: None for name, value in inherited.items() if _belongs_to_outer_job(name, value)},
+        **{name: None for name in inherited if _belongs_to_outer_job(name, inherited)},
         "PYTHONUNBUFFERED": inherited.get("PYTHONUNBUFFERED") or "1",  # output is relayed at once
         "DMLC_PS_ROOT_URI": root,
         "DMLC_PS_ROOT_PORT": str(root_port),
@@ -186,8 +187,10 @@ def _restartable(job: JobSpec, rank: int | None) -> dict[str, str]:
     return {} if rank is None else {"DMLC_SERVER_ID": str(rank)}
 
 
-def _belongs_to_outer_job(name: str, value: str) -> bool:
-    return name.startswith("TORCHELASTIC_") or (name in _NOT_INHERITED and value != "auto")  # auto suits any job
+def _belongs_to_outer_job(name: str, inherited: Mapping[str, str]) -> bool:
+    if name == _LOADS:
+        return "DMLC_ROLE" in inherited and inherited[name] != "auto"  # auto suits any job
+    return name.startswith("TORCHELASTIC_") or name in _NOT_INHERITED
 
 
 def _worker(job: JobSpec, binding: Binding, workers: int, master: str, master_port: int) -> dict[str, str]:
@@ -204,7 +207,7 @@ def _worker(job: JobSpec, binding: Binding, workers: int, master: str, master_po
     }
     if job.work_load_list:
         words = job.work_load_list
-        own["GANGLINE_WORK_LOAD_LIST"] = words if words == "auto" else ",".join(map(repr, words[:workers]))
+        own[_LOADS] = words if words == "auto" else ",".join(map(repr, words[:workers]))
     return own
 
 

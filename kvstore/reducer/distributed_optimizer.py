@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gangline.kvstore.arguments import check_weight
+from gangline.kvstore.arguments import check_shard, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
@@ -96,8 +96,7 @@ class DistributedOptimizer(Optimizer):
         self._owned: OwnedParameters | None = None
         self._sharded: ShardedWeights | None = None
         self._network = network if shard == "weights" else None
-        if shard not in (None, "optimizer", "weights"):
-            raise ValueError(f"shard is {shard!r}; expected 'optimizer', 'weights' or None")
+        check_shard(shard, or_weights=True)
         if shard == "weights" and not isinstance(network, nn.Module):
             raise TypeError(f"network is {network!r}; expected the torch.nn.Module whose weights to divide")
         if self.kvstore.num_workers > 1:

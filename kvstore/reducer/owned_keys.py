@@ -31,20 +31,36 @@ class OwnedKeys:
         owned = self._weights.owned().items()
         self.optimizer.update([(name, one.grad) for name, one in owned if one.grad is not None])
 
+    def state(self) -> OptimizerState:
+        """Return the state of all weights on the host at rank 0, that of the owned ones elsewhere. Collective."""
+        own = self.optimizer.state()
+        gathered = self._store.group.gather([own.header(), own.tensors], "optimizer_state")
+        parts = [OptimizerState.from_parts(header, tensors) for header, tensors in gathered] or [own]
+        return replace(
+            own,
+            shapes={key: shape for part in parts for key, shape in part.shapes.items()},
+            tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
+            plain={place: value for part in parts for place, value in part.plain.items()},
+        )
+
+    def load_state(self, whole: OptimizerState, what: str = "the state") -> None:
+        """Replace the state by the owned part of ``whole``, which must be the same on all workers.
+
+        Raises:
+            ValueError: if it does not match the optimizer, keys or shapes.
+        """
+        shapes = {json.dumps(name): list(one.shape) for name, one in self._weights.updated().items()}
+        wrong = [key for key, shape in whole.shapes.items() if shapes.get(key) != shape]
+        if wrong:
+            raise ValueError(f"{what} has state of {', '.join(wrong)}, which are unknown here or have other shapes")
+        owned = self._weights.owned()
+        part = whole.of_keys(owned.__contains__)
+        self.optimizer.load_state(replace(part, shapes={json.dumps(name): shapes[json.dumps(name)] for name in owned}))
+
     def save(self, path: str | Path) -> None:
         """Write the state of all weights to a file on rank 0. Collective."""
-        own = self.optimizer.state()
-        parts = [
-            OptimizerState.from_parts(header, tensors)
-            for header, tensors in self._store.group.all_gather([own.header(), own.tensors], "save_states")
-        ]
+        whole = self.state()
         if not self._store.rank:
-            whole = replace(
-                own,
-                shapes={key: shape for part in parts for key, shape in part.shapes.items()},
-                tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
-                plain={place: value for part in parts for place, value in part.plain.items()},
-            )
             files.save(Path(path), whole.tensors, whole.header())
 
     def load(self, path: str | Path) -> None:
@@ -58,11 +74,4 @@ class OwnedKeys:
         self._store.group.run_on_rank(lambda: read.append(read_optimizer_states(path)), "load_states")
         state = read[0] if read else None
         parts = [state.header(), state.tensors] if isinstance(state, OptimizerState) else None
-        whole = OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states"))
-        shapes = {json.dumps(name): list(one.shape) for name, one in self._weights.updated().items()}
-        wrong = [key for key, shape in whole.shapes.items() if shapes.get(key) != shape]
-        if wrong:
-            raise ValueError(f"{path} has state of {', '.join(wrong)}, which are unknown here or have other shapes")
-        owned = self._weights.owned()
-        part = whole.of_keys(owned.__contains__)
-        self.optimizer.load_state(replace(part, shapes={json.dumps(name): shapes[json.dumps(name)] for name in owned}))
+        self.load_state(OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states")), str(path))

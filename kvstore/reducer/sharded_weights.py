@@ -81,6 +81,10 @@ class _PackedTensor:
     version: int
 
 
+_Parts = list[tuple[_Weight, torch.Tensor]]
+"""Weights, and this worker's parts of their gradients, which become the means."""
+
+
 class _Parameters(dict[str, "nn.Parameter | None"]):
     """A module's parameters; one that is read while the network runs is copied from its owner, whoever reads it."""
 
@@ -138,14 +142,16 @@ class ShardedWeights:
         self._frames: list[list[_WeightGroup]] = []  # what each module whose forward runs now has copied
         self._saved_tensors_hooks: Any = None
         self._weight = 0.0
-        self._is_syncing = self._allows_state_dict = False
-        self._reductions: list[tuple[Work, list[tuple[_Weight, torch.Tensor]]]] = []
+        self._is_syncing = self._is_sum = self._allows_state_dict = False
+        self._reductions: list[tuple[Work, _Parts]] = []
         self._by_address: dict[int, tuple[_WeightGroup, _Weight]] = {}  # full weights of the modules that run now
         self._used_by_backward: list[_WeightGroup] = []
         for one in names:
             one.data = one.data.contiguous()
         store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
         self._weights = {one: self._divide(name, one) for one, name in names.items()}
+        self._in_order = list(self._weights.values())
+        self._numbers = {weight: number for number, weight in enumerate(self._in_order)}
         with_gradient = [weight for weight in self._weights.values() if weight.parameter.requires_grad]
         size = -(-len(with_gradient) // _MAX_GRADIENT_GROUPS) or 1
         self._gradient_groups = [with_gradient[begin : begin + size] for begin in range(0, len(with_gradient), size)]
@@ -194,7 +200,8 @@ class ShardedWeights:
         if not self._allows_state_dict:
             raise RuntimeError(
                 "this worker has a part of the weights only, so the network's state_dict() and load_state_dict() are "
-                "not available; call the DistributedOptimizer's model_state_dict() and load_model_state_dict() on all"
+                "not available; call model_state_dict() and load_model_state_dict() of the Trainer or "
+                "DistributedOptimizer, or get_params() and set_params() of the Module, on all workers"
             )
 
     # Forward
@@ -268,7 +275,12 @@ class ShardedWeights:
     def _copy(self, weights: Sequence[_Weight]) -> tuple[int, float]:
         flats = [weight.full.view(-1) for weight in weights if weight.full is not None]
         names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
-        return self._store.copy_from_owners(names, flats, owners, self._not_ready, self._weight)
+        return self._store.copy_from_owners(
+            names, flats, owners, self._not_ready, self._weight, numbers=self._numbers_of(weights)
+        )
+
+    def _numbers_of(self, weights: Sequence[_Weight]) -> list[int]:
+        return [self._numbers[weight] for weight in weights]
 
     def _release(self, group: _WeightGroup) -> None:
         for weight in group.weights:
@@ -322,9 +334,9 @@ class ShardedWeights:
         for group in list(self._used_by_backward):
             self._end_use(group)
 
-    def begin(self, _: Iterable[int], *, push_early: bool, weight: float | None = None) -> None:
-        """Prepare for a backward, as `Reducer.begin`."""
-        self._is_syncing, self._weight = push_early, weight or 0.0
+    def begin(self, _: Iterable[int], *, push_early: bool, weight: float | None = None, is_sum: bool = False) -> None:
+        """Prepare for a backward, as `Reducer.begin`; with ``is_sum`` gradients are summed where a mean is taken."""
+        self._is_syncing, self._is_sum, self._weight = push_early, is_sum, weight or 0.0
         self._pending = [len(group) for group in self._gradient_groups]
         self._not_ready = self._all_groups
 
@@ -359,12 +371,17 @@ class ShardedWeights:
             for weight in weights:
                 weight.mean = weight.parameter.grad = weight.accumulated_mean
         elif weights:
-            parts = [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
+            parts = self._take_weighted_gradients(weights, total)
             while len(self._reductions) >= _MAX_PENDING_REDUCTIONS:
                 self._take_means()
             names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
-            work = self._store.reduce_to_owners(names, [part.view(-1) for _, part in parts], owners)
+            work = self._store.reduce_to_owners(
+                names, [part.view(-1) for _, part in parts], owners, numbers=self._numbers_of(weights)
+            )
             self._reductions.append((work, parts))
+
+    def _take_weighted_gradients(self, weights: Sequence[_Weight], total: float) -> _Parts:
+        return [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
 
     def _take_weighted_gradient(self, weight: _Weight, total: float) -> torch.Tensor:
         """Remove ``.grad`` and return it, scaled by this worker's weight."""
@@ -373,11 +390,15 @@ class ShardedWeights:
             return _empty(weight).zero_()
         if gradient.is_sparse:
             raise ValueError(f"{weight.name} has a sparse gradient; expected a dense one (nn.Embedding(sparse=False))")
-        return gradient.detach().contiguous().mul_(self._weight / total)
+        gradient = gradient.detach().contiguous()
+        return gradient if self._is_sum else gradient.mul_(self._weight / total)
 
     def _take_means(self) -> None:
         work, parts = self._reductions.pop(0)
         work.wait()
+        self._set_means(parts)
+
+    def _set_means(self, parts: _Parts) -> None:
         for weight, mean in parts:
             if weight.own is None:
                 weight.gradient_value.fill_(torch.nan)  # zero_grad(set_to_none=False) fills it with 0
@@ -419,6 +440,30 @@ class ShardedWeights:
             self._take_means()
         self._is_syncing, self._not_ready = False, self._all_groups
 
+    # Workers without samples
+
+    def end_pass(self) -> None:
+        """End a forward or backward, of which workers without samples call `follow`. Collective."""
+        self._store.end_following()
+
+    def follow(self) -> None:
+        """Give the other workers what they need in a forward or backward, until their `end_pass`. Collective."""
+        self._store.follow_owners(self._copy_numbered, self._reduce_numbered)
+
+    def _copy_numbered(self, numbers: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
+        weights = [self._in_order[number] for number in numbers]
+        self._take_assigned(weights)
+        return [((_empty(one) if one.own is None else one.own).view(-1), one.owner) for one in weights]
+
+    @contextmanager
+    def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[list[tuple[torch.Tensor, int]]]:
+        weights = [self._in_order[number] for number in numbers]
+        for weight in weights:
+            self._keep_accumulated_mean(weight)
+        parts = [(weight, _empty(weight).zero_()) for weight in weights]
+        yield [(part.view(-1), weight.owner) for weight, part in parts]
+        self._set_means(parts)
+
     def _has_local_gradient(self, weight: _Weight) -> bool:
         gradient = weight.parameter.grad
         return gradient is not None and gradient is not weight.mean and gradient is not weight.gradient_placeholder
@@ -458,7 +503,8 @@ class ShardedWeights:
     # Full weights
 
     @contextmanager
-    def _allow_state_dict(self) -> Iterator[None]:
+    def allow_state_dict(self) -> Iterator[None]:
+        """Allow the network's state_dict, with NaN for weights that others own, and load_state_dict in the block."""
         self._allows_state_dict = True
         try:
             yield
@@ -467,7 +513,7 @@ class ShardedWeights:
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the network's full state on the host at rank 0, an empty dict elsewhere. Collective."""
-        with self._allow_state_dict():
+        with self.allow_state_dict():
             state = self._network.state_dict(keep_vars=True)
         found = {}
         for name, value in state.items():
@@ -482,26 +528,31 @@ class ShardedWeights:
                 found[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
         return found
 
-    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_model_state_dict(self, state: Mapping[str, Any], *, allow_missing: bool = False) -> None:
         """Replace the network's state by rank 0's; ``state`` is ignored on other ranks. Collective.
+
+        Args:
+            state: values by state_dict name.
+            allow_missing: keep the values of names that rank 0's state lacks.
 
         Raises:
             ValueError: if rank 0's names or shapes differ from the network's; on all workers.
         """
-        with self._allow_state_dict():
+        with self.allow_state_dict():
             own = self._network.state_dict(keep_vars=True)
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
         wrong: list[str] = []
         if not self._store.rank:
             shapes = {name: getattr(value, "shape", None) for name, value in state.items()}
-            wrong = sorted(own.keys() ^ state.keys())
+            wrong = sorted(state.keys() - own.keys() if allow_missing else own.keys() ^ state.keys())
             wrong += [name for name, value in tensors.items() if name in state and shapes[name] != value.shape]
-        extra = {} if self._store.rank else {name: state.get(name) for name in own.keys() - tensors.keys()}
-        wrong, extra = self._store.group.all_gather([wrong, extra], "load_model_state_dict")[0]
+        names = [name for name in tensors if name in state]
+        extra = {} if self._store.rank else {name: state[name] for name in own.keys() - tensors.keys() if name in state}
+        wrong, names, extra = self._store.group.all_gather([wrong, names, extra], "load_model_state_dict")[0]
         if wrong:
             raise ValueError(f"the state does not fit the network; missing, unknown or of another shape: {wrong}")
         self._end_backward()
-        for name, value in tensors.items():
+        for name, value in ((name, tensors[name]) for name in names):
             weight = self._weights.get(value) if isinstance(value, nn.Parameter) else None
             taken = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             if not self._store.rank:
@@ -514,7 +565,7 @@ class ShardedWeights:
                 if weight.own is not None:
                     weight.parameter.data = weight.own.copy_(taken)
         if extra:
-            with self._allow_state_dict():
+            with self.allow_state_dict():
                 self._network.load_state_dict(extra, strict=False)
 
     def close(self) -> None:

@@ -112,8 +112,10 @@ def batch_end_param(
 
 def _parts(module: Trainable, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:
     """Yield this worker's part of each batch; data that is not shared is scored without the other workers."""
-    workers = module.workers if data_source.is_shared else Workers()
+    workers = module.workers if data_source.is_shared or module.divides_weights else Workers()
     for number, item in enumerate(data_source.parts(workers, 0)):
         if num_batch is not None and number >= num_batch:
             return
+        if item is None and module.divides_weights:
+            module.forward(None, is_train=False)
         yield item

@@ -191,7 +191,7 @@ def _run(
         module.run_state.position.epoch = begin_epoch
     _log_beginning(module, savers, options, saved, begin_epoch, skip)
     if options.monitor is not None:
-        options.monitor.install(module.network, reports=module.workers.is_first)
+        module.install_monitor(options.monitor)
     loop = Epochs(
         module,
         train,

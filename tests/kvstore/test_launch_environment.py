@@ -102,6 +102,8 @@ def test_a_launcher_inside_a_worker_does_not_pass_on_its_rank() -> None:
     assert not {"DMLC_WORKER_ID", "GANGLINE_WORK_LOAD_LIST"} & (scheduler.keys() | server.keys())
     assert [worker["DMLC_WORKER_ID"] for worker in workers] == ["0", "1"]
     assert not any("GANGLINE_WORK_LOAD_LIST" in worker for worker in workers)
+    users_own = {"GANGLINE_WORK_LOAD_LIST": "3,1"}
+    assert table(users_own)[-1].full_environment(users_own)["GANGLINE_WORK_LOAD_LIST"] == "3,1"
     measured = {"GANGLINE_WORK_LOAD_LIST": "auto"}
     assert table(measured)[-1].full_environment(measured)["GANGLINE_WORK_LOAD_LIST"] == "auto"
 

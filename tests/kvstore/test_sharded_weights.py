@@ -212,9 +212,9 @@ def misused(communicator: Any) -> None:
     store = create("allreduce", communicator=communicator)
     network = mlp()
     optimizer = wrapped(store, network)
-    with pytest.raises(RuntimeError, match=r"call the DistributedOptimizer's model_state_dict\(\)"):
+    with pytest.raises(RuntimeError, match=r"call model_state_dict\(\)"):
         network.state_dict()
-    with pytest.raises(RuntimeError, match=r"call the DistributedOptimizer's model_state_dict\(\)"):
+    with pytest.raises(RuntimeError, match=r"call model_state_dict\(\)"):
         network.load_state_dict({})
     with pytest.raises(ValueError, match=r"the state does not fit the network; .*'0.bias'"):
         optimizer.load_model_state_dict({})

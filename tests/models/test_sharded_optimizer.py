@@ -269,10 +269,10 @@ def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
 
 
 def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
-    with pytest.raises(ValueError, match="shard is 'state'; expected 'optimizer' or None"):
+    with pytest.raises(ValueError, match="shard is 'state'; expected 'optimizer', 'weights' or None"):
         Trainer(network(), *ADAM, shard="state")
-    with pytest.raises(ValueError, match="which is for Trainer and DistributedOptimizer"):
-        Module(network(), nn.CrossEntropyLoss(), shard="weights")
+    with pytest.raises(ValueError, match="which is for Module, Trainer and DistributedOptimizer"):
+        create("local").set_optimizer(OptimizerSpec.parse(ADAM), shard="weights")
     model = copy.deepcopy(network())
     store: KVStore = create("local")
     trainer = Trainer(model, *ADAM, kvstore=store, shard="optimizer")

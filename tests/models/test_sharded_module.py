@@ -1,0 +1,372 @@
+"""Module(shard="weights"): each worker holds the weights, gradients and state that it owns, by memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Module, cpu, create, spawn
+from gangline.collectives.errors import GanglineError
+from gangline.models.loop.monitor import Monitor
+
+LENGTH, CLASSES = 61, 11
+ADAM: dict[str, Any] = {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01, "wd": 0.01}}
+CLIPPED: dict[str, Any] = {
+    "optimizer": "sgd",
+    "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05},
+}
+
+
+class Normalized(nn.Module):
+    """A network with statistics of batches, dropout, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(10, 20)
+        self.norm = nn.BatchNorm1d(20, momentum=0.3)
+        self.last = nn.Linear(20, CLASSES)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.dropout(torch.tanh(self.norm(self.frozen(data))), 0.3, self.training))
+
+
+class Tied(nn.Module):
+    """Reads its embedding's weight again as the output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        _, (hidden, _) = self.lstm(self.embedding(words))
+        return nn.functional.linear(hidden[-1], self.embedding.weight)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(3)
+    return Tied().double()
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(3)
+    return Normalized().double()
+
+
+def data_of(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return samples whose last batch of 12 has one."""
+    generator = torch.Generator().manual_seed(0)
+    label = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
+    if make is tied:
+        return torch.randint(0, CLASSES, (LENGTH, 5), generator=generator), label
+    if make is normalized:
+        label = label[:-1]  # no statistics of one sample
+        return torch.randn(len(label), 10, generator=generator).double(), label
+    return torch.randn(LENGTH, 10, generator=generator).double(), label
+
+
+def module_of(make: Callable[[], nn.Module], store: Any, memory: Any = "auto", **options: Any) -> Module:
+    """Return a module whose weights the store's workers are to divide, if there are several."""
+    network = make()
+    shard = None if store == "local" else "weights"
+    if shard is not None and store.rank:
+        for parameter in network.parameters():
+            nn.init.zeros_(parameter)  # rank 0's count
+    return Module(network, nn.CrossEntropyLoss(), context=cpu(), shard=shard, memory=memory, **options)
+
+
+def results(module: Module, make: Callable[[], nn.Module]) -> list[Any]:
+    """Return weights, optimizer state, score and outputs; all are rank 0's."""
+    data = data_of(make)
+    state = module.optimizer_state()
+    return [
+        module.get_params(),
+        state.tensors,
+        module.score(data, batch_size=16),
+        module.predict(data[0], batch_size=20),
+    ]
+
+
+def held_bytes(module: Module) -> list[int]:
+    """Return the bytes of weights, gradients and state that are in memory between two steps."""
+    parameters = list(module.network.parameters())
+    weights = sum(one.untyped_storage().nbytes() for one in parameters)
+    gradients = sum(one.grad.untyped_storage().nbytes() for one in parameters if one.grad is not None)
+    state = module._step.optimizer._keys.optimizer.state()  # type: ignore[union-attr]  # a ShardedOptimizer
+    return [weights, gradients, sum(one.nbytes for one in state.tensors.values())]
+
+
+def fit(
+    communicator: Any,
+    make: Callable[[], nn.Module],
+    memory: Any = None,
+    how: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    loads: str = "",
+) -> Any:
+    """Train 4 epochs of 6 batches; return `results` and the bytes held."""
+    if loads:
+        os.environ["GANGLINE_WORK_LOAD_LIST"] = loads
+    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
+    with module_of(make, store, memory or "auto", **(options or {})) as module:
+        module.fit(data_of(make), num_epoch=4, batch_size=12, kvstore=store, **(how or ADAM))
+        held = held_bytes(module) if communicator is not None else []
+        return [*results(module, make), held]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for theirs, ours in zip(found[:2], expected[:2], strict=True):
+        assert theirs.keys() == ours.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(value, ours[name], rtol=0, atol=1e-11)
+    assert found[2] == expected[2]
+    torch.testing.assert_close(found[3], expected[3], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "memory", "how", "loads"),
+    [
+        (mlp, 2, [3, 1], ADAM, ""),
+        (mlp, 3, [1, 0, 2], CLIPPED, "2,3,1"),
+        (mlp, 2, [1, 1], ADAM, "1,0"),  # a worker that holds weights and computes nothing
+        (mlp, 2, "auto", {**ADAM, "accumulate": 4}, "3,1"),
+        (tied, 2, [3, 1], CLIPPED, ""),
+        (tied, 3, [1, 1, 2], ADAM, "1,2,4"),
+    ],
+)
+def test_fit_gives_the_weights_of_one_worker(make: Any, size: int, memory: Any, how: Any, loads: str) -> None:
+    expected = fit(None, make, how=how)
+    found = spawn(fit, size, make, memory, how, None, loads)
+    assert_equal(found[0], expected)
+    assert all(params == {} for params, *_ in found[1:])
+    whole = sum(one.nbytes for one in expected[0].values())
+    held = [one[4] for one in found]
+    assert sum(weights for weights, _, _ in held) < whole * 1.02  # apart from one NaN for each that others own
+    assert sum(gradients for _, gradients, _ in held) < whole * 1.02
+    assert sum(state for _, _, state in held) == sum(one.nbytes for one in expected[1].values())
+    if isinstance(memory, list):
+        parts = [state for _, _, state in held]
+        assert [share > 100 for share in parts] == [bool(share) for share in memory]
+
+
+def test_dropout_by_sample_and_statistics_of_batches() -> None:
+    how = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
+    options = {"random": "sample"}
+    found = spawn(fit, 2, normalized, [1, 1], how, options, "1,0")[0]
+    assert_equal(found, fit(None, normalized, None, how, options))
+
+
+def step_by_step(communicator: Any, what: str) -> Any:
+    """Train in the steps that a user of forward, backward and update takes; return the weights."""
+    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
+    rank, size = (store.rank, store.num_workers) if communicator is not None else (0, 1)
+    ends = {1: [0, 12], 2: [0, 8, 12], 3: [0, 7, 12, 12]}[size]
+    own = slice(ends[rank], ends[rank + 1])
+    loss: Any = nn.CrossEntropyLoss(
+        reduction="sum" if what == "sum" else "mean", ignore_index=3 if what == "ignored" else -100
+    )
+    shard = None if communicator is None else "weights"
+    module = Module(mlp(), loss, context=cpu(), shard=shard, memory=[3, 1, 1][:size])
+    module.bind((12, 10), grad_req="add" if what == "add" else "write")
+    module.init_optimizer(store, "sgd", {"learning_rate": 0.01 if what == "sum" else 0.1, "momentum": 0.9})
+    data, label = data_of(mlp)
+    for step in range(20):
+        begin = 12 * (step % 5)
+        batch, labels = data[begin : begin + 12], label[begin : begin + 12].clone()
+        if what == "ignored":
+            labels[: 12 if step % 4 == 3 else step % 12] = 3
+        part = (batch[own], labels[own]) if own.stop > own.start else (None, None)
+        if what == "outputs":
+            module.forward(part[0], is_train=True)
+            grads = 0.01 * torch.cos(torch.arange(12 * CLASSES, dtype=torch.float64).view(12, CLASSES) + step)
+            module.backward(grads[own] if part[0] is not None else None)
+        elif what in ("several", "add"):
+            for first, last in ((0, 12), (0, 5), (3, 12)):
+                begin, end = max(first, own.start), min(last, own.stop)
+                these = [one[begin:end] for one in (batch, labels)] if end > begin else []
+                module.forward_backward(*(these or (None, None)))
+        else:
+            module.forward_backward_update(*part)
+            continue
+        module.update()
+    return module.get_params()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("what", ["plain", "sum", "ignored", "several", "add", "outputs"])
+def test_each_way_of_taking_steps(what: str, size: int) -> None:
+    expected, found = step_by_step(None, what), spawn(step_by_step, size, what)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11)
+
+
+def half(communicator: Any, prefix: str, memory: Any, resumed: bool) -> Any:
+    store = create("allreduce", communicator=communicator)
+    with module_of(mlp, store, memory) as module:
+        data = data_of(mlp)
+        how = {**ADAM, "kvstore": store, "batch_size": 12}
+        if resumed:
+            module.fit(data, num_epoch=4, resume=(prefix, 2), **how)
+        else:
+            module.fit(data, num_epoch=2, **how)
+            module.save_checkpoint(prefix, 2, save_optimizer_states=True)
+        return results(module, mlp)
+
+
+def test_a_checkpoint_is_resumed_by_other_owners_and_by_one_worker(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "run")
+    expected = fit(None, mlp)
+    spawn(half, 2, prefix, [3, 1], False)
+    assert_equal(spawn(half, 3, prefix, [1, 0, 2], True)[0], expected)
+    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
+        module.fit(data_of(mlp), num_epoch=4, batch_size=12, resume=(prefix, 2), **ADAM)
+        assert_equal(results(module, mlp), expected)
+    loaded = spawn(load_and_train, 2, prefix)[0]
+    assert_equal(loaded, expected)
+
+
+def load_and_train(communicator: Any, prefix: str) -> Any:
+    store = create("allreduce", communicator=communicator)
+    module = Module.load(
+        prefix, 2, network=mlp(), load_optimizer_states=True, loss=nn.CrossEntropyLoss(), shard="weights", context=cpu()
+    )
+    module.init_optimizer(store, **ADAM)
+    module.fit(data_of(mlp), num_epoch=4, begin_epoch=2, batch_size=12, kvstore=store, **ADAM)
+    return results(module, mlp)
+
+
+def own_loaders(communicator: Any) -> Any:
+    """Train and score on loaders of unequal length, one with no batch in some epochs' ends."""
+    store = create("allreduce", communicator=communicator)
+    with module_of(mlp, store) as module:
+        data, label = data_of(mlp)
+        mine = slice(0, 40) if not store.rank else slice(40, 61)
+        dataset = torch.utils.data.TensorDataset(data[mine], label[mine])
+        loader = torch.utils.data.DataLoader(dataset, batch_size=6)
+        module.fit(loader, loader, num_epoch=2, kvstore=store, **ADAM)
+        score = module.score(loader)
+        outputs = module.predict(loader)
+        batches = [number for _, number, _ in module.iter_predict(loader)]
+        return module.get_params(), score, len(outputs), batches
+
+
+def test_loaders_of_unequal_length_train_and_score_together() -> None:
+    (params, score, length, batches), (_, other_score, other_length, other_batches) = spawn(own_loaders, 2)
+    assert (length, other_length) == (40, 21)
+    assert (batches, other_batches) == (list(range(7)), list(range(4)))
+    assert all(value.isfinite().all() for value in params.values())
+    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
+        module.set_params(params)
+        [(_, expected)] = module.score(data_of(mlp), batch_size=6)
+    assert score == other_score == [("accuracy", pytest.approx(expected))]
+
+
+def replaces(communicator: Any, path: str) -> Any:
+    """Read and replace weights; train again with another optimizer."""
+    store = create("allreduce", communicator=communicator)
+    with module_of(mlp, store, [1, 2]) as module:
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
+        first = module.get_params()
+        module.save_params(path)
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **CLIPPED)
+        second = module.get_params()
+        module.load_params(path)
+        third = module.get_params()
+        bias = {"0.bias": torch.full((40,), 0.25 + store.rank)}
+        module.set_params(bias, allow_missing=True)
+        fourth = module.get_params()
+        module.set_learning_rate(0.5)
+        with pytest.raises(RuntimeError, match="call model_state_dict"):
+            module.network.state_dict()
+        with pytest.raises(RuntimeError, match="which has divided the weights"):
+            module.init_params("xavier", force_init=True)
+        with pytest.raises(ValueError, match="a monitor needs all weights"):
+            module.install_monitor(Monitor(1))
+        with pytest.raises(ValueError, match="expected the same store again"):
+            module.init_optimizer("local")
+        return first, second, third, fourth, module.learning_rate
+
+
+def test_weights_are_read_and_replaced(tmp_path: Path) -> None:
+    found = spawn(replaces, 2, str(tmp_path / "weights.safetensors"))
+    first, second, third, fourth, rate = found[0]
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], third[name]) for name in first)
+    assert fourth.pop("0.bias").eq(0.25).all()
+    assert all(torch.equal(fourth[name], first[name]) for name in fourth)
+    assert rate == 0.5
+    assert found[1][:4] == ({}, {}, {}, {})
+    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
+        how = {"num_epoch": 1, "batch_size": 12}
+        module.fit(data_of(mlp), **how, **ADAM)
+        module.fit(data_of(mlp), **how, **CLIPPED)
+        for name, value in module.get_params().items():
+            torch.testing.assert_close(second[name], value, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": [cpu(0), cpu(1)]}, "has 2 contexts; expected one context each"),
+        ({"work_load_list": "auto"}, "work_load_list='auto' is not available"),
+        ({"compression_params": {"type": "2bit", "threshold": 0.5}}, "compression_params is not available"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True is not available"),
+        ({"autocast": torch.float16}, "autocast=torch.float16 is not available"),
+    ],
+)
+def test_what_does_not_go_with_divided_weights_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Module(mlp(), nn.CrossEntropyLoss(), shard="weights", **{"context": cpu(), **options})
+
+
+def test_a_single_worker_holds_everything() -> None:
+    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
+        module.fit(data_of(mlp), num_epoch=4, batch_size=12, **ADAM)
+        assert_equal(results(module, mlp), fit(None, mlp))
+        assert module.network.state_dict()
+
+
+def fails_on_one(communicator: Any) -> Any:
+    store = create("allreduce", communicator=communicator)
+    logging.disable()
+    with module_of(mlp, store) as module:
+        module.init_optimizer(store, **ADAM)
+        data, label = data_of(mlp)
+        module.forward_backward_update(data[:8], label[:8])
+        module.forward_backward_update(data[:8, : 9 if store.rank else 10], label[:8])
+
+
+def test_an_error_on_one_worker_ends_all() -> None:
+    with pytest.raises((RuntimeError, GanglineError), match="raised by rank 1 of 2"):
+        spawn(fails_on_one, 2)
+
+
+def one_updates(communicator: Any) -> Any:
+    store = create("allreduce", communicator=communicator)
+    module = module_of(mlp, store)
+    module.init_optimizer(store, **ADAM)
+    data, label = data_of(mlp)
+    module.forward_backward(data[:8], label[:8])
+    if store.rank:
+        module.forward(None, is_train=False)
+    else:
+        module.update()
+
+
+def test_a_worker_that_takes_another_step_than_the_others_is_named() -> None:
+    with pytest.raises(Exception, match="expected the same steps on all workers"):
+        spawn(one_updates, 2)
