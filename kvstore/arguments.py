@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -224,3 +227,27 @@ def check_shard(shard: object, *, or_weights: bool = False) -> None:
     if shard not in (None, "optimizer", "weights"):
         expected = "'optimizer', 'weights'" if or_weights else "'optimizer'"
         raise ValueError(f"shard is {shard!r}; expected {expected} or None")
+
+
+def check_memory(memory: object, count: int, owners: str = "workers") -> None:
+    """Check the memory that a user gives.
+
+    Raises:
+        ValueError: if it is neither "auto" nor a number for each of the owners, some of them above 0.
+    """
+    if memory == "auto":
+        return
+    numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []
+    if len(numbers) != count or not all(
+        isinstance(one, (int, float)) and math.isfinite(one) and one >= 0 for one in numbers
+    ):
+        raise ValueError(f"memory is {memory!r}; expected 'auto', or a number >= 0 for each of {count} {owners}")
+    if not any(numbers):
+        raise ValueError(f"memory is {memory!r}; expected a number above 0 for one of {count} {owners} at least")
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the free bytes of a device; on the host, this worker's part of what is available."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

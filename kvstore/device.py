@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gangline.collectives.devices.device_group import require
-from gangline.kvstore.arguments import Value
+from gangline.kvstore.arguments import Value, check_memory, free_memory
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.spec import Key
@@ -18,7 +18,7 @@ class DeviceStore(LocalStore):
 
     A device is a position in a key's list of tensors. CPU contexts, and a GPU that is listed twice, therefore count as
     distinct devices. A key's owner is chosen at the first call with a list of tensors: keys in descending size, each to
-    the device that owns the fewest bytes so far.
+    the device that owns the fewest bytes so far; with ``shard="optimizer"`` the fewest for its memory.
 
     On GPUs values are copied from device to device, on the store's own streams.
     """
@@ -28,10 +28,19 @@ class DeviceStore(LocalStore):
         self._owners: dict[Key, int] = {}
         self._owned_bytes: list[int] = []
         self._devices: list[torch.device] = []  # by position, as of the last call
+        self._memory: Sequence[float] | str | None = None
 
     def owner(self, key: Key) -> int | None:
         """Return the position of the key's owner in its lists of tensors; None until the first list."""
         return self._owners.get(key)
+
+    @property
+    def owned_bytes(self) -> list[int]:
+        """Bytes of the weights that each device updates, by its position in the lists of tensors."""
+        return list(self._owned_bytes)
+
+    def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:
+        self._memory = memory if shard is not None else None
 
     def _initial_device(self, value: torch.Tensor) -> torch.device:
         return value.device
@@ -51,11 +60,27 @@ class DeviceStore(LocalStore):
                 self._move(one, values[self._owners[key]].device)
 
     def _own(self, keys: Sequence[Key], devices: int) -> None:
-        """Assign the keys, together, to the position that owns the fewest bytes."""
+        """Assign the keys, together, to the position that owns the fewest bytes for its memory."""
         self._owned_bytes += [0] * (devices - len(self._owned_bytes))
-        owner = min(range(devices), key=self._owned_bytes.__getitem__)
+        size = sum(self._entries[key].stored.nbytes for key in keys)
+        if self._memory is None:
+            owner = min(range(devices), key=self._owned_bytes.__getitem__)
+        else:
+            memory = self._memory_of(devices)
+            able = [place for place in range(devices) if memory[place]]
+            owner = min(able, key=lambda place: (self._owned_bytes[place] + size) / memory[place])
         self._owners.update(dict.fromkeys(keys, owner))
-        self._owned_bytes[owner] += sum(self._entries[key].stored.nbytes for key in keys)
+        self._owned_bytes[owner] += size
+
+    def _memory_of(self, devices: int) -> Sequence[float]:
+        """Return the memory of each device, measured at the first call with "auto"."""
+        assert self._memory is not None
+        check_memory(self._memory, devices, "devices")
+        if isinstance(self._memory, str):
+            used = self._devices[:devices]
+            free = {device: free_memory(device) for device in used}
+            self._memory = [free[device] / used.count(device) for device in used]
+        return self._memory
 
     def _device_of(self, bucket: Bucket) -> torch.device:
         if not self._devices:

@@ -402,10 +402,11 @@ class KVStore(abc.ABC):
         Args:
             spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
                 ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
-            shard: "optimizer": each worker of an allreduce store updates a part of the keys, holds the optimizer's
-                state of these alone, and gives the others their new weights. None: every worker updates all keys.
-            memory: relative memory of the workers, by which keys are divided; "auto": the free memory of each worker's
-                device at this call.
+            shard: "optimizer": each worker of an allreduce store, or device of a device store, updates a part of the
+                keys by its memory, holds the optimizer's state of these alone, and gives the others their new weights.
+                None: every worker updates all keys, and devices equal parts.
+            memory: relative memory of the workers, or devices, by which keys are divided; "auto": their free memory at
+                this call, or of devices when they are first used.
 
         Raises:
             ValueError: if the optimizer or an argument is unknown, or the store does not support it.

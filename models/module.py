@@ -100,11 +100,11 @@ class Module:
             random: "context": each context draws random numbers of its own in each step. "sample": dropout draws them
                 for each sample of a step, so that any number and split of contexts and of workers in step, on the CPU
                 or on GPUs, gives the weights of one; see `SampleDropout`.
-            shard: "optimizer": the workers of an allreduce store divide the optimizer's state by their memory, see
-                `KVStore.set_optimizer`. "weights": they also divide weights and gradients, as `Trainer` does; each
-                worker has one context then, and calls that read or replace weights are collective. Checkpoints are as
-                without it. None: every worker holds all of it.
-            memory: relative memory of the workers, or "auto", as for `KVStore.set_optimizer`.
+            shard: "optimizer": the workers of an allreduce store, or the contexts of a device store, divide the
+                optimizer's state by their memory, see `KVStore.set_optimizer`. "weights": the workers also divide
+                weights and gradients, as with `Trainer`; each worker has one context then, and calls that read or
+                replace weights are collective. Checkpoints are as without it. None: every worker holds all of it.
+            memory: relative memory of the workers, or contexts, or "auto", as for `KVStore.set_optimizer`.
 
         Raises:
             TypeError: if an argument has a wrong type.

@@ -5,13 +5,10 @@ As the first stage of ZeRO (Rajbhandari and others, 2020), but with unequal part
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import psutil
 import torch
 
 from gangline.collectives.communicator import Communicator
@@ -86,30 +83,6 @@ class Owners:
                 begins.append((slot.offset, owner))
         ends = [begin for begin, _ in begins[1:]] + [bucket.numel]
         return [Run(begin, end, owner) for (begin, owner), end in zip(begins, ends, strict=True)]
-
-
-def check_memory(memory: object, workers: int) -> None:
-    """Check the memory that a user gives.
-
-    Raises:
-        ValueError: if it is neither "auto" nor a number for each worker, some of them above 0.
-    """
-    if memory == "auto":
-        return
-    numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []
-    if len(numbers) != workers or not all(
-        isinstance(one, (int, float)) and math.isfinite(one) and one >= 0 for one in numbers
-    ):
-        raise ValueError(f"memory is {memory!r}; expected 'auto', or a number >= 0 for each of {workers} workers")
-    if not any(numbers):
-        raise ValueError(f"memory is {memory!r}; expected a number above 0 for one worker at least")
-
-
-def free_memory(device: torch.device) -> float:
-    """Return the free bytes of a device; on the host, this worker's part of what is available."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def reduce_to_owners(communicator: Communicator, flat: torch.Tensor, runs: Sequence[Run]) -> None:

@@ -18,10 +18,10 @@ from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
-from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners, check_memory, free_memory
+from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners
 from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
-from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, merged
+from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import refused_on_all_ranks

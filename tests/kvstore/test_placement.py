@@ -233,3 +233,48 @@ def test_weights_and_state_move_to_the_owner(kv: DeviceStore) -> None:
         before = on("meta")
         fresh.push("w", [torch.ones(4, device="meta"), torch.ones(4, device="meta")])
         assert on("meta") - before == 3  # the weight, the sum and the momentum
+
+
+# -- by memory --------------------------------------------------------------------------------------------------------
+
+
+def test_devices_of_unequal_memory_own_unequal_parts(kv: DeviceStore) -> None:
+    sizes = dict.fromkeys("abcdefgh", 4)
+    initialised(kv, sizes)
+    kv.set_optimizer("adam", shard="optimizer", memory=[24, 0, 8])
+    push(kv, sizes, 3)
+    assert kv.owned_bytes == [6 * 16, 0, 2 * 16]
+    assert sorted(owners(kv, sizes), key=str) == [0] * 6 + [2] * 2
+
+
+def test_the_memory_of_devices_is_measured(kv: DeviceStore) -> None:
+    sizes = dict.fromkeys("abcd", 4)
+    initialised(kv, sizes)
+    kv.set_optimizer("adam", shard="optimizer")
+    push(kv, sizes, 2)
+    assert kv.owned_bytes == [2 * 16, 2 * 16]  # both are parts of the host's memory
+
+
+@pytest.mark.parametrize("memory", [[1], [1, -1], [0, 0], "all", [1, float("nan")]])
+def test_memory_that_does_not_fit_the_devices_is_refused(kv: DeviceStore, memory: Any) -> None:
+    initialised(kv, {"a": 4})
+    kv.set_optimizer("sgd", shard="optimizer", memory=memory)
+    with pytest.raises(ValueError, match=r"memory is .*; expected .* 2 devices"):
+        push(kv, {"a": 4}, 2)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.lists(st.integers(0, 5), min_size=2, max_size=4))
+def test_parts_differ_from_the_shares_by_at_most_one_key(sizes: list[int], memory: list[int]) -> None:
+    if not any(memory):
+        return
+    named = dict(enumerate(sizes))
+    with DeviceStore() as kv:
+        initialised(kv, named)
+        kv.set_optimizer("sgd", shard="optimizer", memory=memory)
+        push(kv, named, len(memory))
+        owned = loads(kv, named, len(memory))
+    assert sum(owned) == sum(sizes)
+    for place, part in enumerate(memory):
+        others = [(theirs + max(sizes)) / size for theirs, size in zip(owned, memory, strict=True) if size]
+        assert owned[place] == 0 if not part else owned[place] / part <= min(others) + 1e-9

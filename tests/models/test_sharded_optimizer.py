@@ -262,7 +262,7 @@ def test_keys_are_owned_in_their_order_and_buckets_have_few_runs() -> None:
 
 @pytest.mark.parametrize("memory", [[1], [1, -1], [0, 0], "all", [1, float("nan")]])
 def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
-    from gangline.kvstore.allreduce.owners import check_memory
+    from gangline.kvstore.arguments import check_memory
 
     with pytest.raises(ValueError, match="memory is"):
         check_memory(memory, 2)
@@ -278,3 +278,23 @@ def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
     trainer = Trainer(model, *ADAM, kvstore=store, shard="optimizer")
     nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
     trainer.step(12)
+
+
+def test_contexts_of_unequal_memory_own_unequal_parts() -> None:
+    """The contexts of one process, each of which holds the state of what it owns; weights are as without shard."""
+    torch.manual_seed(3)
+    wide = nn.Sequential(*[nn.Linear(1800, 1800) for _ in range(8)])  # 8 buckets
+    batch = torch.randn(4, 1800)
+    found = []
+    for shard in (None, "optimizer"):
+        module = Module(copy.deepcopy(wide), nn.MSELoss(), [cpu(0), cpu(1)], shard=shard, memory=[3, 1])
+        with module:
+            module.init_optimizer("device", *ADAM)
+            module.forward_backward_update(batch, batch)
+            store = module._step.optimizer.store  # type: ignore[union-attr]
+            found.append((module.get_params(), store.owned_bytes))  # type: ignore[union-attr]
+    (expected, equal), (params, owned) = found
+    layer = (1800 * 1800 + 1800) * 4
+    assert equal == [4 * layer, 4 * layer]
+    assert owned == [6 * layer, 2 * layer]
+    assert all(torch.equal(params[name], value) for name, value in expected.items())
