@@ -175,7 +175,7 @@ class DistributedOptimizer(Optimizer):
             self._is_syncing = before
 
     def synchronize(self) -> None:
-        """Average gradients that no backward has averaged since the last step. Collective.
+        """Average gradients that no backward has averaged since the last step, assigned ones too. Collective.
 
         `step` does it, too. Call it on a worker that has no samples for a step, at the point where the others call
         ``backward()``, if they read gradients before `step`, as ``clip_grad_norm_`` does.
@@ -183,6 +183,7 @@ class DistributedOptimizer(Optimizer):
         if self._reducer is not None and (self._has_local or not self._is_reduced):
             if not self._has_local:
                 self._reducer.begin([0], push_early=False)
+                self._has_local = isinstance(self._reducer, GradientReducer) and self._reducer.has_assigned()
             self._reduce(self._weight if self._has_local else None)
 
     def _on_gradient(self, _: torch.Tensor) -> None:

@@ -27,6 +27,13 @@ class GradientReducer(Reducer):
     def __init__(self, parameters: Mapping[Key, torch.Tensor], store: KVStore) -> None:
         super().__init__([parameters], store)
         self._has_gradients = True
+        self._means: dict[Key, torch.Tensor] = {}
+
+    def has_assigned(self) -> bool:
+        """Return True if a ``.grad`` is not a mean of this reducer: backward made it, or the user assigned it."""
+        return any(
+            one.grad is not None and one.grad is not self._means.get(key) for key, one in self._parameters[0].items()
+        )
 
     def finish(self, weight: float | None = None) -> None:
         """Push what was not pushed yet, and replace the gradients by the means. Collective.
@@ -90,4 +97,4 @@ class GradientReducer(Reducer):
         self._store.pull_bucket(state.bucket, [flat], state.priority)
         for key, has_gradient in zip(state.keys, views[state.bucket.keys[-1]].tolist(), strict=True):
             if has_gradient > 0:
-                self._parameters[0][key].grad = views[key].detach()
+                self._parameters[0][key].grad = self._means[key] = views[key].detach()

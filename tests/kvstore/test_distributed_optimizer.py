@@ -326,3 +326,40 @@ def test_stores_that_add_up_different_steps_are_refused() -> None:
 
 def test_it_is_a_public_name() -> None:
     assert gangline.DistributedOptimizer is DistributedOptimizer
+
+
+def assigns(communicator: Communicator) -> Weights:
+    store = create("allreduce", communicator=communicator)
+    model = Branches()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, store)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step != 2)
+        optimizer.weight = float(1 + store.rank)
+        data, label, _ = batch(step, store.rank) if step != 3 else batch(0, store.rank)
+        for one, gradient in zip(model.parameters(), gradients_of(model, data, label), strict=True):
+            one.grad = gradient
+        optimizer.step()
+    return [one.detach() for one in model.parameters()]
+
+
+def gradients_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> list[Any]:
+    found = torch.autograd.grad(
+        F.cross_entropy(model(data, True), label),
+        list(model.parameters()),
+        allow_unused=True,  # type: ignore[arg-type]
+    )
+    return list(found)
+
+
+def test_assigned_gradients_are_averaged_as_those_of_backward() -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(4):
+        parts = [gradients_of(model, *batch(step if step != 3 else 0, rank)[:2]) for rank in range(2)]
+        for one, first, second in zip(model.parameters(), *parts, strict=True):
+            one.grad = None if first is None else (first + 2 * second) / 3
+        optimizer.step()
+    for weights in spawn(assigns, 2):
+        for found, expected in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
