@@ -218,7 +218,7 @@ class WorkQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._is_inside():
+        if self._is_inside() or self._thread is threading.current_thread():  # in the latter by garbage collection
             return
         if self._thread is not None:
             self._thread.join()

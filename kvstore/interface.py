@@ -839,8 +839,8 @@ class KVStore(abc.ABC):
         """
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
-    def end_following(self) -> None:
-        """Let the workers in `follow_owners` return. Collective."""
+    def end_following(self, error: Exception | None = None) -> None:  # noqa: ARG002  refused here
+        """Let the workers in `follow_owners` return; after an error of this worker, all others raise. Collective."""
         raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here

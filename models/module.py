@@ -296,15 +296,24 @@ class Module:
         self._load_state(self._matched(params, allow_missing, allow_extra))
 
     def _matched(self, params: Params, allow_missing: bool, allow_extra: bool) -> dict[str, torch.Tensor]:
-        replicas = self.bound.replicas
-        with replicas.state_names():
-            return checkpoint.matched(replicas.first.network, params, allow_missing, allow_extra)
+        """Return the values to load after checks; if the workers divide the weights, rank 0's. Collective then."""
+        replicas, found = self.bound.replicas, dict[str, torch.Tensor]()
+
+        def match() -> None:
+            with replicas.state_names():
+                found.update(checkpoint.matched(replicas.first.network, params, allow_missing, allow_extra))
+
+        if self.divides_weights:
+            self.workers.run_on_first(match, "check of parameters")
+        else:
+            match()
+        return found
 
     def _load_state(self, state: Params) -> None:
         replicas, optimizer = self.bound.replicas, self._step.optimizer
         replicas.average_buffers(self.workers)
         replicas.load_state_dict(dict(state))
-        if optimizer is not None:
+        if optimizer is not None and not optimizer.divides_weights:  # then all workers have loaded rank 0's
             optimizer.assign_weights()
             self._share_untrained(self.workers)
 
@@ -419,7 +428,8 @@ class Module:
         """Take part in a job with these workers."""
         self.bound.executor.join(workers)
         if workers.is_first and not self.bound.sync_batchnorm:
-            warn_of_batchnorm(self.network, workers.loads, "pass sync_batchnorm=True to Module")
+            remedy = "pass sync_batchnorm=True to Module" if self._shard != "weights" else "normalize over features"
+            warn_of_batchnorm(self.network, [load for load in workers.loads if load], remedy)
         self._share_untrained(workers)
 
     @property
@@ -668,8 +678,8 @@ class Module:
             batch_end_callback: one or several, called with a `BatchEndParam` after each update, with the index of its
                 last batch and this worker's part of that (None: no samples). A callback's ``close()`` is called at the
                 end, and its ``state()`` and ``load_state(state)``, of plain data, are used for checkpoints.
-            epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers); those
-                that save are called last, after validation.
+            epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers), with
+                ``shard="weights"`` empty ones but on rank 0; those that save are called last, after validation.
             eval_end_callback: one or several, called after each validation, such as `EarlyStopping`.
             validation_metric: metric for validation; None: ``eval_metric``.
             resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
@@ -787,7 +797,7 @@ class Module:
         """Yield (outputs, batch index, data) for each batch, in order; outputs are on the first context.
 
         In a job each worker gets its own part of each batch, and skips batches of which it has none. Arguments are
-        those of `predict`.
+        those of `predict`. With ``shard="weights"`` all workers must iterate to the end, or to the same ``num_batch``.
         """
         return evaluation.iter_predict(self, data, batch_size=batch_size, num_batch=num_batch)
 
@@ -891,7 +901,11 @@ class Module:
     # -- end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the threads, and close the store if it was created here; the network keeps its weights."""
+        """Stop the threads, and close the store if it was created here; the network keeps its weights.
+
+        With ``shard="weights"`` a worker keeps its own part, and the network can no longer be used: call `get_params`
+        or `save_params` before.
+        """
         self._close_store()
         self._step.close()
         self.bound.close()

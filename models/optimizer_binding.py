@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -18,6 +20,9 @@ from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.sparse import RowSparse, summed
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
+
+
+_ALL_RAISE = "all workers raise an error now, and no weight was updated"
 
 
 class OptimizerBinding(abc.ABC):
@@ -74,8 +79,15 @@ class OptimizerBinding(abc.ABC):
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: B027
         """End a forward, or take part in the other workers' without samples."""
 
-    def end_backward(self, *, has_samples: bool) -> None:  # noqa: B027
-        """End a backward, or take part in the other workers' without samples."""
+    def end_backward(self, *, has_graph: bool) -> None:  # noqa: B027
+        """End a backward, or take part in the other workers' if there was nothing to compute here."""
+
+    def take_seconds_waiting(self) -> float:
+        """Return the seconds within forward and backward that were spent on other workers, since the last call."""
+        return 0.0
+
+    def refuse(self, error: Exception) -> None:  # noqa: B027
+        """After a failed forward or backward, let the workers raise that need this one in theirs."""
 
     def abandon(self, error: BaseException) -> None:  # noqa: B027
         """After a failed backward, make the weights of replicas and store equal, and add notes to the error."""
@@ -244,21 +256,32 @@ class ShardedOptimizer(OptimizerBinding):
         self._weight = 0.0 if not active else 1.0 if weight is None else weight
         self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
 
-    def end_backward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
-        self._end_pass(has_samples)
+    def end_backward(self, *, has_graph: bool) -> None:  # noqa: D102  inherited
+        self._end_pass(has_graph)
         self.weights.finish(self._weight)
 
-    def _end_pass(self, has_samples: bool) -> None:
-        if has_samples:
+    def _end_pass(self, has_run: bool) -> None:
+        if has_run:
             self.weights.end_pass()
         else:
             self.weights.follow()
 
+    def take_seconds_waiting(self) -> float:  # noqa: D102  inherited
+        seconds, self.weights.seconds_waiting = self.weights.seconds_waiting, 0.0
+        return seconds
+
     def update(self, weight: float | None = None) -> None:  # noqa: ARG002, D102  backward has used it
         self._keys.update()
 
+    def refuse(self, error: Exception) -> None:  # noqa: D102  inherited
+        if not isinstance(error, GanglineError):  # else the others have raised it, too
+            error.add_note(_ALL_RAISE)
+            with suppress(Exception):  # the first error is the one to raise
+                self.weights.end_pass(error)
+
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
-        _note_out_of_step(self.workers, error)
+        if not isinstance(error, MismatchError) and _ALL_RAISE not in getattr(error, "__notes__", ()):
+            _note_out_of_step(self.workers, error)
 
     def state(self) -> OptimizerState:
         """Return the optimizer's state on the host: all of it at rank 0, the owned part elsewhere. Collective."""
@@ -277,7 +300,11 @@ class ShardedOptimizer(OptimizerBinding):
             self.store.close()
 
     def replaced(
-        self, kvstore: str | KVStore | None, spec: OptimizerSpec, state: OptimizerState | None
+        self,
+        kvstore: str | KVStore | None,
+        spec: OptimizerSpec,
+        state: OptimizerState | None,
+        trained: Iterable[nn.Parameter],
     ) -> ShardedOptimizer:
         """Return a binding of another optimizer, with this state, to the same weights, which stay divided.
 
@@ -289,6 +316,7 @@ class ShardedOptimizer(OptimizerBinding):
                 f"kvstore is {kvstore!r}, but the workers divide the network's weights in an {self.store.type!r} "
                 "store; expected the same store again"
             )
+        self.weights.train(trained)
         new = ShardedOptimizer(self.weights, spec, self.store, self.workers, owns_store=self.owns_store)
         if state is not None:
             new.load_state(state)
@@ -335,7 +363,7 @@ def bind_optimizer(
     if kvstore is None and len(replicas.all) > 1:
         raise ValueError(f"kvstore is None, but gradients of {len(replicas.all)} contexts need one to sum them")
     if isinstance(previous, ShardedOptimizer):
-        return previous.replaced(kvstore, spec, state)
+        return previous.replaced(kvstore, spec, state, replicas.first.parameters.values())
     optimizer = KeyedOptimizer(spec)
     for name, parameter in replicas.first.parameters.items():
         optimizer.add(name, parameter)

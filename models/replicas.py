@@ -160,19 +160,23 @@ class Replicas:
             _copy(state, replica.network.state_dict())
 
     def untrained(self) -> dict[str, torch.Tensor]:
-        """Return buffers and untrained parameters on the host; without the latter if the workers divide them."""
+        """Return buffers and untrained parameters on the host; without those that the workers divide."""
         if self.divided is not None:
-            return {name: values[0] for name, values in self.own_buffers().items()}
+            return {name: tensor.detach().cpu().clone() for name, tensor in self._undivided().items()}
         return {name: tensor for name, tensor in self.state_dict().items() if name not in self.first.parameters}
 
     def load_untrained(self, state: dict[str, torch.Tensor]) -> None:
         """Copy values of `untrained`, by name, to every replica."""
         for replica in self.all:
-            network = replica.network
-            _copy(
-                state,
-                network.state_dict() if self.divided is None else dict(network.named_buffers(remove_duplicate=False)),
-            )
+            _copy(state, replica.network.state_dict() if self.divided is None else self._undivided())
+
+    def _undivided(self) -> dict[str, torch.Tensor]:
+        """Return persistent buffers, and parameters that have no owner, which hold no real numbers."""
+        assert self.divided is not None
+        owners = self.divided.owners
+        with self.state_names():
+            state = self.first.network.state_dict(keep_vars=True)
+        return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) and one not in owners}
 
     def state_names(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the network's state_dict may be read for names and shapes."""

@@ -102,7 +102,8 @@ class TrainingStep:
             if self._load_balancer is not None and not train:
                 self._shares = self._load_balancer.run_micro_steps(slices, self._bound.executor, run)
             else:
-                self._shares = run(slices)
+                with self._refusing_on_error():
+                    self._shares = run(slices)
         elif train:
             self._bound.executor.forward_without_samples()
         if self.optimizer is not None:
@@ -168,7 +169,7 @@ class TrainingStep:
     def _backward_from_outputs(self, out_grads: Any) -> None:
         grads = as_batch(out_grads, "out_grads")
         size = sum(share.samples for share in self._shares)
-        if num_samples(grads, "out_grads") != size:
+        if not self._has_no_samples and num_samples(grads, "out_grads") != size:
             raise ValueError(f"out_grads has {num_samples(grads, 'out_grads')} samples, but the batch has {size}")
         if self.grad_req == "add":
             self._accumulation.add_output_gradients()
@@ -178,9 +179,9 @@ class TrainingStep:
         self._begin_backward(self._shares, push_early=False)
         scale = self._scale
         self._input_factor = 1 / scale
-        with self._discarding_gradients_on_error():
+        with self._discarding_gradients_on_error(), self._refusing_on_error():
             self._bound.executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
-            self._end_backward(self._shares)
+            self._end_backward(has_graph=bool(self._shares))
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
@@ -197,6 +198,10 @@ class TrainingStep:
             return
         replicas, executor = self._bound.replicas.all, self._bound.executor
         times = executor.take_times()
+        if self.optimizer is not None and times:
+            waited = self.optimizer.take_seconds_waiting()  # only if there is one replica
+            self.seconds_waiting += waited
+            times[0].on_host -= waited
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
             self._load_balancer.record(samples, times)
@@ -230,7 +235,7 @@ class TrainingStep:
             divisor = self._accumulation.divisor(total)
             self._accumulation.count(total)
             total = self._accumulation.total
-        self._weight = 0.0 if self._gradients_used and not total else None
+        self._weight = 0.0 if not total and (self._gradients_used or self.grad_req == "add") else None
         return divisor
 
     def _turn_mean_into_sum(self) -> None:
@@ -243,17 +248,28 @@ class TrainingStep:
 
     def _backward_of(self, shares: Sequence[Share], divisor: float, *, push_early: bool) -> None:
         self._begin_backward(shares, push_early=push_early)
-        self._bound.executor.backward(shares, divisor / self._scale)
-        self._end_backward(shares)
+        with self._refusing_on_error():
+            self._bound.executor.backward(shares, divisor / self._scale)
+            self._end_backward(has_graph=any(one.loss is not None and one.loss.requires_grad for one in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool) -> None:
         if self.optimizer is not None:
             active = [self._bound.replicas.all.index(share.replica) for share in shares]
             self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight)
 
-    def _end_backward(self, shares: Sequence[Share]) -> None:
+    def _end_backward(self, *, has_graph: bool) -> None:
         if self.optimizer is not None:
-            self._timed(partial(self.optimizer.end_backward, has_samples=bool(shares)))
+            self._timed(partial(self.optimizer.end_backward, has_graph=has_graph))
+
+    @contextmanager
+    def _refusing_on_error(self) -> Iterator[None]:
+        """After an error, let the workers raise that need this one in their forward or backward."""
+        try:
+            yield
+        except Exception as error:
+            if self.optimizer is not None:
+                self.optimizer.refuse(error)
+            raise
 
     @property
     def _divides_weights(self) -> bool:

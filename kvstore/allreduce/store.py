@@ -437,8 +437,11 @@ class AllReduceStore(LocalStore):
 
         self._run_in_order("follow_owners", follow)
 
-    def end_following(self) -> None:  # noqa: D102  inherited
-        self._run_in_order("end_following", lambda: self._negotiate("end of the pass", _END))
+    def end_following(self, error: Exception | None = None) -> None:  # noqa: D102  inherited
+        if error is not None:
+            self._refuse("forward or backward", error)
+        else:
+            self._run_in_order("end_following", lambda: self._negotiate("end of forward or backward", _END))
 
     def _any_device(self) -> torch.device:
         """Return the device of the first key; before there is one, the current GPU if there is one."""

@@ -5,6 +5,7 @@ As the third stage of ZeRO (Rajbhandari and others, 2020) and PyTorch's FSDP, bu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,12 +131,7 @@ class ShardedWeights:
         """
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
         self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
-        foreign = sum(one.numel() > 0 for one in trained) - len(self._updated)
-        if foreign:
-            raise ValueError(f"{foreign} of the optimizer's parameters are not in network, or hold no real numbers")
-        divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]
-        if divided or any(isinstance(module._parameters, _Parameters) for module in network.modules()):
-            raise ValueError("another optimizer divides, or has divided, the weights of this network; make it anew")
+        _check_networks(names, trained, self._updated, network, store)
         self.owners = dict(zip(names, store.owners_of([one.data for one in names], memory), strict=True))
         """Rank of the owner of each parameter."""
         self._network, self._store = network, store
@@ -146,34 +142,56 @@ class ShardedWeights:
         self._reductions: list[tuple[Work, _Parts]] = []
         self._by_address: dict[int, tuple[_WeightGroup, _Weight]] = {}  # full weights of the modules that run now
         self._used_by_backward: list[_WeightGroup] = []
+        self._read_in_backward: list[_WeightGroup] = []  # those that code, not autograd, has read
+        self.seconds_waiting = 0.0
+        """Seconds in calls that need other workers."""
         for one in names:
             one.data = one.data.contiguous()
         store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
         self._weights = {one: self._divide(name, one) for one, name in names.items()}
         self._in_order = list(self._weights.values())
         self._numbers = {weight: number for number, weight in enumerate(self._in_order)}
+        self._hooks: list[Any] = []
+        for module in network.modules():
+            if next(module.parameters(), None) is not None:
+                self._watch(module)
+        self._gradient_hooks: list[Any] = []
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Follow the gradients of the parameters that require one now."""
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = []
         with_gradient = [weight for weight in self._weights.values() if weight.parameter.requires_grad]
         size = -(-len(with_gradient) // _MAX_GRADIENT_GROUPS) or 1
         self._gradient_groups = [with_gradient[begin : begin + size] for begin in range(0, len(with_gradient), size)]
         self._number_of_group = {one: number for number, group in enumerate(self._gradient_groups) for one in group}
         self._pending = [0] * len(self._gradient_groups)  # gradients of each group that are yet to arrive
-        self._not_ready = self._all_groups = (
-            1 << len(self._gradient_groups)
-        ) - 1  # bit i: group i is not to be reduced
-        self._hooks: list[Any] = []
-        for module in network.modules():
-            if next(module.parameters(), None) is not None:
-                self._watch(module)
+        self._all_groups = (1 << len(self._gradient_groups)) - 1
+        self._not_ready = self._all_groups  # bit i: group i is not to be reduced
         self._nodes = []  # those that accumulate the gradients: they live as long as somebody holds them
         for weight in with_gradient:
             node: Any = torch.autograd.graph.get_gradient_edge(weight.parameter).node
             self._nodes.append(node)
-            self._hooks.append(node.register_prehook(partial(self._before_gradient, weight)))
+            self._gradient_hooks.append(node.register_prehook(partial(self._before_gradient, weight)))
             after = partial(self._on_gradient, weight)
-            self._hooks.append(weight.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            hook = weight.parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            self._gradient_hooks.append(hook)
+
+    def train(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Update these parameters from now on, whose ``requires_grad`` may have changed."""
+        self._updated = [one for one in parameters if one in self._weights]
+        self._watch_gradients()
 
     def __deepcopy__(self, _: object) -> NoReturn:
-        raise TypeError("the workers divide this network's weights, so it cannot be copied; copy model_state_dict()")
+        raise TypeError(
+            "the workers divide this network's weights, so it cannot be copied or pickled; copy model_state_dict() of "
+            "the Trainer or DistributedOptimizer, or get_params() of the Module"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__(None)
 
     def _divide(self, name: str, parameter: nn.Parameter) -> _Weight:
         owner, data = self.owners[parameter], parameter.data
@@ -222,18 +240,37 @@ class ShardedWeights:
             if self._frames and any(_address(weight.parameter) in returned for weight in group.weights):
                 self._frames[-1].append(group)  # the module that called this one uses them
                 continue
-            for weight in group.weights:
-                del self._by_address[_address(weight.parameter)]
-                if weight.own is None:
-                    weight.parameter.data = weight.placeholder
+            self._drop(group.weights)
             self._release(group)
         if not self._frames and self._saved_tensors_hooks is not None:
             self._saved_tensors_hooks.__exit__(None, None, None)
             self._saved_tensors_hooks = None
 
+    def _drop(self, weights: Sequence[_Weight]) -> None:
+        """Put the placeholders of weights that others own back."""
+        for weight in weights:
+            del self._by_address[_address(weight.parameter)]
+            if weight.own is None:
+                weight.parameter.data = weight.placeholder
+
     def _use(self, parameter: nn.Parameter) -> None:
         if self._frames:
             self._make_full([parameter])
+        elif torch._C._current_graph_task_id() != -1:  # a checkpointed function computes again
+            self._use_until_backward_ends(parameter)
+
+    def _use_until_backward_ends(self, parameter: nn.Parameter) -> None:
+        weight = self._weights.get(parameter)
+        if weight is None or _address(parameter) in self._by_address:
+            return
+        group = _WeightGroup([weight], is_used_by_backward=True)
+        self._take_assigned(group.weights)
+        self._acquire(group)
+        assert weight.full is not None
+        weight.parameter.data = weight.full
+        self._by_address[_address(weight.full)] = group, weight
+        self._used_by_backward.append(group)
+        self._read_in_backward.append(group)
 
     def _make_full(self, parameters: Iterable[nn.Parameter]) -> None:
         weights = [self._weights[one] for one in dict.fromkeys(parameters) if one in self._weights]
@@ -275,9 +312,16 @@ class ShardedWeights:
     def _copy(self, weights: Sequence[_Weight]) -> tuple[int, float]:
         flats = [weight.full.view(-1) for weight in weights if weight.full is not None]
         names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
-        return self._store.copy_from_owners(
-            names, flats, owners, self._not_ready, self._weight, numbers=self._numbers_of(weights)
-        )
+        with self._timed():
+            return self._store.copy_from_owners(
+                names, flats, owners, self._not_ready, self._weight, numbers=self._numbers_of(weights)
+            )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds_waiting += time.perf_counter() - began
 
     def _numbers_of(self, weights: Sequence[_Weight]) -> list[int]:
         return [self._numbers[weight] for weight in weights]
@@ -331,6 +375,8 @@ class ShardedWeights:
 
     def _end_backward(self) -> None:
         """Drop the weights of a backward that did not unpack all that was packed."""
+        while self._read_in_backward:
+            self._drop(self._read_in_backward.pop().weights)
         for group in list(self._used_by_backward):
             self._end_use(group)
 
@@ -395,7 +441,8 @@ class ShardedWeights:
 
     def _take_means(self) -> None:
         work, parts = self._reductions.pop(0)
-        work.wait()
+        with self._timed():
+            work.wait()
         self._set_means(parts)
 
     def _set_means(self, parts: _Parts) -> None:
@@ -442,9 +489,13 @@ class ShardedWeights:
 
     # Workers without samples
 
-    def end_pass(self) -> None:
-        """End a forward or backward, of which workers without samples call `follow`. Collective."""
-        self._store.end_following()
+    def end_pass(self, error: Exception | None = None) -> None:
+        """End a forward or backward, of which workers without samples call `follow`. Collective.
+
+        Args:
+            error: error that has ended it here; all other workers raise a MismatchError with its text.
+        """
+        self._store.end_following(error)
 
     def follow(self) -> None:
         """Give the other workers what they need in a forward or backward, until their `end_pass`. Collective."""
@@ -569,9 +620,15 @@ class ShardedWeights:
                 self._network.load_state_dict(extra, strict=False)
 
     def close(self) -> None:
-        """Remove the hooks; weights that other workers own stay NaN here."""
-        for hook in self._hooks:
+        """Remove the hooks; the network of a worker with a part of the weights raises an error if it is used."""
+        for hook in [*self._hooks, *self._gradient_hooks]:
             hook.remove()
+        if any(weight.own is None for weight in self._in_order):
+            self._allows_state_dict = False
+            for module in self._network.modules():
+                if next(module.parameters(), None) is not None:
+                    module.register_state_dict_pre_hook(_refuse_use)  # type: ignore[no-untyped-call]
+                    module.register_forward_pre_hook(_refuse_use)
         self._nodes.clear()
         for module in self._network.modules():
             if isinstance(module._parameters, _Parameters):
@@ -611,6 +668,44 @@ def _known(network: nn.Module | None) -> nn.Module:
     if network is None:
         raise RuntimeError("this call is for shard='weights'; expected the network's own state_dict, load_state_dict")
     return network
+
+
+def _refuse_use(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "the workers divided this network's weights, and after close() this worker has only the part that it owns; "
+        "call model_state_dict() or the Module's get_params() before close(), and load the state into a new network"
+    )
+
+
+def _check_networks(
+    names: Mapping[nn.Parameter, str],
+    trained: Sequence[torch.Tensor],
+    updated: Sequence[nn.Parameter],
+    network: nn.Module,
+    store: KVStore,
+) -> None:
+    """Check that the networks of all workers are alike, and not divided yet. Collective; errors are raised by all."""
+    wrong = None
+    foreign = sum(one.numel() > 0 for one in trained) - len(updated)
+    divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]
+    if foreign:
+        wrong = f"{foreign} of the optimizer's parameters are not in network, or hold no real numbers"
+    elif divided or any(isinstance(module._parameters, _Parameters) for module in network.modules()):
+        wrong = "another optimizer divides, or has divided, the weights of this network; make it anew"
+    what = 'shard="weights"'
+    errors = store.group.all_gather(wrong, what)
+    if any(errors):
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        raise ValueError(f"{errors[rank]} (rank {rank})")
+    used = set(updated)
+    kinds = {True: "updated", False: "not updated"}
+    store.group.check_same(
+        {
+            name: f"{tuple(one.shape)} of {one.dtype}, {kinds[one in used]}{'' if one.requires_grad else ', frozen'}"
+            for one, name in names.items()
+        },
+        what,
+    )
 
 
 def _empty(weight: _Weight) -> torch.Tensor:

@@ -35,14 +35,18 @@ def averaged(buffers: Buffers, samples_seen: Sequence[int]) -> dict[str, torch.T
 def averaged_over(
     workers: Workers, buffers: Buffers, samples_seen: Sequence[int], name: str = "average_statistics"
 ) -> dict[str, torch.Tensor]:
-    """Return `averaged` over the replicas of all workers; only buffers that differ are sent. Collective."""
+    """Return `averaged` over the replicas of all workers; only buffers that differ are sent. Collective.
+
+    Workers without buffers, which have seen no samples, are left out.
+    """
     own = {name: [digest(value) for value in values] for name, values in buffers.items()}
     received = workers.all_gather([list(samples_seen), own], name)
-    seen = [count for counts, _ in received for count in counts]
-    differing = [
-        one for one in buffers if len({value for _, digests in received for value in digests[one]}) > 1 and any(seen)
-    ]
+    present = [(counts, digests) for counts, digests in received if digests]
+    seen = [count for counts, _ in present for count in counts]
+    names = present[0][1] if any(seen) else ()
+    differing = [one for one in names if len({value for _, digests in present for value in digests[one]}) > 1]
     if not differing:
         return {}
-    parts = workers.all_gather({one: list(buffers[one]) for one in differing}, name)
+    gathered = workers.all_gather({one: list(buffers[one]) for one in differing if one in buffers}, name)
+    parts = [part for part in gathered if part]
     return averaged({one: [value for part in parts for value in part[one]] for one in differing}, seen)

@@ -98,6 +98,13 @@ class Checkpoint:
             return replace(self, replica_buffers={}, samples_seen=[], compression_residuals={}, other_workers=[])
         return self.other_workers[rank - 1] if rank else self
 
+    def forget_tensors(self) -> None:
+        """Drop the tensors, once they are restored, of all workers."""
+        for one in (self, *self.other_workers):
+            one.optimizer_state, one.other_workers = None, []
+            for tensors in (one.params, one.replica_buffers, one.compression_residuals):
+                tensors.clear()
+
     def require_optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state; ValueError if the checkpoint has none."""
         if self.optimizer_state is None:

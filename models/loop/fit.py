@@ -183,9 +183,11 @@ def _run(
     begin_epoch, skip = options.begin_epoch, 0
     if saved is not None:
         _check_same_workers(module, train, saved)
-        saved = saved.of_worker(module.workers.rank, module.workers.count)
+        whole, saved = saved, saved.of_worker(module.workers.rank, module.workers.count)
         module.resume(saved)
         _load_stateful(module, saved)
+        saved.forget_tensors()
+        whole.forget_tensors()
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.run_state.position.epoch = begin_epoch

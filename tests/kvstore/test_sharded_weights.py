@@ -220,7 +220,7 @@ def misused(communicator: Any) -> None:
         optimizer.load_model_state_dict({})
     with pytest.raises(ValueError, match=r"another optimizer divides"):
         wrapped(store, network)
-    with pytest.raises(TypeError, match=r"so it cannot be copied; copy model_state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"so it cannot be copied or pickled; copy model_state_dict\(\)"):
         copy.deepcopy(network)
     others = [one for one in network.parameters() if one.untyped_storage().nbytes() == 8]
     assert others

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from gangline import Module, cpu, create, spawn
+from gangline import Checkpoint, Module, cpu, create, spawn
 from gangline.collectives.errors import GanglineError
+from gangline.models.checkpoint import checkpoint as checkpoints
 from gangline.models.loop.monitor import Monitor
 
 LENGTH, CLASSES = 61, 11
@@ -351,7 +355,9 @@ def fails_on_one(communicator: Any) -> Any:
 
 
 def test_an_error_on_one_worker_ends_all() -> None:
-    with pytest.raises((RuntimeError, GanglineError), match="raised by rank 1 of 2"):
+    with pytest.raises(
+        (RuntimeError, GanglineError), match=r"mat1 and mat2 shapes cannot be multiplied \(8x9 and 10x40\)"
+    ):
         spawn(fails_on_one, 2)
 
 
@@ -370,3 +376,222 @@ def one_updates(communicator: Any) -> Any:
 def test_a_worker_that_takes_another_step_than_the_others_is_named() -> None:
     with pytest.raises(Exception, match="expected the same steps on all workers"):
         spawn(one_updates, 2)
+
+
+class ReadsItsParameter(nn.Module):
+    """Computes a function of its own parameter again in backward; has a parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 20)
+        self.weight = nn.Parameter(torch.randn(20, 20) * 0.1)
+        self.last = nn.Linear(20, CLASSES)
+        self.numbers = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda one: torch.tanh(one @ self.weight), self.first(data), use_reentrant=False)
+        output: torch.Tensor = self.last(hidden)
+        return output
+
+
+def reads_its_parameter() -> nn.Module:
+    torch.manual_seed(3)
+    return ReadsItsParameter().double()
+
+
+def some_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of the samples with a label; none may have one."""
+    return nn.functional.cross_entropy(output[label >= 0], label[label >= 0])
+
+
+def number_with_label(label: torch.Tensor) -> float:
+    return float((label >= 0).sum())
+
+
+def unusual(communicator: Any, what: str) -> Any:
+    """Train in an unusual way; return the weights."""
+    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
+    shard = None if communicator is None else "weights"
+    data, label = data_of(mlp)
+    label = label.clone()
+    make = reads_its_parameter if what == "checkpointed parameter" else mlp
+    loss: Any = nn.CrossEntropyLoss(ignore_index=3)
+    how: dict[str, Any] = {"batch_size": 12, "shuffle": False, "kvstore": store, "num_epoch": 2, **ADAM}
+    normalizer, network = None, make()
+    if what == "updates without labels":
+        how["accumulate"] = 2
+        label[24:48] = 3
+    elif what == "a share without labels":
+        loss, normalizer, how["eval_metric"] = some_loss, number_with_label, "loss"
+        label[:6] = -1
+    elif what == "unfrozen":
+        network.get_submodule("0").requires_grad_(False)
+    elif what == "checkpointed parameter" and communicator is not None and store.rank:
+        network.get_parameter("numbers").data.zero_()  # rank 0's count
+    module = Module(network, loss, context=cpu(), loss_normalizer=normalizer, shard=shard)
+    module.fit((data, label), **how)
+    if what in ("frozen", "unfrozen"):
+        network.requires_grad_(what == "unfrozen")
+        network.get_submodule("4").requires_grad_(True)
+        module.fit((data, label), **{**how, **CLIPPED})
+    return module.get_params()
+
+
+UNUSUAL = ["checkpointed parameter", "updates without labels", "a share without labels", "frozen", "unfrozen"]
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_unusual_training_gives_the_weights_of_one_worker(what: str) -> None:
+    expected, found = unusual(None, what), spawn(unusual, 2, what)[0]
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11)
+
+
+def keeps_the_best(communicator: Any) -> Any:
+    """Put earlier weights back, as a callback that keeps the best does; get one of the errors of rank 0."""
+    store = create("allreduce", communicator=communicator)
+    with module_of(mlp, store) as module:
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
+        best = module.get_params()
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
+        module.set_params(best)
+        with pytest.raises(RuntimeError, match=r"parameters .* are missing"):
+            module.set_params({name: value for name, value in best.items() if name != "0.bias"})
+        return best, module.get_params()
+
+
+def test_weights_that_were_read_are_put_back() -> None:
+    best, found = spawn(keeps_the_best, 2)[0]
+    assert all(torch.equal(found[name], value) for name, value in best.items())
+
+
+def is_closed(communicator: Any) -> Any:
+    """Use a network after its module was closed; rank 0 has all weights."""
+    store = create("allreduce", communicator=communicator)
+    network = mlp()
+    with Module(network, nn.CrossEntropyLoss(), context=cpu(), shard="weights", memory=[1, 0]) as module:
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled; .* get_params\(\)"):
+            pickle.dumps(network)
+    if store.rank:
+        for use in (network.state_dict, module.get_params, lambda: network(data_of(mlp)[0])):
+            with pytest.raises(RuntimeError, match=r"after close\(\) this worker has only the part"):
+                use()
+    else:
+        assert all(value.isfinite().all() for value in module.get_params().values())
+    again = Module(network, nn.CrossEntropyLoss(), context=cpu(), shard="weights", memory=[1, 0])
+    with pytest.raises(ValueError, match=r"has divided, the weights of this network; make it anew \(rank 1\)"):
+        again.init_optimizer(store, **ADAM)
+
+
+def test_a_part_is_not_taken_for_the_whole_after_close() -> None:
+    spawn(is_closed, 2)
+
+
+def trains_with_statistics(communicator: Any, prefix: str, resumed: bool) -> Any:
+    """Train with statistics of batches on one of two workers; save in mid-epoch, or go on from there."""
+    os.environ["GANGLINE_WORK_LOAD_LIST"] = "1,0"
+    store = create("allreduce", communicator=communicator)
+    with module_of(normalized, store, random="sample") as module:
+        saver = Checkpoint(module, prefix, 4, save_optimizer_states=True)
+        stop = [saver, lambda param: param.nbatch == 3 and not resumed]
+        module.fit(
+            data_of(normalized),
+            num_epoch=4,
+            batch_size=12,
+            kvstore=store,
+            batch_end_callback=stop,
+            resume=prefix if resumed else None,
+            **ADAM,
+        )
+        return results(module, normalized)
+
+
+def test_statistics_are_saved_in_mid_epoch_by_a_worker_that_computes_nothing(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "run")
+    spawn(trains_with_statistics, 2, prefix, False)
+    found = spawn(trains_with_statistics, 2, prefix, True)[0]
+    assert_equal(found, fit(None, normalized, None, ADAM, {"random": "sample"}))
+
+
+def catches_an_error(communicator: Any) -> Any:
+    """Go on after an error of rank 0's loss, of which the other worker hears at once."""
+    store = create("allreduce", communicator=communicator)
+    module = module_of(mlp, store)
+    module.init_optimizer(store, **ADAM)
+    data, label = data_of(mlp)
+    messages = []
+    for step in range(4):
+        labels = torch.full((8,), 99) if step in (1, 2) else label[:8]
+        own = (data[:8], labels) if not store.rank or step == 2 else (None, None)
+        try:
+            if step == 3:
+                module.forward(own[0], is_train=True)
+                module.backward(torch.ones(8 if own[0] is not None else 0, CLASSES).double())
+                module.update()
+            else:
+                module.forward_backward_update(*own)
+        except (IndexError, GanglineError) as error:
+            messages.append(str(error))
+    return messages, module.get_params()
+
+
+def test_all_workers_hear_of_an_error_and_can_go_on() -> None:
+    (own, params), (other, _) = spawn(catches_an_error, 2)
+    assert own[0] == "Target 99 is out of bounds."
+    assert "forward or backward was refused: Target 99 is out of bounds" in other[0]
+    assert len(own) == len(other) == 2
+    assert all(value.isfinite().all() for value in params.values())
+
+
+class Slow(nn.Module):
+    """A network of which a worker computes few samples a second."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, CLASSES))
+        self.seconds = seconds
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds * len(data))
+        output: torch.Tensor = self.layers(data)
+        return output
+
+
+def measures(communicator: Any) -> Any:
+    os.environ["GANGLINE_WORK_LOAD_LIST"] = "auto"
+    store = create("allreduce", communicator=communicator)
+    with Module(Slow([0.002, 0.008][store.rank]), nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
+        data, label = data_of(mlp)
+        module.fit((data.float(), label), num_epoch=6, batch_size=30, kvstore=store, **ADAM)
+        return module.workers.loads
+
+
+def test_measured_loads_leave_out_waits_for_the_weights_of_others() -> None:
+    assert spawn(measures, 2)[0][0] > 0.7
+
+
+def test_a_resumed_run_does_not_keep_what_it_restored(tmp_path: Path) -> None:
+    prefix = tmp_path / "run"
+    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
+        module.fit(data_of(mlp), num_epoch=1, batch_size=12, **ADAM)
+        module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+    read = []
+    original = checkpoints.read
+
+    def reads(*arguments: Any) -> Any:
+        read.append(original(*arguments))
+        return read[-1]
+
+    held: list[int] = []
+
+    def count(_: Any) -> None:
+        held.append(len(read[0].params) + len(read[0].replica_buffers) + (read[0].optimizer_state is not None))
+
+    with pytest.MonkeyPatch.context() as patch, Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
+        patch.setattr(checkpoints, "read", reads)
+        module.fit(data_of(mlp), num_epoch=2, batch_size=12, resume=(prefix, 1), batch_end_callback=count, **ADAM)
+    assert len(held) == 6
+    assert not any(held)
