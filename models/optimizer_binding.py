@@ -21,7 +21,6 @@ from gangline.kvstore.sparse import RowSparse, summed
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
 
-
 _ALL_RAISE = "all workers raise an error now, and no weight was updated"
 
 
