@@ -256,8 +256,10 @@ class ShardedOptimizer(OptimizerBinding):
         self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
 
     def end_backward(self, *, has_graph: bool) -> None:  # noqa: D102  inherited
+        within = self.weights.seconds_waiting
         self._end_pass(has_graph)
         self.weights.finish(self._weight)
+        self.weights.seconds_waiting = within  # the caller times what comes after backward
 
     def _end_pass(self, has_run: bool) -> None:
         if has_run:

@@ -107,7 +107,7 @@ class TrainingStep:
         elif train:
             self._bound.executor.forward_without_samples()
         if self.optimizer is not None:
-            self.optimizer.end_forward(has_samples=data is not None)
+            self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
         self._run_state.step += train
 
