@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gangline.models.sweeps.sweep import SweepResult, sweep
     from gangline.models.sweeps.trial import Trial, TrialResult
     from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
+    from gangline.models.unequal_ranks.gather_rows import gather_rows
     from gangline.models.zoo import create_network
     from gangline.models.zoo.lstm import lstm_language_model
     from gangline.models.zoo.transfer import (
@@ -68,6 +69,7 @@ _HOMES = {
     "digits": "data.datasets",
     "do_checkpoint": "loop.callbacks",
     "freeze_until": "zoo.transfer",
+    "gather_rows": "unequal_ranks.gather_rows",
     "image_folder": "data.datasets",
     "learning_rate_factors": "zoo.transfer",
     "load_weights": "checkpoint.checkpoint",
@@ -117,6 +119,7 @@ __all__ = [
     "digits",
     "do_checkpoint",
     "freeze_until",
+    "gather_rows",
     "image_folder",
     "learning_rate_factors",
     "load_weights",

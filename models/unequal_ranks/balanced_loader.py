@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
 from gangline.models.batchnorm.distributed_batchnorm import count_batch, warn_of_batchnorm
+from gangline.models.unequal_ranks.gather_rows import CurrentBatch, set_current_batch
 from gangline.models.unequal_ranks.global_order import (
     GlobalOrder,
     RankOrder,
@@ -22,7 +23,7 @@ from gangline.models.unequal_ranks.global_order import (
     order_of,
     sampler_of,
 )
-from gangline.models.unequal_ranks.gradient_scale import GradientScale, check_not_balanced
+from gangline.models.unequal_ranks.gradient_weights import GradientWeights, check_not_balanced
 from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.unequal_ranks.lockstep import Share, in_lockstep
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
@@ -45,7 +46,7 @@ class BalancedLoader:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         loader: DataLoader[Any],
         *,
         loads: Sequence[float] | Literal["auto"] = "auto",
@@ -58,7 +59,9 @@ class BalancedLoader:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Split a loader; `balance` describes the arguments."""
-        self._exchange = RankExchange(group_of(model) if group is None else group)
+        networks = [model] if isinstance(model, nn.Module) else list(model)
+        self._group = group_of(networks) if group is None else group
+        self._exchange = RankExchange(self._group)
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
@@ -73,7 +76,7 @@ class BalancedLoader:
             given = _checked_loads(loads, size)
             caps = None if memory is None or memory == "auto" else checked_caps(memory, size)
             if loss_reduction != "normalized":
-                check_not_balanced(model)
+                check_not_balanced(networks)
             prepared, samples = unprepared(loader), global_batch
             if prepared is not None:
                 loader, samples = prepared.loader, global_batch or prepared.global_batch
@@ -102,18 +105,17 @@ class BalancedLoader:
         self._loss_reduction, self._count = loss_reduction, count
         # Lockstep reads one batch more than the DataLoader, ahead of the one that is trained, and accelerate one more.
         self.controller = SplitController(given, max(aheads) + 3, caps)
-        # The timer's hooks come before those that weight gradients.
         self._measured = MeasuredLoads(
             rank,
             size,
             self._exchange.all_gather,
-            RankTimer(model) if loads == "auto" else None,
-            RankMemory(model, call) if memory == "auto" else None,
+            RankTimer(networks[0]) if loads == "auto" else None,
+            RankMemory(networks[0], call) if memory == "auto" else None,
             given,
             caps,
         )
         self._is_memory_tried = False
-        self._model = model
+        self._networks = nn.ModuleList(networks)
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
@@ -126,7 +128,7 @@ class BalancedLoader:
         self._steps = _Steps(self)
         self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
         self._smallest = self.global_batch if order is None and loader.drop_last else 1
-        self._scale = GradientScale(model) if loss_reduction != "normalized" else None
+        self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
@@ -180,6 +182,8 @@ class BalancedLoader:
             }
         )
         _check_starts(starts)
+        if self._weights is not None:
+            self._weights.add_new_parameters()
         self._begin_epoch()
         self._seed = starts[0]["seed"]
         self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
@@ -219,19 +223,25 @@ class BalancedLoader:
         self._source.first = share.number + 1
         self._consumed += share.total
         if not self.samples:
-            count_batch(self._model, False)
+            count_batch(self._networks, False)
         if self._exchange.rank == 0:
-            warn_of_batchnorm(self._model, self.loads, _REMEDY)
+            warn_of_batchnorm(self._networks, self.loads, _REMEDY)
         self._weight = self._weight_of(share)
-        if self._scale is not None:
-            self._scale.begin(self._weight)
+        self._begin_training(self._weight, self.samples)
+
+    def _begin_training(self, weight: float, samples: int) -> None:
+        """Weight the backward passes of the batch that the loop trains next."""
+        if self._weights is not None:
+            self._weights.begin(weight)
+        set_current_batch(CurrentBatch(1.0 if self._weights is None else weight, samples > 0, self._group))
 
     def _end_batch(self) -> None:
         if self._share is not None and not self.samples:
-            count_batch(self._model, True)
+            count_batch(self._networks, True)
         self._share = None
-        if self._scale is not None:
-            self._scale.end()
+        set_current_batch(None)
+        if self._weights is not None:
+            self._weights.end()
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size
@@ -269,10 +279,10 @@ class BalancedLoader:
         return getattr(self._user_loader, name)
 
     def close(self) -> None:
-        """Remove the hooks of the model."""
+        """Remove the hooks of the networks."""
         self._measured.close()
-        if self._scale is not None:
-            self._scale.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 class _TimedLoader:
@@ -327,7 +337,7 @@ class _Steps:
 
 
 def balance(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     loader: DataLoader[Any],
     *,
     loads: Sequence[float] | Literal["auto"] = "auto",
@@ -348,7 +358,7 @@ def balance(
     Ranks must average gradients, as DistributedDataParallel, FSDP2 and DeepSpeed do. Collective: all ranks call it.
 
     Args:
-        model: module that the training loop calls, with its wrapper.
+        model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
         loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
             samplers that know no ranks draw on rank 0 for all.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
@@ -366,7 +376,7 @@ def balance(
         group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
 
     Raises:
-        RuntimeError: if torch.distributed is not initialized, or the model is balanced already.
+        RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
         ValueError: if an argument is invalid, or the loader cannot be cut.
         MismatchError: on all ranks, if their loaders or arguments differ.
     """

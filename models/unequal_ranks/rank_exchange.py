@@ -115,6 +115,16 @@ def check_same(gathered: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def group_of(model: Module) -> dist.ProcessGroup | None:
-    """Return the process group of a DistributedDataParallel wrapper; None for other models: the default group."""
-    return model.process_group if isinstance(model, DistributedDataParallel) else None
+def group_of(networks: Sequence[Module]) -> dist.ProcessGroup | None:
+    """Return the process group of DistributedDataParallel wrappers; None for other networks: the default group.
+
+    Raises:
+        ValueError: if the wrappers have different groups.
+    """
+    groups = [network.process_group for network in networks if isinstance(network, DistributedDataParallel)]
+    if any(group is not groups[0] for group in groups):
+        raise ValueError(
+            "the networks are wrapped with different process groups, so their batches would have different ranks; "
+            "expected one process group, or a balance() of each"
+        )
+    return groups[0] if groups else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -322,63 +322,212 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert job(2, tmp_path, both_ways) == [True, True]
 
 
-def train_past_the_wrapper() -> list[str]:
-    model = DistributedDataParallel(network())
-    loader = gangline.balance(model, DataLoader(Data(), batch_size=8), loads=[3, 1])
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for features, labels, _ in loader:
-            mean_loss(model.module(features), labels).backward()
-    return [str(each.message) for each in found if "balance:" in str(each.message)]
+def line(value: float = 0.0) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(layer.weight, value)
+    return layer
 
 
-def test_a_loop_that_does_not_call_the_model_is_warned_once(tmp_path: Path) -> None:
-    for [text] in job(2, tmp_path, train_past_the_wrapper):
-        assert text.startswith("balance: a batch was trained without calling the DistributedDataParallel")
+class KeepsALoss(nn.Module):
+    """Keeps a part of the loss as an attribute, as mixtures of experts do."""
 
-
-class Hidden:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class Returns(nn.Module):
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.wrap = network(), wrap
+        self.first, self.second = line(), line()
 
-    def forward(self, features: Tensor) -> Any:
-        return self.wrap(self.net(features))
+    def forward(self, x: Tensor) -> Tensor:
+        self.auxiliary = self.second(x).mean()
+        return self.first(x)  # type: ignore[no-any-return]
 
 
-def outputs_of_other_kinds() -> list[str]:
+Wrap = Callable[[nn.Module], nn.Module]
+Read = Callable[..., Tensor]
+"""Balances networks and returns this rank's share of the samples 2, 4, ..., 16: six or two of them."""
+
+
+def eval_mode(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line()).eval()
+    d(read(d)).mean().backward()
+    return [d]
+
+
+def in_place(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line())
+    y = d(read(d))
+    y /= 4
+    nn.functional.relu(y + 1, inplace=True).mean().backward()
+    return [d]
+
+
+def two_networks(wrap: Wrap, read: Read) -> list[nn.Module]:
+    a, b = wrap(line()), wrap(line())
+    x = read(a, b)
+    (a(x).mean() + 3 * b(x).mean()).backward()
+    return [a, b]
+
+
+def chained(wrap: Wrap, read: Read) -> list[nn.Module]:
+    a, b = wrap(line(2.0)), wrap(line(5.0))
+    b(a(read(a, b))).mean().backward()
+    return [a, b]
+
+
+def loss_kept_on_the_module(wrap: Wrap, read: Read) -> list[nn.Module]:
+    net = KeepsALoss()
+    d = wrap(net)
+    (d(read(d)).mean() + net.auxiliary).backward()
+    return [d]
+
+
+def accumulated(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line())
+    x = read(d)
+    with without_sync(d, is_last=False):
+        d(x).mean().backward()
+    with without_sync(d, is_last=True):
+        d(x).mean().backward()
+    return [d]
+
+
+def unfrozen(wrap: Wrap, read: Read) -> list[nn.Module]:
+    net = KeepsALoss()
+    d = wrap(net)
+    net.second.requires_grad_(False)
+    x = read(d)
+    net.second.requires_grad_(True)
+    (d(x).mean() + net.auxiliary).backward()
+    return [d]
+
+
+def gradient_penalty(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line(3.0))
+    x = read(d).requires_grad_()
+    [slope] = torch.autograd.grad((d(x) * x).sum(), x, create_graph=True)  # 2 w x
+    slope.mean().backward()
+    return [d]
+
+
+def whole_loss_on_each_rank(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line(0.5))
+    rows = gangline.gather_rows(d(read(d)))
+    (rows @ rows.T).mean().backward()  # (9 w)^2
+    return [d]
+
+
+def loss_of_the_own_rows_beside_all(wrap: Wrap, read: Read) -> list[nn.Module]:
+    d = wrap(line(0.5))
+    own = d(read(d))
+    (own @ gangline.gather_rows(own).T).mean().backward()
+    return [d]
+
+
+def copied(wrap: Wrap, read: Read) -> list[nn.Module]:
+    """Train a copy, as for an average of weights: it has no hooks."""
+    net = line()
+    d = wrap(net)
+    x = read(d)
+    d(x).mean().backward()
+    other = copy.deepcopy(net)
+    other.zero_grad()
+    other(torch.ones_like(x[:1])).sum().backward()
+    assert float(other.weight.grad) == 1  # type: ignore[arg-type]
+    return [d]
+
+
+LOOPS: dict[str, tuple[Callable[[Wrap, Read], list[nn.Module]], list[float]]] = {
+    "eval_mode": (eval_mode, [9]),
+    "in_place": (in_place, [9 / 4]),
+    "two_networks": (two_networks, [9, 27]),
+    "chained": (chained, [45, 18]),
+    "loss_kept_on_the_module": (loss_kept_on_the_module, [9, 9]),
+    "accumulated": (accumulated, [18]),
+    "unfrozen": (unfrozen, [9, 9]),
+    "gradient_penalty": (gradient_penalty, [18]),
+    "whole_loss_on_each_rank": (whole_loss_on_each_rank, [81]),
+    "loss_of_the_own_rows_beside_all": (loss_of_the_own_rows_beside_all, [81]),
+    "copied": (copied, [9]),
+}
+NOT_FOR = {
+    "fsdp2": ("copied", "gradient_penalty"),  # it cannot be copied, and frees what gradients of gradients need
+    "by_hand": (),
+    "ddp": (),
+}
+
+
+def gradients_of(engine: str) -> dict[str, list[float]]:
+    """Return the gradients of all loops, rounded to 12 digits."""
+    loaders = []
+
+    def read(*networks: nn.Module) -> Tensor:
+        data = TensorDataset(torch.arange(2.0, 17.0, 2.0).double().reshape(-1, 1))
+        batches = iter(gangline.balance(networks, DataLoader(data, batch_size=4), loads=[3, 1]))
+        loaders.append(batches)
+        [batch] = next(batches)
+        return batch  # type: ignore[no-any-return]
+
+    found = {}
+    for name, (loop, _) in LOOPS.items():
+        if name in NOT_FOR[engine]:
+            continue
+        networks = loop(partial(wrapped, engine), read)
+        if engine == "by_hand":
+            for network in networks:
+                average_by_hand(network)
+        values = [parameter.grad for network in networks for parameter in network.parameters()]
+        whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in values if value is not None]
+        found[name] = [round(number, 12) for value in whole for number in value.flatten().tolist()]
+    return found
+
+
+@pytest.mark.parametrize("engine", NOT_FOR)
+def test_gradients_are_those_of_the_whole_batch_in_loops_as_people_write_them(engine: str, tmp_path: Path) -> None:
+    expected = {name: values for name, (_, values) in LOOPS.items() if name not in NOT_FOR[engine]}
+    backend = "gloo" if engine == "ddp" else "gangline"  # FSDP over gloo aborts now and then when processes end
+    assert job(2, tmp_path, gradients_of, engine, backend=backend)[0] == expected
+
+
+def gradient_under_fsdp1() -> list[float]:
+    model = FullyShardedDataParallel(line(), device_id=torch.device("cpu"))
+    data = TensorDataset(torch.arange(2.0, 17.0, 2.0).double().reshape(-1, 1))
+    for [x] in gangline.balance(model, DataLoader(data, batch_size=4), loads=[3, 1]):
+        model(x).mean().backward()
+    return [float(p.grad) for p in model.parameters() if p.grad is not None and p.grad.numel()]
+
+
+def test_the_gradient_under_fsdp1_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    assert job(2, tmp_path, gradient_under_fsdp1, backend="gangline")[0] == [9]
+
+
+def step_of_a_network_that_was_not_named(engine: str) -> str:
+    first, second = wrapped(engine, nn.Sequential(line())), wrapped(engine, nn.Sequential(line()))
+    data = TensorDataset(torch.ones(8, 1).double())
+    for [x] in gangline.balance(first, DataLoader(data, batch_size=4), loads=[3, 1]):
+        (first(x) + second(x)).mean().backward()
+        optimizer_of(first).step()
+        with pytest.raises(RuntimeError) as raised:
+            optimizer_of(second).step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("ddp", "DistributedDataParallel of Sequential"), ("fsdp2", "FSDPSeq")])
+def test_a_network_that_trains_on_a_balanced_batch_without_being_named_is_an_error(
+    engine: str, name: str, tmp_path: Path
+) -> None:
+    for text in job(2, tmp_path, step_of_a_network_that_was_not_named, engine):
+        assert text.startswith(f"balance: a {name}")
+        assert "write balance([network, other_network], loader)" in text
+
+
+def gather_wrong_rows() -> list[str]:
     texts = []
-    data = Data()
-    nested = Returns(lambda logits: {"out": [logits, None], "n": 3})
-    loader = gangline.balance(nested, DataLoader(data, batch_size=8), loads=[3, 1])
-    features, labels, _ = next(iter(loader))
-    mean_loss(nested(features)["out"][0], labels).backward()
-    weighted = torch.cat([parameter.grad.flatten() for parameter in nested.parameters() if parameter.grad is not None])
-    nested.zero_grad()
-    loader.close()
-    mean_loss(nested(features)["out"][0], labels).backward()
-    plain = torch.cat([parameter.grad.flatten() for parameter in nested.parameters() if parameter.grad is not None])
-    assert torch.allclose(weighted, plain * loader.weight)
-    copy.deepcopy(nested)
-    hidden = Returns(Hidden)
-    features, labels, _ = next(iter(gangline.balance(hidden, DataLoader(data, batch_size=8), loads=[3, 1])))
-    with pytest.raises(TypeError, match="returned a Hidden, whose tensors cannot be reached"):
-        hidden(features)
-    penalized = network()
-    loader = gangline.balance(penalized, DataLoader(data, batch_size=8), loads=[3, 1])
-    features, labels, _ = next(iter(loader))
-    features.requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(penalized(features).sum(), features, create_graph=True)
-    texts.append(f"{loader.weight:g}")
-    assert torch.equal(penalized.eval()(features), copy.deepcopy(penalized)(features))
+    for rows in (torch.ones(2, 3 + dist.get_rank()), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"gather_rows|rows is") as raised:
+            gangline.gather_rows(rows)
+        texts.append(str(raised.value))
     return texts
 
 
-def test_outputs_of_any_structure_are_weighted_or_refused(tmp_path: Path) -> None:
-    assert job(2, tmp_path, outputs_of_other_kinds) == [["1.5"], ["0.5"]]
+def test_rows_that_do_not_fit_together_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for different, scalar in job(2, tmp_path, gather_wrong_rows):
+        assert different.startswith("gather_rows: rank 1 has rows of another shape or dtype than rank 0")
+        assert scalar == "rows is a tensor of 0 dimensions; expected [rows, ...]"

@@ -1,0 +1,108 @@
+"""Rows of all ranks as one tensor, for losses among the samples of the whole batch."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class CurrentBatch:
+    """The balanced batch that is being trained."""
+
+    weight: float
+    """Factor of this rank's gradients."""
+    has_samples: bool
+    """False: this rank's batch is one repeated sample, which does not count."""
+    group: dist.ProcessGroup | None
+    """The ranks that average gradients; None: all."""
+
+
+_current: CurrentBatch | None = None
+
+
+def set_current_batch(batch: CurrentBatch | None) -> None:
+    """Set the balanced batch that is being trained; None: there is none."""
+    global _current
+    _current = batch
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the rows of all ranks in rank order, differentiably. Collective, and so is its backward.
+
+        z = gangline.gather_rows(encoder(images))  # [samples of the global batch, features]
+        loss = contrastive_loss(z)
+
+    For losses among all samples, such as contrastive ones. Ranks may have different numbers of rows. If ranks average
+    gradients, the gradient is that of one device on the global batch, whether each rank computes the whole loss or the
+    mean over its own rows (those from ``sum(loader.shares[:rank])`` on), with and without `balance`.
+
+    Args:
+        rows: this rank's, [n, ...]; dtype and all dimensions but the first are equal on all ranks.
+        group: the ranks that average gradients; None: those of the balanced loader, else all.
+
+    Raises:
+        RuntimeError: if torch.distributed is not initialized.
+        ValueError: if rows has no dimension; on all ranks, if their shapes or dtypes differ, or the batch of a rank
+            with rows counts nothing.
+    """
+    batch = _current or CurrentBatch(1.0, True, None)
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
+    if not rows.dim():
+        raise ValueError("rows is a tensor of 0 dimensions; expected [rows, ...]")
+    gathered: Tensor = _GatherRows.apply(  # type: ignore[no-untyped-call]
+        rows, batch.weight, batch.has_samples, group if group is not None else batch.group
+    )
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: float, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        own = rows if counts else rows[:0]
+        described = torch.tensor([len(own), _checksum(rows), not weight], device=rows.device)
+        of_ranks = [torch.empty_like(described) for _ in range(size)]
+        dist.all_gather(of_ranks, described, group=group)
+        lengths, kinds, weightless = torch.stack(of_ranks).t().tolist()
+        for other, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise ValueError(
+                    f"gather_rows: rank {other} has rows of another shape or dtype than rank 0; here they are "
+                    f"{rows.dtype} of {tuple(rows.shape[1:])}; expected the same on all ranks"
+                )
+            if lengths[other] and weightless[other]:
+                raise ValueError(
+                    f"gather_rows: count= gave the batch of rank {other} no weight, so its rows would get no gradient "
+                    "from the losses of other ranks; leave count out, or count at least 1"
+                )
+        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded, group=group)
+        ctx.weight, ctx.group, ctx.rows = weight, group, len(rows)
+        ctx.begin, ctx.end = sum(lengths[:rank]), sum(lengths[: rank + 1])
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's rows gets this
+        # rank's weight at the parameters, so it is divided by it here.
+        summed = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
+        dist.all_reduce(summed, group=ctx.group)
+        if ctx.begin == ctx.end:  # repeated samples without weight
+            return gradient.new_zeros(ctx.rows, *gradient.shape[1:]), None, None, None
+        return summed[ctx.begin : ctx.end] / ctx.weight, None, None, None
+
+
+def _checksum(rows: Tensor) -> int:
+    """Return a number that tells dtypes and shapes of rows apart, equal in all processes."""
+    return zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])}".encode())

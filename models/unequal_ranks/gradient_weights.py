@@ -1,0 +1,155 @@
+"""Gradient weights: what a backward pass brings to parameters, multiplied by this rank's weight of the batch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gangline.models.unequal_ranks.torch_internals import flat_parameters
+
+_balanced: Any = WeakTensorKeyDictionary()
+"""GradientWeights, weakly referenced, of each parameter."""
+
+
+class GradientWeights:
+    """Hooks on the parameters of networks that multiply what each backward pass brings by the current batch's weight.
+
+    Ranks average gradients: (1 / world size) x the sum over ranks. If a rank's loss is the mean over c of the C samples
+    of the global batch, weight c x world size / C makes the average the gradient of the mean over all C. The weights
+    of all ranks sum to the world size, so a term of the loss that is equal on all ranks keeps its gradient.
+
+    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        """Add the hooks; `close` removes them. Collective if a network is divided by FSDP2, which gathers it.
+
+        Args:
+            networks: modules that the training loop calls, with their wrappers.
+
+        Raises:
+            RuntimeError: if a parameter has a weight already.
+            ValueError: if a parameter has no shape yet.
+        """
+        check_not_balanced(networks)
+        self._weight: float | None = None  # of the current batch; None between batches
+        self._networks = list(networks)
+        self._hooks: list[RemovableHandle] = []
+        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        this = weakref.ref(self)
+        self._hooks.append(register_optimizer_step_pre_hook(partial(_check_step, this)))
+        self.close = weakref.finalize(self, _remove, this, self._hooks)
+        """Remove the hooks."""
+        for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
+            self._add_to_gathered(unit)
+        self.add_new_parameters()
+
+    def begin(self, weight: float) -> None:
+        """Use this weight for the backward passes of the next batch."""
+        self._weight = weight
+
+    def end(self) -> None:
+        """End the batch: backward passes outside of batches have no weight."""
+        self._weight = None
+
+    def add_new_parameters(self) -> None:
+        """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
+        for network in self._networks:
+            for parameter in (*network.parameters(), *flat_parameters(network)):
+                if parameter not in _balanced:
+                    self._add(parameter)
+
+    def _add_to_gathered(self, unit: FSDPModule) -> None:
+        """Add hooks to the whole parameters of an FSDP2 unit: their gradients are reduced into those of the shards."""
+        assert isinstance(unit, nn.Module)
+        shards = {id(parameter): parameter for parameter in unit.parameters()}
+        unit.unshard()
+        for parameter in unit.parameters():
+            if shards.pop(id(parameter), None) is None:
+                self._add(parameter)
+        unit.reshard()
+        for parameter in shards.values():
+            _balanced[parameter] = weakref.ref(self)
+
+    def _add(self, parameter: Tensor) -> None:
+        if is_lazy(parameter):
+            raise ValueError("the network has parameters without a shape; run a batch through it before balance()")
+        _balanced[parameter] = weakref.ref(self)
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        is_frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter takes a hook only so, and may be unfrozen later
+        hook = parameter.register_hook(partial(_weighted, weakref.ref(self)))  # type: ignore[no-untyped-call]
+        if is_frozen:
+            parameter.requires_grad_(False)
+        self._hooks.append(hook)
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer that steps in a batch has no parameters whose gradients lack the batch's weight."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._weight is None or self._checked.get(optimizer) == count:
+            return
+        unknown = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in _balanced
+        ]
+        if unknown and (wrapper := _wrapper_of(unknown)) is not None:
+            raise RuntimeError(
+                f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
+                "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
+                "networks that the loop trains"
+            )
+        self._checked[optimizer] = count
+
+
+def check_not_balanced(networks: Sequence[nn.Module]) -> None:
+    """Raise RuntimeError if the gradients of a network, or of a part of it, have weights already."""
+    for network in networks:
+        for parameter in network.parameters():
+            if _balanced.get(parameter, lambda: None)() is not None:
+                raise RuntimeError(
+                    f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
+                    "weighted twice; call close() of that loader first"
+                )
+
+
+def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
+    weights = owner()
+    weight = None if weights is None else weights._weight
+    if weight is None or weight == 1.0:
+        return None
+    return gradient * weight if weight else torch.zeros_like(gradient)  # 0 times NaN is NaN
+
+
+def _check_step(owner: weakref.ref[GradientWeights], optimizer: Optimizer, *_: Any) -> None:
+    if (weights := owner()) is not None:
+        weights._check_step(optimizer)
+
+
+def _remove(owner: weakref.ref[GradientWeights], hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+    for parameter in [parameter for parameter, of in _balanced.items() if of is owner or of() is None]:
+        del _balanced[parameter]
+
+
+def _wrapper_of(parameters: Sequence[Tensor]) -> str | None:
+    """Return the type of a DistributedDataParallel or FSDP2 module with one of the parameters; None: there is none."""
+    wanted = {id(parameter) for parameter in parameters}
+    kinds = (DistributedDataParallel, FSDPModule)
+    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
+        if any(id(parameter) in wanted for parameter in module.parameters()):
+            inside = f" of {type(module.module).__name__}" if isinstance(module, DistributedDataParallel) else ""
+            return f"{type(module).__name__}{inside}"
+    return None
