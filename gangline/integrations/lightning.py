@@ -11,9 +11,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.hooks import RemovableHandle
 
-from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights, scaled
+from gangline.integrations.queued_weights import QueuedWeights
 from gangline.models.unequal_ranks.prepared_loader import copy_loader
 
 
@@ -22,9 +21,9 @@ class Balance(Callback):
 
         trainer = Trainer(devices=2, strategy="ddp", callbacks=[Balance()])
 
-    The gradient of each loss that is passed to backward is multiplied by this rank's share of the batch, so the ranks'
-    mean, which DDP and FSDP form, is the mean over the global batch. Only the train loader is replaced. With one rank
-    the callback does nothing.
+    What backward brings to the parameters is multiplied by this rank's share of the batch, so the ranks' mean, which
+    DDP and FSDP form, is the mean over the global batch. Only the train loader is replaced. With one rank the callback
+    does nothing.
     """
 
     def __init__(
@@ -46,8 +45,6 @@ class Balance(Callback):
         self.loader: QueuedWeights | None = None
         """Balanced train loader of the current fit."""
         self._process: Any = None
-        self._current: QueuedWeight | None = None
-        self._hooks: list[RemovableHandle] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap the strategy's processing of loaders.
@@ -83,23 +80,10 @@ class Balance(Callback):
         return _Batches(self.loader)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take the weight of the batch that is trained now, which is not always the last one that was read."""
+        """Use the weight of the batch that is trained now, which is not always the last one that was read."""
         del trainer, pl_module, batch, batch_idx
-        self._current = None if self.loader is None else self.loader.next_weight()
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Scale the gradient of the loss when backward computes it."""
-        del trainer, pl_module
-        if self._current is not None and loss.requires_grad:
-            weight = self._current.weight
-            hook = loss.register_hook(lambda gradient: scaled(gradient, weight))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the hook: a loss that is passed to backward twice is scaled once each time."""
-        del trainer, pl_module
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self.loader is not None:
+            self.loader.next_weight()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy and close the loader."""
@@ -108,7 +92,7 @@ class Balance(Callback):
             trainer.strategy.process_dataloader, self._process = self._process, None
         if self.loader is not None:
             self.loader.close()
-        self.loader = self._current = None
+        self.loader = None
 
 
 class _Batches:

@@ -1,13 +1,10 @@
-"""Loader that keeps each batch's weight until the loop that read the batch ahead trains it."""
+"""Balanced loader for loops that read batches ahead: each batch has its weight when the loop trains it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from gangline.models.unequal_ranks.balanced_loader import BalancedLoader
 
@@ -22,25 +19,20 @@ class QueuedWeight(NamedTuple):
 
 
 class QueuedWeights(BalancedLoader):
-    """BalancedLoader that does not scale gradients, but hands out the weights for the loop to do so."""
+    """BalancedLoader whose loop says when it trains the next batch; batches are trained in the order of iteration."""
 
-    def __init__(self, model: torch.nn.Module, loader: Any, **options: Any) -> None:
-        """Split a loader; the options are those of `balance`."""
-        super().__init__(model, loader, loss_reduction="normalized", **options)
-        self._queue: deque[QueuedWeight] = deque()
+    _queue: deque[QueuedWeight]
 
     def next_weight(self) -> QueuedWeight:
-        """Return the weight of the next batch to train; batches are trained in the order of iteration."""
-        return self._queue.popleft()
+        """Begin to train the next batch, and return its weight."""
+        following = self._queue.popleft()
+        super()._begin_training(*following)
+        return following
+
+    def _begin_training(self, weight: float, samples: int) -> None:
+        self._queue.append(QueuedWeight(weight, samples))
 
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""
-        self._queue.clear()
-        for batch in super().__iter__():
-            self._queue.append(QueuedWeight(self.weight, self.samples))
-            yield batch
-
-
-def scaled(gradient: Tensor, weight: float) -> Tensor:
-    """Return a gradient times a weight; zeros for weight 0, also if the gradient is NaN."""
-    return gradient * weight if weight else torch.zeros_like(gradient)
+        self._queue = deque()
+        return super().__iter__()

@@ -84,7 +84,9 @@ class _Balanced(_Base):
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._balanced is not None:
             self._balanced.close()
-        self._balanced = QueuedWeights(model, loader, count=self._counted, **self._balance_options)
+        self._balanced = QueuedWeights(
+            model, loader, count=self._counted, loss_reduction="normalized", **self._balance_options
+        )
         self.callback_handler.train_dataloader = self._balanced
         return model, self._balanced
 

@@ -136,6 +136,7 @@ class BalancedLoader:
         self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
         self._share: Share | None = None
         self._weight = 1.0
+        self._has_samples = True
         self._iterations = 0
 
     @property
@@ -222,26 +223,29 @@ class BalancedLoader:
         self._share = share
         self._source.first = share.number + 1
         self._consumed += share.total
-        if not self.samples:
-            count_batch(self._networks, False)
         if self._exchange.rank == 0:
             warn_of_batchnorm(self._networks, self.loads, _REMEDY)
         self._weight = self._weight_of(share)
         self._begin_training(self._weight, self.samples)
 
     def _begin_training(self, weight: float, samples: int) -> None:
-        """Weight the backward passes of the batch that the loop trains next."""
+        """Weight the batch that the loop trains next; a repeated sample does not count."""
+        self._set_has_samples(samples > 0)
         if self._weights is not None:
             self._weights.begin(weight)
         set_current_batch(CurrentBatch(1.0 if self._weights is None else weight, samples > 0, self._group))
 
     def _end_batch(self) -> None:
-        if self._share is not None and not self.samples:
-            count_batch(self._networks, True)
+        self._set_has_samples(True)
         self._share = None
         set_current_batch(None)
         if self._weights is not None:
             self._weights.end()
+
+    def _set_has_samples(self, has_samples: bool) -> None:
+        if has_samples != self._has_samples:
+            self._has_samples = has_samples
+            count_batch(self._networks, has_samples)
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size
