@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from gangline.models.batchnorm.joint_statistics import Direction, JointCall, Moments, check_own_forward, normalize
+from gangline.models.current_batch import current_batch, weighted
 
 _log = logging.getLogger("gangline")
 _looked_at: WeakSet[nn.Module] = WeakSet()
@@ -29,8 +30,6 @@ class DistributedBatchNorm(_BatchNorm):
     """Ranks that share the batch; None: the default group."""
     number = 0
     """Number of the layer in its network, by which ranks compare their calls."""
-    has_samples = True
-    """False: this rank's batch is only normalized, and its samples do not enter the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - as torch names it
         if input.dim() < 2:
@@ -45,16 +44,20 @@ class DistributedBatchNorm(_BatchNorm):
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
-        return normalize(self, input, _RankCall(self), counts=self.has_samples)
+        return normalize(self, input, _RankCall(self), counts=current_batch().has_samples)
 
 
 class _RankCall(JointCall):
     """Exchange of a layer's moments between ranks."""
 
     def __init__(self, layer: DistributedBatchNorm) -> None:
-        self._group, self._number = layer.group, layer.number
+        self._group, self._number, self._weight = layer.group, layer.number, current_batch().weight
 
     def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
+        if direction == "backward":
+            # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's samples gets
+            # this rank's weight at the parameters, so it is divided by it below.
+            own = Moments(own.size, weighted(own.mean, self._weight), weighted(own.squares, self._weight))
         # float64 holds every count, and the values of float32 unchanged.
         header = torch.tensor([own.size, self._number, direction == "backward"], dtype=torch.float64)
         message = torch.cat([header.to(own.mean.device), own.mean.double(), own.squares.double()])
@@ -70,8 +73,9 @@ class _RankCall(JointCall):
                 f"ranks are in different layers of batch normalization ({calls}); a network with synchronized batch "
                 "statistics must call its layers in the same order on all ranks"
             )
+        divisor = self._weight or 1.0 if direction == "backward" else 1.0
         return [
-            Moments(int(header[0]), *one[3:].to(own.mean.dtype).chunk(2))
+            Moments(int(header[0]), *(one[3:] / divisor).to(own.mean.dtype).chunk(2))
             for header, one in zip(headers, received, strict=True)
         ]
 
@@ -114,18 +118,6 @@ def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, nu
     new.__dict__.update(layer.__dict__)
     new.group, new.number = group, number
     return new
-
-
-def count_batch(network: nn.Module, has_samples: bool) -> None:
-    """Set whether the batch of this rank belongs to the global batch, or only keeps the rank in step.
-
-    Args:
-        network: network with converted layers, or without any.
-        has_samples: False leaves the samples of this rank out of all statistics.
-    """
-    for layer in network.modules():
-        if isinstance(layer, DistributedBatchNorm):
-            layer.has_samples = has_samples
 
 
 def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -> None:

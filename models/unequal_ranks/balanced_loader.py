@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
-from gangline.models.batchnorm.distributed_batchnorm import count_batch, warn_of_batchnorm
-from gangline.models.unequal_ranks.gather_rows import CurrentBatch, set_current_batch
+from gangline.models.batchnorm.distributed_batchnorm import warn_of_batchnorm
+from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 from gangline.models.unequal_ranks.global_order import (
     GlobalOrder,
     RankOrder,
@@ -115,7 +115,7 @@ class BalancedLoader:
             caps,
         )
         self._is_memory_tried = False
-        self._networks = nn.ModuleList(networks)
+        self._networks = networks
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
@@ -136,7 +136,6 @@ class BalancedLoader:
         self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
         self._share: Share | None = None
         self._weight = 1.0
-        self._has_samples = True
         self._iterations = 0
 
     @property
@@ -224,28 +223,25 @@ class BalancedLoader:
         self._source.first = share.number + 1
         self._consumed += share.total
         if self._exchange.rank == 0:
-            warn_of_batchnorm(self._networks, self.loads, _REMEDY)
+            for network in self._networks:
+                warn_of_batchnorm(network, self.loads, _REMEDY)
         self._weight = self._weight_of(share)
         self._begin_training(self._weight, self.samples)
 
     def _begin_training(self, weight: float, samples: int) -> None:
-        """Weight the batch that the loop trains next; a repeated sample does not count."""
-        self._set_has_samples(samples > 0)
-        if self._weights is not None:
+        """Weight the batch that the loop trains next."""
+        if self._weights is None:
+            weight = 1.0
+        else:
+            weight = weight or (NOTHING_COUNTS if samples else 0.0)
             self._weights.begin(weight)
-        set_current_batch(CurrentBatch(1.0 if self._weights is None else weight, samples > 0, self._group))
+        set_current_batch(CurrentBatch(weight, samples > 0, self._group))
 
     def _end_batch(self) -> None:
-        self._set_has_samples(True)
         self._share = None
         set_current_batch(None)
         if self._weights is not None:
             self._weights.end()
-
-    def _set_has_samples(self, has_samples: bool) -> None:
-        if has_samples != self._has_samples:
-            self._has_samples = has_samples
-            count_batch(self._networks, has_samples)
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size

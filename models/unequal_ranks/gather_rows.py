@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,26 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-@dataclass(frozen=True)
-class CurrentBatch:
-    """The balanced batch that is being trained."""
-
-    weight: float
-    """Factor of this rank's gradients."""
-    has_samples: bool
-    """False: this rank's batch is one repeated sample, which does not count."""
-    group: dist.ProcessGroup | None
-    """The ranks that average gradients; None: all."""
-
-
-_current: CurrentBatch | None = None
-
-
-def set_current_batch(batch: CurrentBatch | None) -> None:
-    """Set the balanced batch that is being trained; None: there is none."""
-    global _current
-    _current = batch
+from gangline.models.current_batch import current_batch, weighted
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -49,10 +29,9 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
     Raises:
         RuntimeError: if torch.distributed is not initialized.
-        ValueError: if rows has no dimension; on all ranks, if their shapes or dtypes differ, or the batch of a rank
-            with rows counts nothing.
+        ValueError: if rows has no dimension, or on all ranks if their shapes or dtypes differ.
     """
-    batch = _current or CurrentBatch(1.0, True, None)
+    batch = current_batch()
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     if not rows.dim():
@@ -68,20 +47,15 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: float, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         own = rows if counts else rows[:0]
-        described = torch.tensor([len(own), _checksum(rows), not weight], device=rows.device)
+        described = torch.tensor([len(own), _checksum(rows)], device=rows.device)
         of_ranks = [torch.empty_like(described) for _ in range(size)]
         dist.all_gather(of_ranks, described, group=group)
-        lengths, kinds, weightless = torch.stack(of_ranks).t().tolist()
+        lengths, kinds = torch.stack(of_ranks).t().tolist()
         for other, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise ValueError(
                     f"gather_rows: rank {other} has rows of another shape or dtype than rank 0; here they are "
                     f"{rows.dtype} of {tuple(rows.shape[1:])}; expected the same on all ranks"
-                )
-            if lengths[other] and weightless[other]:
-                raise ValueError(
-                    f"gather_rows: count= gave the batch of rank {other} no weight, so its rows would get no gradient "
-                    "from the losses of other ranks; leave count out, or count at least 1"
                 )
         padded = rows.new_zeros(max(lengths), *rows.shape[1:])
         padded[: len(own)] = own
@@ -96,9 +70,9 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's rows gets this
         # rank's weight at the parameters, so it is divided by it here.
-        summed = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
+        summed = weighted(gradient, ctx.weight)
         dist.all_reduce(summed, group=ctx.group)
-        if ctx.begin == ctx.end:  # repeated samples without weight
+        if ctx.begin == ctx.end:
             return gradient.new_zeros(ctx.rows, *gradient.shape[1:]), None, None, None
         return summed[ctx.begin : ctx.end] / ctx.weight, None, None, None
 

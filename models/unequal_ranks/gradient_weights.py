@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gangline.models.current_batch import NOTHING_COUNTS, weighted
 from gangline.models.unequal_ranks.torch_internals import flat_parameters
 
 _balanced: Any = WeakTensorKeyDictionary()
@@ -41,9 +41,10 @@ class GradientWeights:
 
         Raises:
             RuntimeError: if a parameter has a weight already.
-            ValueError: if a parameter has no shape yet.
+            ValueError: if a parameter has no shape yet, or a network has torch's SyncBatchNorm.
         """
         check_not_balanced(networks)
+        _check_batchnorm(networks)
         self._weight: float | None = None  # of the current batch; None between batches
         self._networks = list(networks)
         self._hooks: list[RemovableHandle] = []
@@ -124,12 +125,23 @@ def check_not_balanced(networks: Sequence[nn.Module]) -> None:
                 )
 
 
+def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
+    for name, layer in (pair for network in networks for pair in network.named_modules()):
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
+                "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
+            )
+
+
 def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
     weights = owner()
     weight = None if weights is None else weights._weight
     if weight is None or weight == 1.0:
         return None
-    return gradient * weight if weight else torch.zeros_like(gradient)  # 0 times NaN is NaN
+    if weight == NOTHING_COUNTS and not gradient.is_sparse:
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the mean of nothing
+    return weighted(gradient, weight)
 
 
 def _check_step(owner: weakref.ref[GradientWeights], optimizer: Optimizer, *_: Any) -> None:

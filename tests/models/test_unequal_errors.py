@@ -103,7 +103,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     model = nn.Linear(1, 1)
     first = gangline.balance(model, plain)
     check_refused(lambda: gangline.balance(model, plain), "balanced already", "close()")
-    check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Linear is balanced already")
+    check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Sequential is balanced already")
     first.close()
 
     # Errors of one rank in the middle of an epoch; the steps before are made, and the loader can be used again.
