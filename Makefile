@@ -15,7 +15,7 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
 
-# The torch.distributed backend with other versions of torch, of which the package index has CPU builds.
+# What uses private names of torch, with other versions of torch, of which the package index has CPU builds.
 TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 test-torch: $(VENV)/.installed
 	$(BIN)/python -m tests.torch_versions $(TORCH)

@@ -1,4 +1,4 @@
-"""Tests of the torch.distributed backend with versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
+"""Tests of what uses private names of torch, with versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
 
 Each version runs in a virtual environment of its own below .peers/. A version without a CPU build in the package index
 is left out, with a line that says so. The exit code is 1 if a version fails, or if none could be installed.
@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/collectives/test_torch_backend.py", "tests/collectives/test_torch_interface.py")
+TESTS = (
+    "tests/collectives/test_torch_backend.py",
+    "tests/collectives/test_torch_interface.py",
+    "tests/models/test_unequal_ranks.py",  # models/unequal_ranks/torch_internals.py
+)
 NEEDED = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 
