@@ -65,7 +65,7 @@ class OptimizerBinding(abc.ABC):
         """Replace the optimizer's state."""
 
     def begin_backward(  # noqa: B027
-        self, active: Sequence[int], *, push_early: bool, weight: float | None = None
+        self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
         """Prepare for a backward.
 
@@ -73,6 +73,7 @@ class OptimizerBinding(abc.ABC):
             active: indices of the replicas that run it.
             push_early: push gradients during this backward, which `update` must follow directly.
             weight: as for `update`.
+            rerun: as for `Reducer.begin`.
         """
 
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: B027
@@ -163,9 +164,9 @@ class StoreOptimizer(OptimizerBinding):
         self.store.set_learning_rate(learning_rate)
 
     def begin_backward(  # noqa: D102  inherited
-        self, active: Sequence[int], *, push_early: bool, weight: float | None = None
+        self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        self._reducer.begin(active, push_early=push_early, weight=weight)
+        self._reducer.begin(active, push_early=push_early, weight=weight, rerun=rerun)
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
         self._reducer.finish(weight)
@@ -251,6 +252,7 @@ class ShardedOptimizer(OptimizerBinding):
         *,
         push_early: bool,  # noqa: ARG002  always early
         weight: float | None = None,
+        rerun: bool = False,  # noqa: ARG002  measured loads are refused
     ) -> None:
         self._weight = 0.0 if not active else 1.0 if weight is None else weight
         self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
@@ -421,10 +423,12 @@ def _init_store(
 
 
 def _note_out_of_step(workers: Workers, error: BaseException) -> None:
-    error.add_note(
+    note = (
         f"it was raised on rank {workers.rank} of {workers.count}, whose workers are out of step now: end the job and "
         "resume from a checkpoint"
     )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _check_no_max_norm(network: nn.Module) -> None:

@@ -51,6 +51,7 @@ class Replicas:
         for name in fixed:
             network.get_parameter(name).requires_grad_(False)
         self.all: list[Replica] = []
+        self._saved_buffers: list[torch.Tensor] = []
         self.divided: ShardedWeights | None = None
         """The weights of the only replica if the workers divide them."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
@@ -76,27 +77,40 @@ class Replicas:
                 parameter.requires_grad_(trained[name])
             replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
 
+    @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the present buffers and sample counts, and clears the gradients."""
-        seen = [replica.samples_seen for replica in self.all]
-        buffers = [(b, b.detach().clone()) for replica in self.all for b in replica.network.buffers()]
+        """Return a function that restores the present buffers and sample counts, and clears the gradients.
+
+        The values are copied to memory that the next snapshot reuses.
+        """
+        seen = self.samples_seen
+        buffers = [buffer for replica in self.all for buffer in replica.network.buffers()]
+        if not _are_alike(buffers, self._saved_buffers):
+            self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._saved_buffers, buffers)
 
         @torch.no_grad()
         def restore() -> None:
             for replica, count in zip(self.all, seen, strict=True):
                 replica.samples_seen = count
-            for buffer, value in buffers:
+            for buffer, value in zip(buffers, self._saved_buffers, strict=True):
                 buffer.copy_(value)
             self.clear_gradients()
 
         return restore
 
     def detach_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Remove the gradients from the parameters and return copies, for `add_gradients`."""
-        parameters = [p for replica in self.all for p in replica.parameters.values() if p.grad is not None]
-        kept = [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
-        for parameter in parameters:
-            parameter.grad = None
+        """Remove the gradients from the parameters and return them, for `add_gradients`.
+
+        On a GPU they are copies: the originals may be parts of a bucket, which the next backward fills.
+        """
+        kept = []
+        for replica in self.all:
+            for parameter in replica.parameters.values():
+                if parameter.grad is not None:
+                    kept.append((parameter, parameter.grad.clone() if parameter.is_cuda else parameter.grad))
+                    parameter.grad = None
         return kept
 
     @torch.no_grad()
@@ -225,3 +239,10 @@ class Replicas:
 def _copy(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         targets[name].copy_(value)
+
+
+def _are_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(tensors) == len(others) and all(
+        (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        for one, other in zip(tensors, others, strict=True)
+    )

@@ -66,6 +66,7 @@ class TrainingStep:
         self.normalizer = 0.0
         """Normalizer of the last forward's summed loss, on this worker."""
         self._shares: list[Share] = []
+        self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
         self._first_sample = 0  # of this worker, within the batch of all workers
         self._has_no_samples = False
         self._accumulation = GradientAccumulation()
@@ -92,29 +93,42 @@ class TrainingStep:
     def forward(self, data: Any, label: Any, *, train: bool) -> None:
         """Run a batch forward; see `Module.forward`."""
         data, label = self._checked(data, label)
-        self._bound.bind(data)
         if train:
             self._begin_batch(data)
+        self._forward_pass(data, label, train)
+        self._run_state.step += train
+
+    def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
+        """Run a batch, or take part without samples, in one pass; in evaluation in parts that fit into memory."""
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
-            slices = split_batch(num_samples(data, "data"), self.loads)
-            run = partial(self._run_forward, data, label, train=train)
+            slices = self._slices(data)
             if self._load_balancer is not None and not train:
-                self._shares = self._load_balancer.run_micro_steps(slices, self._bound.executor, run)
+                run = partial(self._evaluate_in_micro_steps, data, label)
+                self._shares = self._load_balancer.run_in_parts(slices, self._bound.executor, run)
             else:
                 with self._refusing_on_error():
-                    self._shares = run(slices)
+                    self._shares = self._run_forward(data, label, slices, train)
         elif train:
             self._bound.executor.forward_without_samples()
         if self.optimizer is not None:
             self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
-        self._run_state.step += train
+
+    def _evaluate_in_micro_steps(
+        self, data: Batch, label: Batch | None, micro_steps: Sequence[Sequence[slice]]
+    ) -> list[Share]:
+        return [share for slices in micro_steps for share in self._run_forward(data, label, slices, train=False)]
+
+    def _slices(self, data: Batch) -> list[slice]:
+        return split_batch(num_samples(data, "data"), self.loads)
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
-        """Return data and label as batches; data may be None (no samples) on one of several workers."""
+        """Return data and label as batches, for bound replicas; data may be None on one of several workers."""
         self._has_no_samples = data is None and self.workers.count > 1
-        return (None, None) if self._has_no_samples else checked_batch(data, label)
+        data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
+        self._bound.bind(data)
+        return data, label
 
     def _begin_batch(self, data: Batch | None) -> None:
         if self._bound.dropout_by_sample and self.workers.in_step:
@@ -124,6 +138,7 @@ class TrainingStep:
         if self._gradients_used:
             self._bound.replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
+        self._bound.executor.take_times()  # of a batch that has failed
         if self._load_balancer is not None:
             self._load_balancer.begin_batch()
 
@@ -134,6 +149,7 @@ class TrainingStep:
         slices: Sequence[slice],
         train: bool,
         number: int = 0,
+        *,
         divisor: float | None = None,
     ) -> list[Share]:
         """Run one pass over the replicas; ``number`` counts the micro-steps of a batch."""
@@ -162,6 +178,7 @@ class TrainingStep:
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
         if out_grads is None:
             self._backward_from_loss(push_early=False)
+            self._record_times()
         else:
             self._backward_from_outputs(out_grads)
         self._gradients_used = False
@@ -176,7 +193,7 @@ class TrainingStep:
         elif not self._gradients_used:
             self._turn_mean_into_sum()
         self._weight = None
-        self._begin_backward(self._shares, push_early=False)
+        self._begin_backward(self._shares)
         scale = self._scale
         self._input_factor = 1 / scale
         with self._discarding_gradients_on_error(), self._refusing_on_error():
@@ -186,11 +203,10 @@ class TrainingStep:
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
             self._check_loss(self._shares)
-        divisor = self._divisor()
+        divisor = self._set_divisor()
         with self._discarding_gradients_on_error():
             self._backward_of(self._shares, divisor, push_early=push_early)
         self._set_input_factor(divisor)
-        self._record_times()
 
     def _record_times(self) -> None:
         """Record samples and time of each replica in this batch, whose backward has run."""
@@ -207,8 +223,12 @@ class TrainingStep:
             self._load_balancer.record(samples, times)
         self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
-    def _divisor(self) -> float:
-        """Return the divisor of the summed loss for a backward, and set the weight of its gradients."""
+    def _set_divisor(self) -> float:
+        """Set and return the divisor of the batch's summed loss, and set the weight of its gradients."""
+        self._divisor = self._divisor_and_weight()
+        return self._divisor
+
+    def _divisor_and_weight(self) -> float:
         if self._loss.is_sum:
             self._weight = None
             return 1.0
@@ -246,16 +266,18 @@ class TrainingStep:
                 self._bound.replicas.scale_gradients(factor)
             self._weight = None
 
-    def _backward_of(self, shares: Sequence[Share], divisor: float, *, push_early: bool) -> None:
-        self._begin_backward(shares, push_early=push_early)
+    def _backward_of(
+        self, shares: Sequence[Share], divisor: float, *, push_early: bool = False, rerun: bool = False
+    ) -> None:
+        self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._refusing_on_error():
             self._bound.executor.backward(shares, divisor / self._scale)
             self._end_backward(has_graph=any(one.loss is not None and one.loss.requires_grad for one in shares))
 
-    def _begin_backward(self, shares: Sequence[Share], *, push_early: bool) -> None:
+    def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
         if self.optimizer is not None:
             active = [self._bound.replicas.all.index(share.replica) for share in shares]
-            self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight)
+            self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     def _end_backward(self, *, has_graph: bool) -> None:
         if self.optimizer is not None:
@@ -333,80 +355,91 @@ class TrainingStep:
 
     def forward_backward(self, data: Any, label: Any) -> None:
         """Run a batch forward and backward; see `Module.forward_backward`."""
-        if self._load_balancer is None or self._bound.sync_batchnorm:  # joint statistics need the whole batch at once
-            self.forward(data, label, train=True)
-            self.backward(None)
-        else:
-            self._forward_backward_in_micro_steps(self._load_balancer, data, label)
+        self._forward_backward(*self._checked(data, label), push_early=False)
 
-    def _forward_backward_in_micro_steps(self, load_balancer: LoadBalancer, data: Any, label: Any) -> None:
-        """Run a batch so that an attempt for which memory is too small can be undone and repeated in smaller parts."""
+    def forward_backward_update(self, data: Any, label: Any) -> None:
+        """Run a whole step; see `Module.forward_backward_update`."""
         data, label = self._checked(data, label)
-        self._bound.bind(data)
-        replicas, executor = self._bound.replicas, self._bound.executor
+        push_early = self._loss_scale is None and self._gradients_used and not self._bound.executor.joins_workers
+        try:
+            self._forward_backward(data, label, push_early=push_early and self.optimizer is not None)
+            self.update()
+        except BaseException as error:
+            self.drop_gradients()
+            if push_early and self.optimizer is not None:
+                self.optimizer.abandon(error)
+            raise
+
+    def _forward_backward(self, data: Batch | None, label: Batch | None, *, push_early: bool) -> None:
         self._begin_batch(data)
+        self._divisor = None
         self._shares = []
-        samples = num_samples(data, "data") if data is not None else 0
-        accumulation = self._accumulation if self.grad_req == "add" else GradientAccumulation()
-        divisor = 1.0 if self._loss.is_sum else accumulation.divisor(samples)
-        is_first = self._gradients_used or self.grad_req == "add"
-        if not is_first:
-            self._turn_mean_into_sum()
-        kept = replicas.detach_gradients()
-        restore = replicas.snapshot()
-        with self._discarding_gradients_on_error():
-            if data is not None:
-                run = partial(self._run_micro_step, data, label, divisor)
-                self._shares = load_balancer.run_micro_steps(split_batch(samples, self.loads), executor, run, restore)
-        self.normalizer = self._normalizer_of(self._shares)
-        if not self._loss.is_sum:
-            accumulation.count(self.normalizer)
-        self._weight = accumulation.total if is_first and not self._loss.is_sum else None
-        if self.grad_req == "write":
-            total = accumulation.total if is_first else self._timed(self.workers.total, accumulation.total)
-            factor = accumulation.factor_for(total)
-            if factor != 1.0:
-                replicas.scale_gradients(factor)
-        replicas.add_gradients(kept)
-        self._set_input_factor(divisor)
+        balancer = self._load_balancer
+        if data is None or balancer is None or self._bound.sync_batchnorm:  # joint statistics need the whole batch
+            self._run_whole(data, label, push_early)
+        else:
+            self._run_in_parts(balancer, data, label, push_early)
         self._run_state.step += 1
         self._gradients_used = False
         self._record_times()
 
-    def _run_micro_step(
-        self, data: Batch, label: Batch | None, divisor: float, slices: Sequence[slice], number: int
-    ) -> list[Share]:
-        """Run forward and backward of a part of a batch, and free its graph."""
-        shares = self._run_forward(data, label, slices, True, number)
-        self._check_loss(shares)
-        self._backward_of(shares, divisor, push_early=False)
-        for share in shares:
-            share.output = map_tensors(torch.Tensor.detach, share.output)
-            share.loss = share.loss.detach() if share.loss is not None else None
-        return shares
-
-    def forward_backward_update(self, data: Any, label: Any) -> None:
-        """Run a whole step; see `Module.forward_backward_update`."""
-        push_early = self._load_balancer is None and self._loss_scale is None and self._gradients_used
-        if self._bound.is_bound and self._bound.executor.joins_workers:  # it exchanges statistics during backward
-            push_early = False
-        if self.optimizer is None or not push_early:
-            self.forward_backward(data, label)
+    def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
+        """Run a batch forward and backward, in one task per replica if its normalizer is known before."""
+        normalizer = self._known_normalizer(data, label) if push_early else None
+        if normalizer is None:
+            self._forward_pass(data, label, train=True)
+            self._backward_from_loss(push_early=push_early)
         else:
-            data, label = self._checked(data, label)
-            normalizer = self._known_normalizer(data, label)
-            if normalizer is None:
-                self.forward(data, label, train=True)
-            try:
-                if normalizer is None:
-                    self._backward_from_loss(push_early=True)
-                else:
-                    self._fused_forward_backward(self.optimizer, data, label, normalizer)
-            except BaseException as error:
-                self.optimizer.abandon(error)
-                raise
-            self._gradients_used = False
-        self.update()
+            self._fused_forward_backward(data, label, normalizer)
+
+    def _run_in_parts(self, balancer: LoadBalancer, data: Batch, label: Batch | None, push_early: bool) -> None:
+        """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
+        replicas, executor = self._bound.replicas, self._bound.executor
+        if self.grad_req == "write" and not self._gradients_used:
+            self._turn_mean_into_sum()
+        kept = replicas.detach_gradients()
+        undo = replicas.snapshot()
+        has_failed = False
+
+        def run(micro_steps: Sequence[Sequence[slice]]) -> list[Share]:
+            if len(micro_steps) == 1:
+                self._run_whole(data, label, push_early)
+            else:
+                self._run_micro_steps(data, label, micro_steps, rerun=has_failed)
+            return self._shares
+
+        def restore() -> None:
+            nonlocal has_failed
+            has_failed, self._shares = True, []
+            undo()
+
+        with self._discarding_gradients_on_error():
+            self._shares = balancer.run_in_parts(self._slices(data), executor, run, restore)
+        replicas.add_gradients(kept)
+
+    def _run_micro_steps(
+        self, data: Batch, label: Batch | None, micro_steps: Sequence[Sequence[slice]], *, rerun: bool
+    ) -> None:
+        """Run a batch in parts, and free the graph of each.
+
+        With ``rerun`` the batch has failed before. If that was in backward, divisor and weight are set, and buckets may
+        have been pushed with their gradients of the whole batch: the others follow with gradients of the same sum.
+        """
+        samples = 1.0 if self._loss.is_sum else float(num_samples(data, "data"))
+        divisor = self._divisor or samples
+        for number, slices in enumerate(micro_steps):
+            shares = self._run_forward(data, label, slices, True, number)
+            self._check_loss(shares)
+            self._backward_of(shares, divisor, rerun=rerun)
+            for share in shares:
+                share.output = map_tensors(torch.Tensor.detach, share.output)
+                share.loss = share.loss.detach() if share.loss is not None else None
+            self._shares += shares
+        self.normalizer = self._normalizer_of(self._shares)
+        factor = 1.0 if self._divisor is not None else divisor / self._set_divisor()
+        if factor != 1.0:
+            self._bound.replicas.scale_gradients(factor)
+        self._set_input_factor(divisor)
 
     def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
         """Return the normalizer of this worker's batch if it is known before forward."""
@@ -414,22 +447,18 @@ class TrainingStep:
             return None
         return self._loss.known_normalizer(label, num_samples(data, "data"))
 
-    def _fused_forward_backward(
-        self, optimizer: OptimizerBinding, data: Batch, label: Batch | None, normalizer: float
-    ) -> None:
+    def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
         """Run forward and backward of each replica in one thread task."""
-        self._begin_batch(data)
+        assert self.optimizer is not None
         self._shares = []
-        slices = split_batch(num_samples(data, "data"), self.loads)
+        slices = self._slices(data)
+        self.normalizer, self._divisor = normalizer, normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer
         active = self._bound.executor.active_replicas(slices)
-        optimizer.begin_backward(active, push_early=True, weight=self._weight)
+        self.optimizer.begin_backward(active, push_early=True, weight=self._weight)
         with self._discarding_gradients_on_error():
-            self._shares = self._run_forward(data, label, slices, True, divisor=normalizer or 1.0)
-        self.normalizer = normalizer
+            self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
         self._set_input_factor(normalizer)
-        self._run_state.step += 1
-        self._record_times()
 
     # -- results ------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,7 @@ class Reducer:
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
+        self._is_rerun = False  # whether this backward computes again what a failed one may have pushed
         self._repeated: set[Key] = set()  # parameters whose gradient arrives more than once
         self._warned: set[Key] = set()
         self._handed_back: set[Key] = set()  # parameters that are no views until the next step, see hand_back
@@ -114,21 +115,27 @@ class Reducer:
             for key, parameter in of_replica.items()
         ]
 
-    def begin(self, active: Iterable[int], *, push_early: bool, weight: float | None = None) -> None:
+    def begin(
+        self, active: Iterable[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
+    ) -> None:
         """Prepare for a backward.
 
         Args:
             active: indices of the replicas that take part in it.
             push_early: push each bucket as soon as all of them have filled it, instead of in `finish`.
             weight: as for `finish`.
+            rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
+                that were pushed then held the gradients of all replicas: they count, and are not pushed again.
         """
         self._active = list(active)
         self._weight = weight
+        self._is_rerun = rerun
         if not self._buckets:
             self._arrivals.clear()
         push_early = push_early and (self._in_step or weight != 0)
         for state in self._buckets:
-            state.push = None
+            if not rerun:
+                state.push = None
             state.is_full = False
             state.events.clear()
             waits = not push_early or self._repeated.intersection(state.keys)
@@ -142,6 +149,8 @@ class Reducer:
                 self._arrivals[key] = self._arrivals.get(key, 0) + 1
             return
         if state.push is not None:
+            if self._is_rerun:
+                return
             raise RuntimeError(
                 f"parameter {key!r} got another gradient after its bucket was pushed, which happens if layers that "
                 "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -60,7 +60,8 @@ class DeviceThreads:
             one_after_another: start each call when the previous one has finished; each still runs in its own thread.
 
         Raises:
-            Exception: the first exception of a call, with a note that names its context.
+            BaseException: the first exception of a call, with a note that names its context, or KeyboardInterrupt in this
+                thread; either when all calls have ended.
         """
         tasks = [
             (index, partial(self._run_with_note, index, function, self._caller_state(self._contexts[index])))
@@ -68,16 +69,20 @@ class DeviceThreads:
         ]
         if not self.uses_threads:
             return [task() for _, task in tasks]
-        if one_after_another:
-            return [self._threads[index].submit(task).result() for index, task in tasks]
-        futures = [self._threads[index].submit(task) for index, task in tasks]
-        errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
+        futures: list[Future[Result]] = []
+        errors: list[BaseException] = []
         try:
+            for index, task in tasks:
+                futures.append(self._threads[index].submit(task))
+                if one_after_another and futures[-1].exception() is not None:
+                    break
+            errors += [error for future in futures if (error := future.exception()) is not None]
             if errors:
                 raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
             return [future.result() for future in futures]
-        finally:  # breaks the reference cycle between this frame and the exceptions
-            errors.clear()
+        finally:
+            wait(futures)  # after KeyboardInterrupt: gradients that arrive later would be added to the next batch's
+            errors.clear()  # breaks the reference cycle between this frame and the exceptions
             futures.clear()
 
     def _run_with_note(

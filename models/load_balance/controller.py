@@ -49,11 +49,11 @@ class LoadBalancer:
             samples, times = self._pending.pop(0)
             self._speeds.record(samples, [time.seconds() for time in times])
 
-    def run_micro_steps(
+    def run_in_parts(
         self,
         slices: Sequence[slice],
         executor: Executor,
-        run: Callable[..., list[Share]],
+        run: Callable[[list[list[slice]]], list[Share]],
         restore: Callable[[], None] = lambda: None,
     ) -> list[Share]:
         """Run a batch in parts that fit into each context's memory; on out-of-memory, restart with smaller parts.
@@ -61,26 +61,24 @@ class LoadBalancer:
         Args:
             slices: one per context, of the batch.
             executor: executor that ``run`` uses.
-            run: runs one micro-step, given its ``slices`` and ``number``.
+            run: runs the batch in micro-steps, of which each has one slice per context, and returns their shares.
             restore: undoes the effects of a failed attempt.
 
         Returns:
-            The shares of all micro-steps, ordered by context.
+            The shares, ordered by context.
 
         Raises:
-            Exception: the error of a micro-step, if it is not for memory or no part can be made smaller.
+            Exception: the error of an attempt, if it is not for memory or no part can be made smaller.
         """
         while True:
-            steps = self.limits.micro_steps(slices)
+            micro_steps = self.limits.micro_steps(slices)
             try:
-                shares = [share for number, parts in enumerate(steps) for share in run(slices=parts, number=number)]
+                return sorted(run(micro_steps), key=lambda share: share.replica.context_index)
             except Exception as error:
                 restore()
                 executor.take_times()  # the times of a failed attempt are no measure of speed
-                if not is_out_of_memory(error) or not self.limits.lower(executor.out_of_memory, steps):
+                if not is_out_of_memory(error) or not self.limits.lower(executor.out_of_memory, micro_steps):
                     raise
-            else:
-                return sorted(shares, key=lambda share: share.replica.context_index)
             empty_caches(self._contexts)  # outside the handler: the exception's frames hold tensors
 
     def state(self) -> dict[str, Any]:

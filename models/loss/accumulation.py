@@ -55,8 +55,4 @@ class GradientAccumulation:
     @property
     def factor(self) -> float:
         """Factor of the summed gradients; 1 if nothing was counted, since they are 0 then."""
-        return self.factor_for(self._total)
-
-    def factor_for(self, total: float) -> float:
-        """Return `factor` for a total over all workers."""
-        return self._divisor / total if total and self._divisor else 1.0
+        return self._divisor / self._total if self._total and self._divisor else 1.0
