@@ -60,8 +60,7 @@ class DeviceThreads:
             one_after_another: start each call when the previous one has finished; each still runs in its own thread.
 
         Raises:
-            BaseException: the first exception of a call, with a note that names its context, or KeyboardInterrupt in this
-                thread; either when all calls have ended.
+            Exception: the first exception of a call, with a note that names its context, when all calls have ended.
         """
         tasks = [
             (index, partial(self._run_with_note, index, function, self._caller_state(self._contexts[index])))
@@ -80,9 +79,11 @@ class DeviceThreads:
             if errors:
                 raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
             return [future.result() for future in futures]
-        finally:
-            wait(futures)  # after KeyboardInterrupt: gradients that arrive later would be added to the next batch's
-            errors.clear()  # breaks the reference cycle between this frame and the exceptions
+        except BaseException:  # KeyboardInterrupt too: late gradients would be added to those of the next batch
+            wait([thread.submit(int) for thread in self._threads])
+            raise
+        finally:  # breaks the reference cycle between this frame and the exceptions
+            errors.clear()
             futures.clear()
 
     def _run_with_note(

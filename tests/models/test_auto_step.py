@@ -1,0 +1,257 @@
+"""A step with work_load_list="auto" does what one with fixed loads does, and restarts exactly when memory runs out."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from measure import distance
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gangline import Module, cpu
+from gangline.collectives import spawn
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore import create
+from gangline.models.executor.device_threads import DeviceThreads
+
+FEATURES, CLASSES, BATCH = 6, 3, 12
+RATE = {"lr": 0.05, "momentum": 0.9}
+LIMIT = 20.0
+"""Seconds after which a test that waits has failed."""
+
+
+class _Fails(torch.autograd.Function):
+    """Identity whose backward raises an error, if one is given."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, error: Exception | None) -> torch.Tensor:
+        ctx.error = error
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.error is not None:
+            raise ctx.error
+        return gradients[0], None
+
+
+class Net(nn.Module):
+    """Four linear layers; ``before`` is called in the middle of forward, and may return an error for backward."""
+
+    def __init__(self, *, batchnorm: bool = False) -> None:
+        super().__init__()
+        sizes = [FEATURES, 8, 8, 8, CLASSES]
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
+        self.norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.before: Callable[[torch.Tensor], Exception | None] = lambda _: None
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.layers[1](self.layers[0](data).tanh()).tanh())
+        hidden = _Fails.apply(hidden, self.before(hidden))
+        output: torch.Tensor = self.layers[3](self.layers[2](hidden).tanh())
+        return output
+
+
+def network(**options: bool) -> Net:
+    torch.manual_seed(1)
+    return Net(**options).double()
+
+
+def module_of(loads: Any, store: Any = "device", **options: bool) -> Module:
+    module = Module(network(**options), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], loads)
+    module.init_optimizer(store, "sgd", dict(RATE))
+    return module
+
+
+def batch(step: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+    return data, torch.randint(CLASSES, (samples,), generator=generator)
+
+
+def plain(steps: int, samples: int = BATCH) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain torch loop."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), **RATE)
+    for step in range(steps):
+        data, label = batch(step, samples)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(data), label).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.fixture(autouse=True)
+def _a_bucket_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1)
+
+
+def out_of_memory(limit: int, times: int = 1) -> Callable[[torch.Tensor], Exception | None]:
+    """Return a function for `Net.before`: in backward memory suffices for ``limit`` samples, the first times."""
+    left = Counter(errors=times)
+
+    def before(hidden: torch.Tensor) -> Exception | None:
+        if not hidden.requires_grad or len(hidden) <= limit or not left["errors"]:
+            return None
+        left["errors"] -= 1
+        return torch.OutOfMemoryError("no memory left")
+
+    return before
+
+
+class _Clones(TorchDispatchMode):
+    """Counts the tensors that this thread clones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count thread tasks, clones, and early and late pushes of the block."""
+    counts: Counter[str] = Counter()
+    run, store = DeviceThreads.run, module._step.optimizer.store  # type: ignore[union-attr]
+    push = store.push_bucket  # type: ignore[union-attr]
+
+    def counted_run(self: DeviceThreads, calls: Any, **options: Any) -> Any:
+        counts["tasks"] += len(calls)
+        return run(self, calls, **options)
+
+    def counted_push(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        counts["early" if async_op else "late"] += 1
+        return push(*arguments, async_op=async_op, **options)
+
+    with monkeypatch.context() as patch, _Clones() as clones:
+        patch.setattr(DeviceThreads, "run", counted_run)
+        patch.setattr(store, "push_bucket", counted_push)
+        yield counts
+    counts["clones"] = clones.count
+
+
+@pytest.mark.parametrize("loads", ["auto", [1, 1]])
+def test_a_step_takes_one_task_per_replica_pushes_early_and_clones_nothing(
+    loads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with module_of(loads, batchnorm=True) as module:
+        for step in range(2):
+            module.forward_backward_update(*batch(step))
+        with counting(module, monkeypatch) as counts:
+            module.forward_backward_update(*batch(2))
+    assert counts == {"tasks": 2, "early": 10, "clones": 0}  # a bucket for each parameter
+
+
+def test_gradients_that_were_pushed_before_memory_ran_out_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with module_of("auto") as module:
+        for step in range(2):
+            module.forward_backward_update(*batch(step))
+        module.bound.replicas.all[1].network.before = out_of_memory(4)  # type: ignore[assignment]
+        with counting(module, monkeypatch) as counts:
+            module.forward_backward_update(*batch(2))
+        assert (counts["early"], counts["late"]) == (4, 4)  # of two layers each, after and before the error
+        module.forward_backward_update(*batch(3))
+        assert module.load_balancer.limits.max_samples == [None, 3]  # type: ignore[union-attr]
+        assert distance(module.get_params(), plain(4)) <= 1e-12
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_restart_in_any_loop_keeps_the_weights_of_one_device(accumulate: int) -> None:
+    with module_of("auto") as module:
+        module.grad_req = "write" if accumulate == 1 else "add"
+        for step in range(4):
+            if step == 2:
+                module.bound.replicas.all[1].network.before = out_of_memory(2, times=2)  # type: ignore[assignment]
+            data, label = batch(step)
+            for part in range(accumulate):
+                module.forward_backward(data[part::accumulate], label[part::accumulate])
+            module.update()
+        assert distance(module.get_params(), plain(4)) <= 1e-12
+
+
+def test_a_step_that_fails_leaves_the_running_statistics() -> None:
+    with module_of("auto", batchnorm=True) as module:
+        module.forward_backward_update(*batch(0))
+        before = module.bound.replicas.own_buffers()
+        module.bound.replicas.all[1].network.before = lambda _: ValueError("no such luck")  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="no such luck"):
+            module.forward_backward_update(*batch(1))
+        for name, values in module.bound.replicas.own_buffers().items():
+            assert all(torch.equal(now, value) for now, value in zip(values, before[name], strict=True)), name
+
+
+def restarts_in_a_job(comm: Communicator) -> dict[str, torch.Tensor]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        create("allreduce", communicator=comm) as store,
+        module_of("auto", store) as module,
+    ):
+        patch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1)
+        for step in range(6):
+            data, label = batch(step, 20)
+            own = slice(0, 8) if comm.rank == 0 else slice(8, 20)  # unequal parts
+            if step == 2 + comm.rank:  # one after the other
+                module.bound.replicas.all[1].network.before = out_of_memory(2)  # type: ignore[assignment]
+            module.forward_backward_update(data[own], label[own])
+        assert module.load_balancer is not None
+        assert module.load_balancer.limits.max_samples[1] is not None
+        return module.get_params()
+
+
+def test_a_worker_that_restarts_keeps_the_step_of_all_workers_exact() -> None:
+    expected = plain(6, 20)
+    for params in spawn(restarts_in_a_job, 2, threads=1):
+        assert distance(params, expected) <= 1e-12
+
+
+# -- interrupts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", ["auto", [1, 1]])
+def test_after_ctrl_c_all_contexts_have_ended_and_the_next_step_has_its_own_gradients(loads: Any) -> None:
+    received, has_left, left_early = threading.Event(), threading.Event(), list[bool]()
+
+    def handler(*_: object) -> None:
+        received.set()
+        raise KeyboardInterrupt
+
+    def before(hidden: torch.Tensor) -> None:
+        if hidden.requires_grad and not received.is_set():
+            _thread.interrupt_main()
+            assert received.wait(LIMIT)
+            for _ in range(100):  # work that goes on while the main thread could leave the step
+                torch.ones(100, 100) @ torch.ones(100, 100)
+            left_early.append(has_left.is_set())
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with module_of(loads) as module:
+            for step in range(2):
+                module.forward_backward_update(*batch(step))
+            module.bound.replicas.all[1].network.before = before  # type: ignore[assignment]
+            with pytest.raises(KeyboardInterrupt):
+                module.forward_backward_update(*batch(7))
+            has_left.set()
+            reference = network()
+            reference.load_state_dict(module.get_params())
+            data, label = batch(2)
+            module.forward_backward_update(data, label)
+            nn.functional.cross_entropy(reference(data), label).backward()
+            for name, parameter in reference.named_parameters():
+                summed = sum(dict(r.network.named_parameters())[name].grad for r in module.bound.replicas.all)  # type: ignore[misc]
+                torch.testing.assert_close(summed, parameter.grad, rtol=0, atol=1e-12)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert left_early == [False]
