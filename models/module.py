@@ -545,6 +545,13 @@ class Module:
         """Return the last forward's outputs, on the first context; with ``merge=False`` a list, one per replica."""
         return self._step.outputs(merge)
 
+    def labelled_outputs(self) -> list[tuple[Any, Any]]:
+        """Return (labels, outputs) of the last forward for metrics that can count a batch in parts.
+
+        There is one pair on each context, or, if the outputs are small, a single pair on the first.
+        """
+        return self._step.labelled_outputs()
+
     def get_loss(self) -> torch.Tensor:
         """Return the last forward's mean loss over this worker's batch: a scalar tensor on the first context."""
         return self._step.loss()

@@ -64,6 +64,7 @@ class Trainable(Protocol):
     def update(self) -> None: ...  # noqa: D102
     def drop_gradients(self) -> None: ...  # noqa: D102
     def get_outputs(self) -> Any: ...  # noqa: D102
+    def labelled_outputs(self) -> list[tuple[Any, Any]]: ...  # noqa: D102
     def get_loss(self) -> torch.Tensor: ...  # noqa: D102
     def get_params(self) -> dict[str, torch.Tensor]: ...  # noqa: D102
     def install_monitor(self, monitor: Any) -> None: ...  # noqa: D102

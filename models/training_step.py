@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gangline.collectives.workload import split_batch
-from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
+from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
 from gangline.models.load_balance.controller import LoadBalancer
@@ -23,6 +23,9 @@ from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import OptimizerBinding
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
+
+_SMALL_OUTPUTS = 1 << 18
+"""Elements of outputs that are joined for metrics: counting takes some 0.2 ms a share, joining a few numbers nothing."""
 
 
 class TrainingStep:
@@ -466,6 +469,17 @@ class TrainingStep:
         """Return the last forward's outputs; see `Module.get_outputs`."""
         self._check_forwarded("get_outputs")
         return self._gather([map_tensors(torch.Tensor.detach, share.output) for share in self._shares], merge)
+
+    def labelled_outputs(self) -> list[tuple[Batch | None, Batch]]:
+        """Return the last forward's labels and outputs; see `Module.labelled_outputs`."""
+        self._check_forwarded("labelled_outputs")
+        labels = [share.label for share in self._shares]
+        outputs = [map_tensors(torch.Tensor.detach, share.output) for share in self._shares]
+        size = sum(tensor.numel() for output in outputs for tensor in tensors_of(output))
+        if len(outputs) > 1 and size <= _SMALL_OUTPUTS:
+            outputs = [self._gather(outputs, merge=True)]
+            labels = [None if labels[0] is None else self._gather(labels, merge=True)]
+        return list(zip(labels, outputs, strict=True))
 
     def loss(self) -> torch.Tensor:
         """Return the last forward's loss; see `Module.get_loss`."""

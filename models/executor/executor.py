@@ -36,6 +36,8 @@ class Share:
     replica: Replica
     samples: int
     inputs: Batch
+    label: Batch | None
+    """Labels of the share, on the context's device."""
     output: Batch
     loss: torch.Tensor | None
     """Loss summed over the share; None without a label."""
@@ -256,7 +258,7 @@ class Executor:
         seed: tuple[int, ...],
     ) -> Share:
         device = replica.context.torch_device
-        inputs = move(data, device)
+        inputs, moved_label = move(data, device), move(label, device) if label is not None else None
         if inputs_need_grad:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._is_random is not False
@@ -277,12 +279,10 @@ class Executor:
                 raise
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
-                loss, count = self._loss.sum_and_count(
-                    output, move(label, device) if label is not None else None, label, samples
-                )
+                loss, count = self._loss.sum_and_count(output, moved_label, label, samples)
         if train:
             replica.samples_seen += samples
-        return Share(replica, samples, inputs, output, loss, count)
+        return Share(replica, samples, inputs, moved_label, output, loss, count)
 
     @contextlib.contextmanager
     def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:

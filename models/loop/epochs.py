@@ -145,7 +145,7 @@ class Epochs:
             if is_due and self.accumulate > 1:
                 module.update()
             if part is not None:
-                self.metric.update(label, module.get_outputs(), module)
+                self.metric.update_from(module, label)
                 self._check_loss()
             if is_due:
                 is_last = nbatch + 1 == self.batches_per_epoch

@@ -39,7 +39,7 @@ def score(
             data, label = item if item is not None else (None, None)
             if item is not None:
                 module.forward(data, label, is_train=False)
-                metric.update(label, module.get_outputs(), module)
+                metric.update_from(module, label)
             if after_batch:
                 call(after_batch, batch_end_param(module, data_source, metric, epoch, nbatch, data, label))
     metric.gather(module.workers)

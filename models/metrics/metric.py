@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from gangline.models.metrics.sync import value_over
+from gangline.models.metrics.sync import merged, value_over
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -30,6 +30,10 @@ class EvalMetric(abc.ABC):
     @abc.abstractmethod
     def update(self, label: Any, output: Any, module: Trainable) -> None:
         """Add one batch: its labels, the outputs for it, and the module that computed them."""
+
+    def update_from(self, module: Trainable, label: Any) -> None:
+        """Add the batch that the module has run last, whose labels are ``label``."""
+        self.update(label, module.get_outputs(), module)
 
     @abc.abstractmethod
     def get_name_value(self) -> list[tuple[str, float]]:
@@ -89,7 +93,7 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
         except TypeError as error:
             raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
     if callable(name):
-        return _Mean(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
+        return _OfBatches(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
 
 
@@ -100,6 +104,10 @@ class _Composite(EvalMetric):
     def update(self, label: Any, output: Any, module: Trainable) -> None:
         for metric in self._metrics:
             metric.update(label, output, module)
+
+    def update_from(self, module: Trainable, label: Any) -> None:
+        for metric in self._metrics:
+            metric.update_from(module, label)
 
     def get_name_value(self) -> list[tuple[str, float]]:
         return [pair for metric in self._metrics for pair in metric.get_name_value()]
@@ -121,12 +129,12 @@ class _Composite(EvalMetric):
 
 
 class _One(EvalMetric):
-    """One metric in a torchmetrics object; the first `reset_local` adds a second object for the local value."""
+    """One metric in a torchmetrics object per device; the first `reset_local` adds others for the local value."""
 
     def __init__(self, name: str, finish: Callable[[float], float] = float) -> None:
         self._name, self._finish = name, finish
-        self._global: torchmetrics.Metric | None = None
-        self._local: torchmetrics.Metric | None = None
+        self._global: dict[torch.device | None, torchmetrics.Metric] = {}
+        self._local: dict[torch.device | None, torchmetrics.Metric] | None = None
         self._gathered: float | None = None  # the global value over all workers
 
     @abc.abstractmethod
@@ -142,11 +150,16 @@ class _One(EvalMetric):
         arguments = self._arguments(label, output, module)
         if arguments is None:
             return
-        if self._global is None:
-            self._global = self._make(output)
-        for metric in (self._global, self._local):
-            if metric is not None:
-                metric.update(*arguments)
+        device = output.device if isinstance(output, torch.Tensor) else None
+        for metrics in (self._global, self._local):
+            if metrics is not None:
+                if device not in metrics:
+                    metrics[device] = self._make(output)
+                metrics[device].update(*arguments)
+
+    def update_from(self, module: Trainable, label: Any) -> None:  # noqa: ARG002
+        for labels, output in module.labelled_outputs():
+            self.update(labels, output, module)
 
     def get_name_value(self) -> list[tuple[str, float]]:
         return self.get_global_name_value() if self._local is None else [(self._name, self._value(self._local))]
@@ -154,26 +167,29 @@ class _One(EvalMetric):
     def get_global_name_value(self) -> list[tuple[str, float]]:
         return [(self._name, self._value(self._global) if self._gathered is None else self._gathered)]
 
-    def _value(self, metric: torchmetrics.Metric | None) -> float:
-        if metric is None or not metric.update_called:
-            return float("nan")
-        return self._finish(float(metric.compute()))
+    def _value(self, metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> float:
+        counted = _counted(metrics)
+        return float("nan") if counted is None else self._finish(float(counted.compute()))
 
     def gather(self, workers: Workers) -> None:
         if workers.count > 1:
-            counted = self._global if self._global is not None and self._global.update_called else None
-            self._gathered = value_over(workers, counted, self._finish)
+            self._gathered = value_over(workers, _counted(self._global), self._finish)
 
     def reset(self) -> None:
         self._local, self._gathered = None, None
-        if self._global is not None:
-            self._global.reset()
+        for metric in self._global.values():
+            metric.reset()
 
     def reset_local(self) -> None:
-        if self._global is not None and self._local is None:
-            self._local = self._global.clone()
-        if self._local is not None:
-            self._local.reset()
+        self._local = self._local or {}
+        for metric in self._local.values():
+            metric.reset()
+
+
+def _counted(metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> torchmetrics.Metric | None:
+    """Return the state of all metrics that have counted something; None if none has."""
+    counted = [metric for metric in metrics.values() if metric.update_called]
+    return merged(counted) if counted else None
 
 
 class _Torchmetric(_One):
@@ -243,6 +259,13 @@ class _Mean(_One):
         )  # nan_strategy="disable" would drop the weights
 
 
+class _OfBatches(_Mean):
+    """The mean of a function's values, which may be anything of a whole batch, such as its largest error."""
+
+    def update_from(self, module: Trainable, label: Any) -> None:
+        self.update(label, module.get_outputs(), module)
+
+
 class _LossMetric(_Mean):
     """The mean loss, weighted by its normaliser."""
 
@@ -251,6 +274,9 @@ class _LossMetric(_Mean):
 
     def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
         return (float(module.get_loss()), module.normalizer) if module.normalizer else None
+
+    def update_from(self, module: Trainable, label: Any) -> None:
+        self.update(label, None, module)
 
 
 def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Combination of torchmetrics states over all workers of a job."""
+"""Combination of torchmetrics states over devices, and over all workers of a job."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def value_over(workers: Workers, metric: torchmetrics.Metric | None, finish: Cal
     return float(values[0]) if values else float("nan")
 
 
+def merged(metrics: Sequence[torchmetrics.Metric]) -> torchmetrics.Metric:
+    """Return a metric with the combined state of all of these, which may be on different devices."""
+    return metrics[0] if len(metrics) == 1 else _merge(metrics[0], [_states(metric) for metric in metrics])
+
+
 def _states(metric: torchmetrics.Metric) -> list[torch.Tensor]:
     """Return the tensors that a torchmetrics object would gather from other processes, in its order."""
     found: list[torch.Tensor] = []
@@ -43,7 +48,7 @@ def _states(metric: torchmetrics.Metric) -> list[torch.Tensor]:
 
 
 def _merge(metric: torchmetrics.Metric, states: Sequence[Sequence[torch.Tensor]]) -> torchmetrics.Metric:
-    """Return a torchmetrics object with the combined state of all workers, whose `_states` are given."""
+    """Return a torchmetrics object with the combined state of several, whose `_states` are given."""
     columns = iter(list(zip(*states, strict=True)))
 
     def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:  # noqa: ARG001  torchmetrics' signature

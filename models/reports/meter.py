@@ -88,7 +88,7 @@ class Meter:
             self._copied, self._metric = param.eval_metric, self._copy(param.eval_metric)
         if self._metric is not None:
             self._metric.reset()
-            self._metric.update(param.locals.get("label"), self._module.get_outputs(), self._module)
+            self._metric.update_from(self._module, param.locals.get("label"))
             self._values = dict(self._metric.get_global_name_value())
 
     def _copy(self, metric: EvalMetric) -> EvalMetric | None:

@@ -407,6 +407,42 @@ def test_a_function_gets_outputs_of_any_nesting() -> None:
     assert metric.get_name_value()[0][1] == 5
 
 
+@pytest.mark.parametrize("joined", [1 << 18, 0], ids=["joined", "by share"])
+@pytest.mark.parametrize("loads", [[1], [3, 1], [1, 4, 2]])
+def test_outputs_of_any_contexts_count_as_those_of_one(
+    loads: list[float], joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def largest_error(label: torch.Tensor, output: torch.Tensor) -> float:
+        return float((label - output.argmax(1)).abs().max()) + len(label)
+
+    monkeypatch.setattr("gangline.models.training_step._SMALL_OUTPUTS", joined)
+    logits, label = torch.randn(47, CLASSES), torch.randint(CLASSES, (47,))
+    label[::9] = -100
+    logits[label < 0] += 20
+    spec = ["acc", "ce", "perplexity", "loss", "pcc", ("top_k_accuracy", {"top_k": 2}), largest_error]
+    loss = nn.CrossEntropyLoss()
+    expected = counted(create(spec[:3] + spec[4:], loss), zip(logits.split(8), label.split(8), strict=True))
+    contexts = [cpu(index) for index in range(len(loads))]
+    with Module(nn.Identity(), loss, contexts, loads) as module:
+        found = dict(module.score((logits, label), spec, batch_size=8))
+        assert found.pop("loss") == pytest.approx(float(loss(logits, label)), rel=1e-6)
+        assert list(found.items()) == [(name, pytest.approx(one, rel=1e-6)) for name, one in expected.get_name_value()]
+        module.forward(logits, label, is_train=False)
+        assert len(module.labelled_outputs()) == (1 if joined else len(loads))
+
+
+def test_counts_of_several_devices_are_combined() -> None:
+    batches = of_classes(CLASSES)
+    for spec in ("acc", "ce", "pcc"):
+        metric = create(spec, nn.CrossEntropyLoss())
+        counted(metric, batches[:2])
+        (device,) = metric._global  # type: ignore[attr-defined]
+        metric._global[torch.device("meta")] = metric._global.pop(device)  # type: ignore[attr-defined]
+        counted(metric, batches[2:])
+        assert len(metric._global) == 2  # type: ignore[attr-defined]
+        assert metric.get_name_value()[0][1] == pytest.approx(BY_CLASS[spec][2](*whole(batches)), rel=1e-6)
+
+
 # -- local and global counts ----------------------------------------------------------------------------------------
 
 
