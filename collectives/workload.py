@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -55,11 +56,16 @@ def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]
         raise TypeError(f"batch_size is {batch_size!r}; expected an int")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    loads = [_exact(load) for load in _checked(work_load_list)]
+    return list(_split(batch_size, tuple(_checked(work_load_list))))
+
+
+@functools.lru_cache  # batches of an epoch have one or two sizes, and fractions take 40 us
+def _split(batch_size: int, work_load_list: tuple[float, ...]) -> tuple[slice, ...]:
+    loads = [_exact(load) for load in work_load_list]
     counts = _largest_remainder(batch_size, loads)
     _fill_empty(counts, loads)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def _exact(load: float) -> Fraction:

@@ -1,7 +1,11 @@
-"""Dropout whose masks depend on the sample, not on the device: with it several contexts give the weights of one."""
+"""Dropout with other sources of random numbers: a hash of the sample, or a generator of the replica's own.
+
+By sample, several contexts give the weights of one. By replica, CPU contexts need not share torch's generator.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +14,69 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_WHOLE_CHANNELS = (F.dropout1d, F.dropout2d, F.dropout3d)
+_WHOLE_CHANNELS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}  # axes of a batch
 _DROPOUTS = (F.dropout, torch.dropout, *_WHOLE_CHANNELS)
 _HALF = 1 << 31
 
 
-class SampleDropout(TorchFunctionMode):
+class _Dropout(TorchFunctionMode, abc.ABC):
+    """Within its block, dropout multiplies by `_scales`."""
+
+    @abc.abstractmethod
+    def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
+        """Return 0 for the elements to drop and 1 / (1 - p) for the others."""
+
+    def _replaces(self, tensor: Tensor, axes: int | None) -> bool:  # noqa: ARG002
+        """Return True if this call of dropout is to be replaced; ``axes``: those that whole channels need."""
+        return True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Replace dropout, and run other functions as they are."""
+        if func not in _DROPOUTS:
+            return func(*args, **(kwargs or {}))
+        given = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **(kwargs or {})}
+        tensor, p = given["input"], given.get("p", 0.5)
+        training = given.get("training", given.get("train", True))
+        if not training or p == 0:
+            return tensor
+        if not 0 < p <= 1 or not self._replaces(tensor, _WHOLE_CHANNELS.get(func)):
+            return func(*args, **(kwargs or {}))  # raises for another p
+        scales = self._scales(tensor, p, whole_channels=func in _WHOLE_CHANNELS)
+        return tensor.mul_(scales) if given.get("inplace") else tensor * scales
+
+
+class ReplicaDropout(_Dropout):
+    """Within its block, dropout on the CPU draws the numbers that a default generator with this seed would give.
+
+    Activation checkpoints, which restore torch's own generators, keep these.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+        self.has_drawn = False
+
+    def _replaces(self, tensor: Tensor, axes: int | None) -> bool:
+        is_batch = axes is None or tensor.dim() == axes
+        return is_batch and tensor.device.type == "cpu" and not _is_checkpointed()
+
+    def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
+        self.has_drawn = True
+        if whole_channels:
+            scales = tensor.new_empty(*tensor.shape[:2], *[1] * (tensor.dim() - 2))
+        else:
+            scales = torch.empty_like(tensor, requires_grad=False)
+        scales.bernoulli_(1 - p, generator=self._generator)
+        return scales.div_(1 - p) if p < 1 else scales
+
+
+class SampleDropout(_Dropout):
     """Within its block, dropout draws its masks by hashing (key, call, sample, element).
 
     The masks are the same bits on every device and in every split of the batch. Calls are counted within the block, so
@@ -35,34 +96,19 @@ class SampleDropout(TorchFunctionMode):
         self._key, self._first, self._samples = key, first, samples
         self._calls = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run dropout with the mask of its samples, and other functions as they are.
+    def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
+        """Return the scales of these samples.
 
         Raises:
             ValueError: if the first axis of an input is not a multiple of the number of samples.
             RuntimeError: if the layer runs under activation checkpointing, which would draw another mask.
         """
-        if func not in _DROPOUTS:
-            return func(*args, **(kwargs or {}))
-        given = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **(kwargs or {})}
-        tensor, p = given["input"], given.get("p", 0.5)
-        training = given.get("training", given.get("train", True))
-        if not training or p == 0:
-            return tensor
-        if not 0 < p <= 1:
-            return func(*args, **(kwargs or {}))  # raises
-        _check_not_checkpointed()
-        scales = self._scales(tensor, p, whole_channels=func in _WHOLE_CHANNELS)
-        return tensor.mul_(scales) if given.get("inplace") else tensor * scales
-
-    def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
-        """Return 0 for the elements to drop and 1 / (1 - p) for the others."""
+        if _is_checkpointed():
+            raise RuntimeError(
+                "random='sample' knows the layers of a network by their order in forward, which activation "
+                "checkpointing runs twice (as do parts under no_grad); leave the dropout out of these parts, or use "
+                "random='context'"
+            )
         rows = tensor.shape[0] if tensor.dim() else 0
         if not rows or rows % self._samples:
             raise ValueError(
@@ -99,11 +145,7 @@ def _hash(numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _check_not_checkpointed() -> None:
-    """Raise RuntimeError if this forward runs again during backward, where calls are not counted."""
+def _is_checkpointed() -> bool:
+    """Return True if this forward runs again during backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if not torch.is_grad_enabled() or (hooks and hooks[0].__module__ == "torch.utils.checkpoint"):
-        raise RuntimeError(
-            "random='sample' knows the layers of a network by their order in forward, which activation checkpointing "
-            "runs twice (as do parts under no_grad); leave the dropout out of these parts, or use random='context'"
-        )
+    return not torch.is_grad_enabled() or bool(hooks and hooks[0].__module__ == "torch.utils.checkpoint")

@@ -25,7 +25,7 @@ from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
 _SMALL_OUTPUTS = 1 << 18
-"""Elements of outputs that are joined for metrics: counting takes some 0.2 ms a share, joining a few numbers nothing."""
+"""Elements of outputs that are joined for metrics: counting a share takes some 0.2 ms, joining a few numbers 2 us."""
 
 
 class TrainingStep:

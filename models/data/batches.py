@@ -80,6 +80,11 @@ def move(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), batch)
 
 
+def pinned(batch: Batch) -> Batch:
+    """Return the batch in page-locked memory, from which `move` to a GPU does not block; parts on a GPU stay there."""
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+
+
 def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
     """Concatenate batches on the first axis, on ``device``; tensors without axes are stacked."""
     first = parts[0]

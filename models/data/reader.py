@@ -45,10 +45,12 @@ class Reader:
       `Unreadable` in place of items to skip. The epoch travels with each batch because two readers of one Dataset, for
       training and for validation, can be in different epochs at the same time.
     - ``note_unreadable(files)``: called in this process with the `Unreadable` items of each batch; may raise.
+
+    With ``pin`` the batches are in page-locked memory.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._base = base_dataset(dataset)
+    def __init__(self, dataset: Any, *, pin: bool = False) -> None:
+        self._base, self._pin = base_dataset(dataset), pin
         self._by_epoch = hasattr(self._base, "items_of_epoch")
         self._dataset: Dataset[Any] = _EpochItems(dataset) if self._by_epoch else _Items(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
@@ -80,7 +82,7 @@ class Reader:
 
     def _local_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
         sampler: Any = batches
-        return DataLoader(self._dataset, batch_sampler=sampler, collate_fn=_collate)
+        return DataLoader(self._dataset, batch_sampler=sampler, collate_fn=_collate, pin_memory=self._pin)
 
     def _worker_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
         self._sampler.batches = batches
@@ -91,6 +93,7 @@ class Reader:
                 batch_sampler=sampler,
                 collate_fn=_collate,
                 num_workers=self._num_workers,
+                pin_memory=self._pin,
                 persistent_workers=True,
                 prefetch_factor=_PREFETCHED,
                 multiprocessing_context=_fork_server(),

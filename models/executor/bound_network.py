@@ -47,6 +47,11 @@ class BoundNetwork:
         return self._created is not None
 
     @property
+    def uses_gpu(self) -> bool:
+        """True if a context is a GPU."""
+        return any(context.device_type == "gpu" for context in self._contexts)
+
+    @property
     def replicas(self) -> Replicas:
         """The replicas; RuntimeError while lazy parameters have no shape."""
         return self._create(None)[0]

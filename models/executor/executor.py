@@ -20,7 +20,7 @@ from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, mixed_seed, stream
 from gangline.models.replicas import Replica
-from gangline.models.sample_dropout import SampleDropout
+from gangline.models.sample_dropout import ReplicaDropout, SampleDropout
 from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
@@ -75,8 +75,9 @@ class Executor:
         self._loss = loss
         self._autocast = autocast
         self._dropout_by_sample = dropout_by_sample
-        self._is_random: bool | None = None  # whether the network draws random numbers; None before the first run
+        self._is_random: bool | None = None  # whether it draws from a device's generator; None before the first run
         contexts = [replica.context for replica in replicas]
+        self._has_replica_dropout = not dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
         self._sync_batchnorm = sync_batchnorm
         self._batchnorm: JointBatchNorm | None = None
         if sync_batchnorm and len(replicas) > 1:
@@ -266,6 +267,8 @@ class Executor:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
                 stack.enter_context(self._stream(replica, seed))
+            if train and self._has_replica_dropout and device.type == "cpu":
+                stack.enter_context(self._replica_dropout(mixed_seed(*self._stream_of(replica, seed))))
             if train and self._dropout_by_sample:
                 rank = 0 if self._workers.in_step else self._workers.rank
                 key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
@@ -287,9 +290,20 @@ class Executor:
     @contextlib.contextmanager
     def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:
         """Seed the device's generator for this replica and step, and record whether it was used."""
-        with stream(replica.context.torch_device, *seed, self._workers.first_context + replica.context_index) as drew:
+        with stream(replica.context.torch_device, *self._stream_of(replica, seed)) as drew:
             yield
         self._found_random(drew[0])
+
+    def _stream_of(self, replica: Replica, seed: tuple[int, ...]) -> tuple[int, ...]:
+        return (*seed, self._workers.first_context + replica.context_index)
+
+    @contextlib.contextmanager
+    def _replica_dropout(self, seed: int) -> Iterator[None]:
+        """Draw dropout on the CPU from a generator of this replica, so that others can run at the same time."""
+        with ReplicaDropout(seed) as dropout:
+            yield
+        if not dropout.has_drawn and self._is_random is False:
+            self._has_replica_dropout = False
 
     def _found_random(self, drew: bool) -> None:
         """Record whether a forward drew random numbers from the device's generator.
@@ -302,6 +316,12 @@ class Executor:
                 "the network draws random numbers other than by dropout, dropout1d, dropout2d or dropout3d (attention "
                 "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
                 "use random='context'"
+            )
+        if drew and not self._is_random and sum(one.context.device_type == "cpu" for one in self._replicas) > 1:
+            _log.warning(
+                "the network draws random numbers other than by dropout, from a generator that contexts on the CPU "
+                "share: they run one after another, as slow as one. Start a process for each (gangline launch, "
+                "context='parallel'), or draw in layers that call torch.nn.functional.dropout, without checkpointing"
             )
         self._is_random = bool(self._is_random) or drew
 

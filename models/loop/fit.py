@@ -72,7 +72,7 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
     """Train a module; see `Module.fit`."""
     _check_epochs(options.begin_epoch, options.num_epoch)
     _check_int("accumulate", options.accumulate, least=1)
-    train, evaluation = _sources(train_data, eval_data, options)
+    train, evaluation = _sources(train_data, eval_data, options, pin=module.bound.uses_gpu)
     metric = create(eval_metric, module.loss.loss)
     validation_metric = options.validation_metric if options.validation_metric is not None else eval_metric
     validation = create(validation_metric, module.loss.loss)
@@ -102,13 +102,12 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
                 callback.close()
 
 
-def _sources(train_data: Any, eval_data: Any, options: FitOptions) -> tuple[Source, Source | None]:
+def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool) -> tuple[Source, Source | None]:
     """Return the sources of both data; ``batch_size`` goes to those that need it."""
     needs_size = _needs_batch_size(train_data), _needs_batch_size(eval_data)
     size = options.batch_size
-    train = source(
-        train_data, size if needs_size[0] or not needs_size[1] else None, shuffle=options.shuffle, seed=options.seed
-    )
+    train_size = size if needs_size[0] or not needs_size[1] else None
+    train = source(train_data, train_size, shuffle=options.shuffle, seed=options.seed, pin=pin)
     if eval_data is None:
         return train, None
     return train, source(eval_data, size if needs_size[1] else None, shuffle=False, seed=0, what="eval_data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
+from gangline.models.data import sources
 from gangline.models.data.datasets import DATASETS, digits, image_folder, raw_digits, synthetic
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import Source, source
@@ -120,6 +122,39 @@ def test_arrays_and_datasets_are_permuted_alike() -> None:
     for epoch in (0, 3):
         of_arrays = labels_of(source(arrays(), 4, shuffle=True, seed=5).epoch(epoch))
         assert labels_of(source(Counted(), 4, shuffle=True, seed=5).epoch(epoch)) == of_arrays
+
+
+@pytest.mark.parametrize(("ahead", "threads"), [(0, {"gangline-gather_0"}), (1 << 20, {"MainThread"})])
+def test_only_large_shuffled_batches_are_gathered_by_a_thread(
+    ahead: int, threads: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, expected = set[str](), list(source(arrays(), 4, shuffle=True, seed=5).epoch(1, 1))
+    take = sources.take
+
+    def noted(batch: Any, index: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return take(batch, index)
+
+    monkeypatch.setattr(sources, "_GATHERED_AHEAD", ahead)
+    monkeypatch.setattr(sources, "take", noted)
+    batches = source(arrays(), 4, shuffle=True, seed=5)
+    assert batches.reads_ahead == (not ahead)
+    for (data, label), (theirs, their_label) in zip(batches.epoch(1, 1), expected, strict=True):
+        assert torch.equal(data, theirs)
+        assert torch.equal(label, their_label)
+    assert names == threads
+    assert len(list(zip(batches.epoch(1), range(1), strict=False))) == 1  # an epoch that is left ends its thread
+    assert not source(arrays(), 4, shuffle=False, seed=5).reads_ahead
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
+@pytest.mark.parametrize("data", [arrays, Counted])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_for_a_gpu_are_pinned(data: Callable[[], Any], shuffle: bool) -> None:
+    for batch, label in source(data(), 4, shuffle=shuffle, seed=0, pin=True).epoch(0):
+        assert batch.is_pinned()
+        assert label.is_pinned()
 
 
 def test_arrays_draw_nothing_from_torchs_generator() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gangline import Communicator, Module, cpu, create, spawn
-from gangline.models.sample_dropout import SampleDropout
+from gangline.models.sample_dropout import ReplicaDropout, SampleDropout
 
 
 class Network(nn.Module):
@@ -176,6 +178,53 @@ def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool) -> N
 def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="random is 'batch'; expected 'context' or 'sample'"):
         Module(Network(), nn.CrossEntropyLoss(), cpu(), random="batch")
+
+
+# -- dropout by context ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_replicas_own_generator_gives_the_numbers_of_torchs(dtype: torch.dtype) -> None:
+    def drawn() -> list[torch.Tensor]:
+        ones = torch.ones(4, 6, 5, 3, dtype=dtype)
+        wide = ones.to(memory_format=torch.channels_last)
+        masked = [F.dropout(ones, 0.3), F.dropout(wide, 0.5), F.dropout2d(ones, 0.4), F.dropout1d(ones[0], 0.4)]
+        return [*masked, F.dropout(ones, 1.0), F.dropout(ones.clone(), 0.1, inplace=True), nn.Dropout(0.7)(ones)]
+
+    torch.manual_seed(11)
+    expected, state = drawn(), torch.get_rng_state()
+    with ReplicaDropout(11):
+        assert all(torch.equal(own, theirs) for own, theirs in zip(drawn(), expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Meeting(nn.Module):
+    """Layer in which the replicas of a step wait for one another, if requested."""
+
+    barrier: threading.Barrier | None = None
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        if Meeting.barrier is not None:
+            Meeting.barrier.wait(20)  # seconds after which the test has failed
+        return data
+
+
+@pytest.mark.parametrize(("attention", "warnings"), [(False, 0), (True, 1)])
+def test_only_random_numbers_other_than_dropouts_make_contexts_run_in_turn(
+    attention: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(Meeting(), Attention() if attention else Network()).double()
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("local", "sgd", {"learning_rate": 0.1})
+        batch = torch.ones(8, 1, 8, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+        for _ in range(2):
+            module.forward_backward_update(*batch)
+        if not attention:
+            monkeypatch.setattr(Meeting, "barrier", threading.Barrier(2))
+        module.forward_backward_update(*batch)
+        assert module.bound.executor.runs_in_turn == attention
+    assert sum("run one after another" in line for line in caplog.messages) == warnings
 
 
 @pytest.mark.gpu
