@@ -533,7 +533,8 @@ class Module:
 
         The store updates weights as their gradients arrive: if backward fails, some parameters may have been updated
         and others not. Store and replicas then have equal weights, and a note on the error says how many buckets had
-        been pushed.
+        been pushed. With ``work_load_list="auto"`` a batch that does not fit into memory is run again in micro-steps;
+        buckets that had been pushed count once.
         """
         self._step.forward_backward_update(*_unpack(data, label))
 
