@@ -85,7 +85,7 @@ class Replicas:
         """
         seen = self.samples_seen
         buffers = [buffer for replica in self.all for buffer in replica.network.buffers()]
-        if not _are_alike(buffers, self._saved_buffers):
+        if list(map(_kind, buffers)) != list(map(_kind, self._saved_buffers)):
             self._saved_buffers = [torch.empty_like(buffer) for buffer in buffers]
         if buffers:
             torch._foreach_copy_(self._saved_buffers, buffers)
@@ -241,8 +241,5 @@ def _copy(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor
         targets[name].copy_(value)
 
 
-def _are_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(tensors) == len(others) and all(
-        (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        for one, other in zip(tensors, others, strict=True)
-    )
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -72,8 +72,7 @@ class ReplicaDropout(_Dropout):
             scales = tensor.new_empty(*tensor.shape[:2], *[1] * (tensor.dim() - 2))
         else:
             scales = torch.empty_like(tensor, requires_grad=False)
-        scales.bernoulli_(1 - p, generator=self._generator)
-        return scales.div_(1 - p) if p < 1 else scales
+        return scales.bernoulli_(1 - p, generator=self._generator).div_(1 - p) if p < 1 else scales.zero_()
 
 
 class SampleDropout(_Dropout):

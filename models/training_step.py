@@ -459,8 +459,7 @@ class TrainingStep:
         self._weight = None if self._loss.is_sum else normalizer
         active = self._bound.executor.active_replicas(slices)
         self.optimizer.begin_backward(active, push_early=True, weight=self._weight)
-        with self._discarding_gradients_on_error():
-            self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
+        self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
         self._set_input_factor(normalizer)
 
     # -- results ------------------------------------------------------------------------------------------------

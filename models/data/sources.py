@@ -208,9 +208,7 @@ class _Arrays(Source):
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         skipped()
-        for item in self._selected(self._order(epoch)[skip:]):
-            assert item is not None
-            yield item
+        yield from self._selected(self._order(epoch)[skip:])
 
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
@@ -218,7 +216,7 @@ class _Arrays(Source):
         skipped()
         yield from self._selected(self._order.shares(epoch, skip, workers))
 
-    def _selected(self, batches: Iterable[torch.Tensor]) -> Iterator[Item | None]:
+    def _selected(self, batches: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Yield the samples of each batch; if the batches are large, a thread gathers the next one meanwhile."""
         if not self.reads_ahead:
             yield from map(self._select, batches)
