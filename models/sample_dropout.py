@@ -54,7 +54,7 @@ class _Dropout(TorchFunctionMode, abc.ABC):
 class ReplicaDropout(_Dropout):
     """Within its block, dropout on the CPU draws the numbers that a default generator with this seed would give.
 
-    Activation checkpoints, which restore torch's own generators, keep these.
+    Activation checkpoints, which restore torch's own generators, and compiled code keep these.
     """
 
     def __init__(self, seed: int) -> None:
@@ -63,6 +63,8 @@ class ReplicaDropout(_Dropout):
         self.has_drawn = False
 
     def _replaces(self, tensor: Tensor, axes: int | None) -> bool:
+        if torch.compiler.is_compiling():  # to which a generator is a break in the graph
+            return False
         is_batch = axes is None or tensor.dim() == axes
         return is_batch and tensor.device.type == "cpu" and not _is_checkpointed()
 
