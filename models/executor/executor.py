@@ -321,7 +321,7 @@ class Executor:
             _log.warning(
                 "the network draws random numbers other than by dropout, from a generator that contexts on the CPU "
                 "share: they run one after another, as slow as one. Start a process for each (gangline launch, "
-                "context='parallel'), or draw in layers that call torch.nn.functional.dropout, without checkpointing"
+                "context='parallel'), or draw by torch.nn.functional.dropout, neither checkpointed nor compiled"
             )
         self._is_random = bool(self._is_random) or drew
 
