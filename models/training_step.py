@@ -24,6 +24,9 @@ from gangline.models.optimizer_binding import OptimizerBinding
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
+_SKIPPED_STEPS = 20
+"""Skipped steps in a row after which a warning is logged."""
+
 
 class TrainingStep:
     """Runs batches forward and backward over the replicas, and updates the weights from their gradients.
@@ -304,7 +307,7 @@ class TrainingStep:
         if self._loss_scale is not None:
             factor /= self._loss_scale.value
             if not self._loss_scale.accepts(replicas.all_gradients(), self.workers.any):
-                self._logger.debug("gradients overflowed float16; the step is skipped")
+                self._log_skipped(self._loss_scale)
                 self._gradients_used = True
                 return
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
@@ -315,6 +318,19 @@ class TrainingStep:
         except BaseException as error:
             self.optimizer.abandon(error)
             raise
+
+    def _log_skipped(self, loss_scale: LossScale) -> None:
+        """Log a step whose gradients overflowed float16, as a warning after `_SKIPPED_STEPS` of them in a row."""
+        if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
+            self._logger.warning(
+                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. Look "
+                "for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
+                "--dtype bfloat16)",
+                _SKIPPED_STEPS,
+                loss_scale.value,
+            )
+        else:
+            self._logger.debug("gradients overflowed float16; the step is skipped")
 
     def drop_gradients(self) -> None:
         """Discard gradients that no update has used."""

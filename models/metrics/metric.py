@@ -59,6 +59,8 @@ class EvalMetric(abc.ABC):
 def create(metric: Any, loss: Any = None) -> EvalMetric:
     """Return the metric for a name, (name, arguments), torchmetrics object, function of (label, output), or a list.
 
+    A MetricCollection is a list of its metrics under the names it gives them.
+
     Args:
         metric: one of MXNet's names: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
             pcc, pearsonr, loss; or one of the other kinds.
@@ -75,8 +77,10 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
         return metric
     if isinstance(metric, list):
         return _Composite([create(one, loss) for one in metric])
+    if isinstance(metric, torchmetrics.MetricCollection):
+        return _Composite([_Torchmetric(one, name) for name, one in metric.items()])
     if isinstance(metric, torchmetrics.Metric):
-        return _Torchmetric(metric)
+        return _Torchmetric(metric, type(metric).__name__)
     name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
     if isinstance(name, str):
         known = _BY_NAME.get(name.lower())
@@ -179,8 +183,8 @@ class _One(EvalMetric):
 class _Torchmetric(_One):
     """A clone of the user's torchmetrics object, updated with (outputs, labels)."""
 
-    def __init__(self, metric: torchmetrics.Metric) -> None:
-        super().__init__(type(metric).__name__)
+    def __init__(self, metric: torchmetrics.Metric, name: str) -> None:
+        super().__init__(name)
         self._given = metric
 
     def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...]:  # noqa: ARG002
