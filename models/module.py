@@ -237,6 +237,8 @@ class Module:
         self,
         initializer: InitializerSpec | None = None,
         arg_params: Params | None = None,
+        aux_params: Params | None = None,
+        *,
         allow_missing: bool = False,
         allow_extra: bool = False,
         force_init: bool = False,
@@ -247,7 +249,8 @@ class Module:
             initializer: MXNet's name ("xavier", "uniform", ...), (name, arguments), or a function that fills a tensor;
                 biases are set to 0, and normalization layers to torch's initial values.
             arg_params: tensors by state_dict name; a leading ``module.`` of all names is dropped.
-            allow_missing: accept names that ``arg_params`` lacks.
+            aux_params: more of them; MXNet has buffers, such as running statistics, apart.
+            allow_missing: accept names that both lack.
             allow_extra: ignore names that the network does not have.
             force_init: initialize again; without it a second call has no effect but a warning.
 
@@ -266,8 +269,8 @@ class Module:
                 "init_params(initializer) came after init_optimizer(), which has divided the weights among the "
                 "workers; call it before"
             )
-        if arg_params is not None:
-            state = self._matched(arg_params, allow_missing, allow_extra)
+        if arg_params is not None or aux_params is not None:
+            state = self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra)
         if initializer is not None:
             initialise(network, initializer, skip=set(state))
             state = network.state_dict() | state
@@ -284,16 +287,30 @@ class Module:
         """
         return self.bound.replicas.state_dict()
 
-    def set_params(self, params: Params, allow_missing: bool = False, allow_extra: bool = False) -> None:
+    def set_params(
+        self,
+        arg_params: Params,
+        aux_params: Params | None = None,
+        *,
+        allow_missing: bool = False,
+        allow_extra: bool = False,
+    ) -> None:
         """Replace parameters and buffers of all replicas, and of the store.
 
         Collective: in a job all workers must call it, and rank 0's values win.
 
+        Args:
+            arg_params: as for `init_params`, and so are the others.
+            aux_params: see there.
+            allow_missing: see there.
+            allow_extra: see there.
+
         Raises:
+            TypeError: if ``arg_params`` or ``aux_params`` is no mapping.
             RuntimeError: if names are missing.
             ValueError: if there are extra names, or a tensor has another shape.
         """
-        self._load_state(self._matched(params, allow_missing, allow_extra))
+        self._load_state(self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra))
 
     def _matched(self, params: Params, allow_missing: bool, allow_extra: bool) -> dict[str, torch.Tensor]:
         """Return the values to load after checks; if the workers divide the weights, rank 0's. Collective then."""
@@ -641,6 +658,7 @@ class Module:
         monitor: Monitor | None = None,
         initializer: InitializerSpec | None = None,
         arg_params: Params | None = None,
+        aux_params: Params | None = None,
         allow_missing: bool = False,
         force_init: bool = False,
         eval_batch_end_callback: BatchCallbacks = None,
@@ -693,8 +711,10 @@ class Module:
                 (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
             eval_frequency: number of epochs between validations, or (number, "batches"); one is always at the end.
             monitor: logs statistics of outputs, weights and gradients.
-            initializer: argument of `init_params`, which is called before training if this or ``arg_params`` is given.
+            initializer: argument of `init_params`, which is called before training if this, ``arg_params`` or
+                ``aux_params`` is given.
             arg_params: argument of `init_params`.
+            aux_params: argument of `init_params`.
             allow_missing: argument of `init_params`.
             force_init: argument of `init_params`.
             eval_batch_end_callback: one or several, called after each batch of a validation.
@@ -729,6 +749,7 @@ class Module:
             monitor=monitor,
             initializer=initializer,
             arg_params=arg_params,
+            aux_params=aux_params,
             allow_missing=allow_missing,
             force_init=force_init,
             eval_batch_end_callback=eval_batch_end_callback,
@@ -957,6 +978,14 @@ def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str
     if unknown:
         raise ValueError(f"fixed_param_names has {unknown}, which are no parameters; they are {known}")
     return list(names)
+
+
+def _joined(arg_params: Params | None, aux_params: Params | None) -> Params:
+    """Return both in one; TypeError if one is no mapping."""
+    for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"{name} is {params!r:.80}; expected tensors by name")
+    return {**(arg_params or {}), **(aux_params or {})}
 
 
 def _unpack(data: Any, label: Any) -> tuple[Any, Any]:

@@ -52,6 +52,8 @@ class Trainable(Protocol):
         self,
         initializer: Any = None,
         arg_params: Mapping[str, torch.Tensor] | None = None,
+        aux_params: Mapping[str, torch.Tensor] | None = None,
+        *,
         allow_missing: bool = False,
         allow_extra: bool = False,
         force_init: bool = False,

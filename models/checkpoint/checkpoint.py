@@ -215,6 +215,12 @@ def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
     return dict(_read_description(description).get("about", {})) if description.is_file() else {}
 
 
+def read_states(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
+    """Return the states of `RunState.stateful` of a checkpoint; an empty dict if it does not exist."""
+    *_, description = paths_of(prefix, epoch)
+    return dict(_read_description(description).get("companions", {})) if description.is_file() else {}
+
+
 def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
     """Return prefix and number of a run's checkpoint with the most steps (see `RunState.run`); None if it has none.
 

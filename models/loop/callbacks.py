@@ -276,13 +276,23 @@ class Checkpoint:
         """Return the settings that must be equal on all workers."""
         return [self.period, self.minutes, self.keep_best, self.mode, self.save_optimizer_states]
 
+    @property
+    def state_key(self) -> str:
+        """What the state is of: checkpoints of which prefix, best by which metric."""
+        return f"{self.prefix.name} {self.keep_best} {self.mode}" if self.keep_best is not None else self.prefix.name
+
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
-        return {"best": self.best}
+        return {"best": self.best} if self.keep_best is not None else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.best = state["best"]
+        self.best = state.get("best", self.best)
+
+    def load_better(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the best value of a `state` if it is better."""
+        if state and is_better(state["best"], self.best, self.mode):
+            self.best = state["best"]
 
 
 def module_checkpoint(

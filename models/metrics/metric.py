@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ class EvalMetric(abc.ABC):
             _log.warning("%s has no gather(): each worker reports its own value", type(self).__name__)
 
 
-def create(metric: Any, loss: Any = None) -> EvalMetric:
+def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetric:
     """Return the metric for a name, (name, arguments), torchmetrics object, function of (label, output), or a list.
 
     A MetricCollection is a list of its metrics under the names it gives them.
@@ -66,6 +67,7 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
             pcc, pearsonr, loss; or one of the other kinds.
         loss: loss of the training. ce and perplexity interpret outputs as it does: logits for CrossEntropyLoss,
             log-probabilities for NLLLoss, else probabilities. Labels that it ignores are not counted.
+        unless_in: a metric, or a list of them, that counts something else: objects in it are copied.
 
     Raises:
         ValueError: if a name or an argument is unknown.
@@ -74,9 +76,9 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
     import torchmetrics
 
     if isinstance(metric, EvalMetric):
-        return metric
+        return copy.deepcopy(metric) if _is_in(metric, unless_in) else metric
     if isinstance(metric, list):
-        return _Composite([create(one, loss) for one in metric])
+        return _Composite([create(one, loss, unless_in=unless_in) for one in metric])
     if isinstance(metric, torchmetrics.MetricCollection):
         return _Composite([_Torchmetric(one, name) for name, one in metric.items()])
     if isinstance(metric, torchmetrics.Metric):
@@ -95,6 +97,10 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
     if callable(name):
         return _Mean(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
+
+
+def _is_in(metric: EvalMetric, given: Any) -> bool:
+    return any(_is_in(metric, one) for one in given) if isinstance(given, list) else metric is given
 
 
 class _Composite(EvalMetric):

@@ -24,8 +24,8 @@ from gangline.cli.options import (
     check_network,
     image_shape_of,
     metrics_of,
+    normalization,
     numbers,
-    per_channel,
     signals_of,
     write_json,
 )
@@ -310,8 +310,7 @@ def _image_folder(
     options: TrainOptions, data_dir: str, shape: tuple[int, int, int], dtype: torch.dtype, about: dict[str, Any]
 ) -> datasets.Splits:
     """Load the images of --data-dir."""
-    mean = per_channel("--rgb-mean", options.rgb_mean, shape[0])
-    std = per_channel("--rgb-std", options.rgb_std, shape[0])
+    mean, std = normalization(options.rgb_mean, options.rgb_std, shape[0])
     splits = datasets.image_folder(
         data_dir,
         shape,
@@ -462,8 +461,6 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
         after_batch.append(Speedometer(batch_size, options.disp_batches))
     prefix = options.model_prefix
     if prefix is not None:
-        if options.load_epoch in (None, "auto"):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # fail before training if it cannot be written
         after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
         if options.save_minutes is not None:
             after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))
