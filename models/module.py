@@ -35,6 +35,7 @@ from gangline.models.loop.monitor import Monitor
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
+from gangline.models.names import as_named_by, parameters_of, state_of
 from gangline.models.optimizer_binding import OptimizerBinding, bind_optimizer
 from gangline.models.run_state import Position, RunState
 from gangline.models.trainable import OptimizerRequest
@@ -273,7 +274,7 @@ class Module:
             state = self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra)
         if initializer is not None:
             initialise(network, initializer, skip=set(state))
-            state = network.state_dict() | state
+            state = state_of(network) | state
         self._params_set = True
         self._load_state(state)
 
@@ -396,7 +397,7 @@ class Module:
         store = self._resolve_store(kvstore)
         replicas, previous = self.bound.replicas, self._step.optimizer
         replicas.update_trained_parameters()
-        spec.check_keys(name for name, _ in self.network.named_parameters())
+        spec.check_keys(parameters_of(self.network))
         if not replicas.first.parameters:
             raise ValueError("the network has no trained parameter")
         binding = bind_optimizer(
@@ -662,6 +663,7 @@ class Module:
         allow_missing: bool = False,
         force_init: bool = False,
         eval_batch_end_callback: BatchCallbacks = None,
+        on_nan: str = "stop",
     ) -> str:
         """Train from ``begin_epoch`` to ``num_epoch``.
 
@@ -718,10 +720,13 @@ class Module:
             allow_missing: argument of `init_params`.
             force_init: argument of `init_params`.
             eval_batch_end_callback: one or several, called after each batch of a validation.
+            on_nan: "stop": a loss or a weight that is not finite ends training on all workers, and no checkpoint is
+                saved. "continue": it is a warning.
 
         Returns:
             The reason for the end: "epochs" if all are done; "callback", or the ``reason`` attribute of the callback
-            ("patience" of `EarlyStopping`); or the name of the signal, such as "SIGTERM".
+            ("patience" of `EarlyStopping`); "diverged" if a loss or a weight was not finite; or the name of the signal,
+            such as "SIGTERM".
 
         Raises:
             TypeError: if an argument has a wrong type.
@@ -753,6 +758,7 @@ class Module:
             allow_missing=allow_missing,
             force_init=force_init,
             eval_batch_end_callback=eval_batch_end_callback,
+            on_nan=on_nan,
         )
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
@@ -882,7 +888,7 @@ class Module:
         saved = checkpoint.read(prefix, epoch)
         module = cls(network, **options)
         if module.bound.lazy_parameters():
-            network.load_state_dict(saved.params)  # gives lazy parameters their shapes
+            network.load_state_dict(as_named_by(network, saved.params))  # gives lazy parameters their shapes
         module.set_params(saved.params)
         module.run_state.metadata.update(saved.metadata)
         module._params_set = True
@@ -973,7 +979,7 @@ def _check_divided(
 def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"fixed_param_names is {names!r}; expected a list of names")
-    known = [name for name, _ in network.named_parameters()]
+    known = list(parameters_of(network))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"fixed_param_names has {unknown}, which are no parameters; they are {known}")

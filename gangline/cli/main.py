@@ -31,7 +31,7 @@ from gangline.collectives.errors import UsageError
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",
-    epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 75 stopped by a signal with a checkpoint written, "
+    epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 3 training diverged, 75 stopped by a signal with a checkpoint written, "
     "128+N killed by signal N.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

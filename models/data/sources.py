@@ -37,6 +37,8 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
+    _order: BatchOrder | None = None
+    """Samples of each batch, if they are chosen here."""
     reads_ahead = 0
     """Number of batches after the current one whose samples it may have chosen already."""
 
@@ -83,6 +85,11 @@ class Source(abc.ABC):
         for item in self.epoch(0):
             return item
         raise ValueError("the data have no batches; expected at least one")
+
+    def number_of(self, workers: Workers, epoch: int, batch: int, sample: int, samples: int) -> int | None:
+        """Return the number in the data of one of the ``samples`` of this worker's share of a batch; None if unknown."""
+        indices = next(self._order.shares(epoch, batch, workers)) if self._order is not None else ()
+        return int(indices[sample]) if len(indices) == samples else None  # else some could not be read
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch; None if unknown."""

@@ -87,7 +87,9 @@ def as_list(callbacks: Any) -> list[Any]:
         if not callable(callback):
             raise TypeError(f"callback is {callback!r}; expected a function")
         if isinstance(callback, type):
-            raise TypeError(f"callback is the class {callback.__name__}; expected an object: write {callback.__name__}(...)")
+            raise TypeError(
+                f"callback is the class {callback.__name__}; expected an object: write {callback.__name__}(...)"
+            )
     return found
 
 

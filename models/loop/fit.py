@@ -67,6 +67,7 @@ class FitOptions:
     aux_params: Mapping[str, torch.Tensor] | None
     allow_missing: bool
     force_init: bool
+    on_nan: str
 
 
 def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
@@ -74,6 +75,8 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
     _check_epochs(options.begin_epoch, options.num_epoch)
     _check_int("accumulate", options.accumulate, least=1)
     train, evaluation = _sources(train_data, eval_data, options)
+    if options.on_nan not in ("stop", "continue"):
+        raise ValueError(f"on_nan is {options.on_nan!r}; expected 'stop' or 'continue'")
     if not isinstance(options.shuffle, bool):
         raise TypeError(f"shuffle is {options.shuffle!r}; expected True, a new order in each epoch, or False")
     metric = create(eval_metric, module.loss.loss)
@@ -171,6 +174,7 @@ def _run(
         "num_epoch": options.num_epoch,
         "begin_epoch": options.begin_epoch,
         "accumulate": options.accumulate,
+        "on_nan": options.on_nan,
         "lr_scheduler": rates.plan(),
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
@@ -211,6 +215,7 @@ def _run(
         options.monitor,
         callbacks,
         per_epoch,
+        options.on_nan,
     )
     with _locked_prefixes(module, savers):
         return loop.run(begin_epoch, skip, saved)

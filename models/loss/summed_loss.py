@@ -223,7 +223,9 @@ class SummedLoss:
                 self.loss,
             )
         elif self._counts_its_call is None:
-            _log.info("loss %s counts as a mean over samples; if it is over something else, pass loss_normalizer", self.loss)
+            _log.info(
+                "loss %s counts as a mean over samples; if it is over something else, pass loss_normalizer", self.loss
+            )
         self._counts_its_call = False
 
 

@@ -49,6 +49,13 @@ class Random(StrEnum):
     SAMPLE = "sample"
 
 
+class OnNan(StrEnum):
+    """What a loss that is not finite does."""
+
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
 class Plots(StrEnum):
     """Pages that show a run."""
 
@@ -273,6 +280,12 @@ class TrainOptions(DeviceOptions):
     eval_frequency: Annotated[
         int, typer.Option(help="Validate every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
     ] = 1
+    on_nan: Annotated[
+        OnNan,
+        typer.Option(
+            help="Stop if the loss or a weight is not finite, with exit code 3, or continue.", rich_help_panel=_KEEP
+        ),
+    ] = OnNan.STOP
     patience: Annotated[
         int | None,
         typer.Option(
