@@ -32,7 +32,8 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
     Args:
         network: network to initialise.
         spec: initialiser of all other parameters: a name, (name, arguments), or a function that fills a tensor.
-        skip: plain names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is named.
+        skip: plain names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is
+            named.
 
     Raises:
         ValueError: if a name or an argument is unknown, or the initialiser cannot fill a parameter.

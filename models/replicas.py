@@ -129,7 +129,7 @@ class Replicas:
                     yield parameter.grad if parameter.grad.layout == torch.strided else parameter.grad._values()
 
     def first_non_finite(self) -> str | None:
-        """Return the name of a trained parameter that holds inf or nan, of the first replica or the owner; else None."""
+        """Return the name of a trained parameter that holds inf or nan, of those this worker has; None: none does."""
         parameters = self.first.parameters if self.divided is None else self.divided.owned()
         held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.numel()}
         if not held:

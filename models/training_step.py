@@ -320,7 +320,7 @@ class TrainingStep:
             raise
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
-        """Log a step whose gradients overflowed float16, as a warning after `_SKIPPED_STEPS` of them in a row."""
+        """Log a step whose gradients overflowed float16; number `_SKIPPED_STEPS` in a row is a warning."""
         if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
             self._logger.warning(
                 "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. Look "
@@ -460,7 +460,8 @@ class TrainingStep:
         losses = [share.loss.detach() for share in self._shares if share.loss is not None]
         if not losses:
             raise RuntimeError("get_loss() has no loss: forward() got no label")
-        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() / self.normalizer
+        total = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        return total / self.normalizer
 
     def input_grads(self, merge: bool) -> Any:
         """Return the gradients of the inputs; see `Module.get_input_grads`."""

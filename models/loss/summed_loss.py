@@ -196,9 +196,9 @@ class SummedLoss:
         Raises:
             ValueError: if it returns a sum, or returned the mean of a call before and does not now.
         """
-        call = next((call for result, *call in calls.made if result is value), None)
+        call = next((call for call in calls.made if call[0] is value), None)
         if call is not None:
-            loss, output, label = call
+            _, loss, output, label = call
             if loss.reduction == "sum":
                 raise ValueError(
                     f"loss {self.loss} returns a sum; expected a mean, or the torch loss itself, such as "
@@ -211,7 +211,7 @@ class SummedLoss:
                 f"loss {self.loss} returned the mean of a call of torch for earlier batches, and something else now; "
                 "pass loss_normalizer, a function of the label that returns what the mean is over"
             )
-        self._say_that_samples_count(any(_skips_labels(*call) for _, *call in calls.made))
+        self._say_that_samples_count(any(_skips_labels(loss, label) for _, loss, _, label in calls.made))
         return samples
 
     def _say_that_samples_count(self, skips_labels: bool) -> None:
@@ -234,12 +234,12 @@ class _ClassLossCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[tuple[Any, nn.Module, torch.Tensor, torch.Tensor]] = []
+        self.made: list[tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]] = []
         """Result, loss, output and label of each call."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ARG002
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is F.cross_entropy or func is F.nll_loss:
             given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
@@ -298,7 +298,7 @@ def _class_count(loss: Any, label: torch.Tensor) -> float:
     return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
 
 
-def _skips_labels(loss: Any, output: torch.Tensor, label: torch.Tensor) -> bool:  # noqa: ARG001
+def _skips_labels(loss: Any, label: torch.Tensor) -> bool:
     """Return True if the loss weights its labels, or may ignore some."""
     is_set = loss.weight is not None or loss.ignore_index != nn.CrossEntropyLoss().ignore_index
     return is_set or bool((label == loss.ignore_index).any())

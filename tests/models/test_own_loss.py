@@ -81,8 +81,10 @@ def test_losses_of_another_form_are_errors() -> None:
         (lambda o, y: F.cross_entropy(o, y, reduction="sum"), r"returns a sum; .*CrossEntropyLoss\(reduction='sum'\)"),
         (mean, "returned the mean of a call of torch for earlier batches"),
     ):
-        with Module(network(), loss, cpu()) as module, pytest.raises(ValueError, match=message):
-            for size in (8, 4):
-                module.forward(data[:size], label[:size], is_train=False)
+        with Module(network(), loss, cpu()) as module:
+            if loss is mean:
+                module.forward(data, label, is_train=False)
+            with pytest.raises(ValueError, match=message):
+                module.forward(data[:4], label[:4], is_train=False)
     with pytest.raises(TypeError, match=r"loss is the class CrossEntropyLoss; .* write CrossEntropyLoss\(\)"):
         Module(network(), nn.CrossEntropyLoss)  # type: ignore[arg-type]
