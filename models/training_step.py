@@ -320,7 +320,7 @@ class TrainingStep:
             raise
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
-        """Log a step whose gradients overflowed float16; number `_SKIPPED_STEPS` in a row is a warning."""
+        """Log a step that float16 overflow skips; number `_SKIPPED_STEPS` in a row is a warning."""
         if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
             self._logger.warning(
                 "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. Look "
