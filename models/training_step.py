@@ -320,11 +320,11 @@ class TrainingStep:
             raise
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
-        """Log a step that float16 overflow skips; number `_SKIPPED_STEPS` in a row is a warning."""
+        """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
         if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
             self._logger.warning(
-                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. Look "
-                "for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
+                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. "
+                "Look for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
                 "--dtype bfloat16)",
                 _SKIPPED_STEPS,
                 loss_scale.value,
