@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, summed
 
+_log = logging.getLogger("gangline")
 _REDUCTIONS = ("mean", "sum")
 
 Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -103,6 +105,7 @@ class Trainer:
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
         self._accumulated_samples = 0.0
         self._weight = 0.0
+        self._warned = False  # of a step without gradients
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
@@ -174,6 +177,8 @@ class Trainer:
             GanglineError: if a worker is dead, late or makes a different call.
         """
         check_weight(batch_size)
+        if batch_size and not self._warned:
+            self._warn_without_gradients(batch_size)
         if self._is_accumulating:
             self._accumulate(batch_size)
             return
@@ -196,6 +201,17 @@ class Trainer:
         if self._sharded is not None:
             self._owned.update()
         self._versions = self._current_versions()
+
+    def _warn_without_gradients(self, batch_size: float) -> None:
+        """Log a warning, once, if no backward has computed a gradient for this step."""
+        is_empty = self._sharded is None and not self._accumulated_samples and self._early_samples is None
+        if is_empty and all(parameter.grad is None for parameter in self._parameters.values()):
+            self._warned = True
+            _log.warning(
+                "step(%g) found no gradient, so it changes nothing: call backward() between zero_grad() and step(), or "
+                "step(0) on a worker without samples",
+                batch_size,
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.models.names import plain_name
+
 Fill = Callable[[torch.Tensor], Any]
 InitializerSpec = str | tuple[str, dict[str, Any]] | Fill
 
@@ -30,7 +32,8 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
     Args:
         network: network to initialise.
         spec: initialiser of all other parameters: a name, (name, arguments), or a function that fills a tensor.
-        skip: names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is named.
+        skip: plain names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is
+            named.
 
     Raises:
         ValueError: if a name or an argument is unknown, or the initialiser cannot fill a parameter.
@@ -39,7 +42,7 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
     fill = _fill(spec)
     with torch.no_grad():
         for path, module in network.named_modules():
-            own = {f"{path}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
+            own = {plain_name(f"{path}.{name}".lstrip(".")): p for name, p in module.named_parameters(recurse=False)}
             if isinstance(module, _NORMALISATIONS):
                 if not any(name in skip for name in own):
                     module.reset_parameters()

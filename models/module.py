@@ -35,6 +35,7 @@ from gangline.models.loop.monitor import Monitor
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
+from gangline.models.names import as_named_by, parameters_of, state_of
 from gangline.models.optimizer_binding import OptimizerBinding, bind_optimizer
 from gangline.models.run_state import Position, RunState
 from gangline.models.trainable import OptimizerRequest
@@ -237,6 +238,8 @@ class Module:
         self,
         initializer: InitializerSpec | None = None,
         arg_params: Params | None = None,
+        aux_params: Params | None = None,
+        *,
         allow_missing: bool = False,
         allow_extra: bool = False,
         force_init: bool = False,
@@ -247,7 +250,8 @@ class Module:
             initializer: MXNet's name ("xavier", "uniform", ...), (name, arguments), or a function that fills a tensor;
                 biases are set to 0, and normalization layers to torch's initial values.
             arg_params: tensors by state_dict name; a leading ``module.`` of all names is dropped.
-            allow_missing: accept names that ``arg_params`` lacks.
+            aux_params: more of them; MXNet has buffers, such as running statistics, apart.
+            allow_missing: accept names that both lack.
             allow_extra: ignore names that the network does not have.
             force_init: initialize again; without it a second call has no effect but a warning.
 
@@ -266,11 +270,11 @@ class Module:
                 "init_params(initializer) came after init_optimizer(), which has divided the weights among the "
                 "workers; call it before"
             )
-        if arg_params is not None:
-            state = self._matched(arg_params, allow_missing, allow_extra)
+        if arg_params is not None or aux_params is not None:
+            state = self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra)
         if initializer is not None:
             initialise(network, initializer, skip=set(state))
-            state = network.state_dict() | state
+            state = state_of(network) | state
         self._params_set = True
         self._load_state(state)
 
@@ -284,16 +288,30 @@ class Module:
         """
         return self.bound.replicas.state_dict()
 
-    def set_params(self, params: Params, allow_missing: bool = False, allow_extra: bool = False) -> None:
+    def set_params(
+        self,
+        arg_params: Params,
+        aux_params: Params | None = None,
+        *,
+        allow_missing: bool = False,
+        allow_extra: bool = False,
+    ) -> None:
         """Replace parameters and buffers of all replicas, and of the store.
 
         Collective: in a job all workers must call it, and rank 0's values win.
 
+        Args:
+            arg_params: as for `init_params`, and so are the others.
+            aux_params: see there.
+            allow_missing: see there.
+            allow_extra: see there.
+
         Raises:
+            TypeError: if ``arg_params`` or ``aux_params`` is no mapping.
             RuntimeError: if names are missing.
             ValueError: if there are extra names, or a tensor has another shape.
         """
-        self._load_state(self._matched(params, allow_missing, allow_extra))
+        self._load_state(self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra))
 
     def _matched(self, params: Params, allow_missing: bool, allow_extra: bool) -> dict[str, torch.Tensor]:
         """Return the values to load after checks; if the workers divide the weights, rank 0's. Collective then."""
@@ -379,7 +397,7 @@ class Module:
         store = self._resolve_store(kvstore)
         replicas, previous = self.bound.replicas, self._step.optimizer
         replicas.update_trained_parameters()
-        spec.check_keys(name for name, _ in self.network.named_parameters())
+        spec.check_keys(parameters_of(self.network))
         if not replicas.first.parameters:
             raise ValueError("the network has no trained parameter")
         binding = bind_optimizer(
@@ -649,9 +667,11 @@ class Module:
         monitor: Monitor | None = None,
         initializer: InitializerSpec | None = None,
         arg_params: Params | None = None,
+        aux_params: Params | None = None,
         allow_missing: bool = False,
         force_init: bool = False,
         eval_batch_end_callback: BatchCallbacks = None,
+        on_nan: str = "stop",
     ) -> str:
         """Train from ``begin_epoch`` to ``num_epoch``.
 
@@ -701,15 +721,20 @@ class Module:
                 (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
             eval_frequency: number of epochs between validations, or (number, "batches"); one is always at the end.
             monitor: logs statistics of outputs, weights and gradients.
-            initializer: argument of `init_params`, which is called before training if this or ``arg_params`` is given.
+            initializer: argument of `init_params`, which is called before training if this, ``arg_params`` or
+                ``aux_params`` is given.
             arg_params: argument of `init_params`.
+            aux_params: argument of `init_params`.
             allow_missing: argument of `init_params`.
             force_init: argument of `init_params`.
             eval_batch_end_callback: one or several, called after each batch of a validation.
+            on_nan: "stop": a loss or a weight that is not finite ends training on all workers, and no checkpoint is
+                saved. "continue": it is a warning.
 
         Returns:
             The reason for the end: "epochs" if all are done; "callback", or the ``reason`` attribute of the callback
-            ("patience" of `EarlyStopping`); or the name of the signal, such as "SIGTERM".
+            ("patience" of `EarlyStopping`); "diverged" if a loss or a weight was not finite; or the name of the signal,
+            such as "SIGTERM".
 
         Raises:
             TypeError: if an argument has a wrong type.
@@ -737,9 +762,11 @@ class Module:
             monitor=monitor,
             initializer=initializer,
             arg_params=arg_params,
+            aux_params=aux_params,
             allow_missing=allow_missing,
             force_init=force_init,
             eval_batch_end_callback=eval_batch_end_callback,
+            on_nan=on_nan,
         )
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
@@ -869,7 +896,7 @@ class Module:
         saved = checkpoint.read(prefix, epoch)
         module = cls(network, **options)
         if module.bound.lazy_parameters():
-            network.load_state_dict(saved.params)  # gives lazy parameters their shapes
+            network.load_state_dict(as_named_by(network, saved.params))  # gives lazy parameters their shapes
         module.set_params(saved.params)
         module.run_state.metadata.update(saved.metadata)
         module._params_set = True
@@ -960,11 +987,19 @@ def _check_divided(
 def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str]:
     if isinstance(names, str):
         raise TypeError(f"fixed_param_names is {names!r}; expected a list of names")
-    known = [name for name, _ in network.named_parameters()]
+    known = list(parameters_of(network))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"fixed_param_names has {unknown}, which are no parameters; they are {known}")
     return list(names)
+
+
+def _joined(arg_params: Params | None, aux_params: Params | None) -> Params:
+    """Return both in one; TypeError if one is no mapping."""
+    for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"{name} is {params!r:.80}; expected tensors by name")
+    return {**(arg_params or {}), **(aux_params or {})}
 
 
 def _unpack(data: Any, label: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.sparse import RowSparse, summed
+from gangline.models.names import plain_name
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
 
@@ -152,8 +153,8 @@ class StoreOptimizer(OptimizerBinding):
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
-            loose=cudnn_weights(replicas.first.network) if _use_gpus(replicas) else (),
-            sparse=sparse_tables(replicas.first.network),
+            loose={plain_name(name) for name in cudnn_weights(replicas.first.network) if _use_gpus(replicas)},
+            sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import averaged, averaged_over
+from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
 from gangline.models.workers import Workers
 
 
@@ -25,7 +27,7 @@ class Replica:
     context: Context
     network: nn.Module
     parameters: dict[str, nn.Parameter]
-    """The trained parameters, by name."""
+    """The trained parameters, by plain name."""
     samples_seen: int = 0
     """Training samples since running statistics were last averaged."""
 
@@ -48,8 +50,9 @@ class Replicas:
             loads: one per context.
             fixed: names of parameters that are not trained.
         """
+        parameters = parameters_of(network, remove_duplicate=False)
         for name in fixed:
-            network.get_parameter(name).requires_grad_(False)
+            parameters[name].requires_grad_(False)
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
         self.divided: ShardedWeights | None = None
@@ -60,7 +63,7 @@ class Replicas:
 
     def _make(self, index: int, context: Context, network: nn.Module) -> Replica:
         own = (copy.deepcopy(network) if self.all else network).to(context.torch_device)
-        parameters = {name: parameter for name, parameter in own.named_parameters() if parameter.requires_grad}
+        parameters = {name: parameter for name, parameter in parameters_of(own).items() if parameter.requires_grad}
         return Replica(index, context, own, parameters)
 
     @property
@@ -70,9 +73,9 @@ class Replicas:
 
     def update_trained_parameters(self) -> None:
         """Copy ``requires_grad`` of the user's network to all replicas."""
-        trained = {name: parameter.requires_grad for name, parameter in self.first.network.named_parameters()}
+        trained = {name: parameter.requires_grad for name, parameter in parameters_of(self.first.network).items()}
         for replica in self.all:
-            own = dict(replica.network.named_parameters())
+            own = parameters_of(replica.network)
             for name, parameter in own.items():
                 parameter.requires_grad_(trained[name])
             replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
@@ -139,6 +142,17 @@ class Replicas:
                 if parameter.grad is not None:
                     yield parameter.grad if parameter.grad.layout == torch.strided else parameter.grad._values()
 
+    def first_non_finite(self) -> str | None:
+        """Return the name of a trained parameter that holds inf or nan, of those this worker has; None: none does."""
+        parameters = self.first.parameters if self.divided is None else self.divided.owned()
+        held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.numel()}
+        if not held:
+            return None
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(held.values()), math.inf)])
+        if bool(largest.isfinite().all()):  # waits once for a GPU
+            return None
+        return next(name for name, value in zip(held, largest.tolist(), strict=True) if not math.isfinite(value))
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the first replica's gradients by name, without those that are None."""
         return {name: p.grad for name, p in self.first.parameters.items() if p.grad is not None}
@@ -154,12 +168,8 @@ class Replicas:
         """
         if self.divided is not None:
             state = self.divided.model_state_dict()
-            return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        state = {
-            name: tensor.detach().cpu().clone()
-            for name, tensor in self.first.network.state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        }
+            return {plain_name(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        state = {name: tensor.detach().cpu().clone() for name, tensor in state_of(self.first.network).items()}
         return state | (averaged(self.own_buffers(), self.samples_seen) if len(self.all) > 1 else {})
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -168,10 +178,12 @@ class Replicas:
         Collective if the workers divide the weights; then rank 0's values count.
         """
         if self.divided is not None:
-            self.divided.load_model_state_dict(state, allow_missing=True)
+            with self.state_names():
+                named = as_named_by(self.first.network, state)
+            self.divided.load_model_state_dict(named, allow_missing=True)
             return
         for replica in self.all:
-            _copy(state, replica.network.state_dict())
+            _copy(state, state_of(replica.network))
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """Return buffers and untrained parameters on the host; without those that the workers divide."""
@@ -182,15 +194,15 @@ class Replicas:
     def load_untrained(self, state: dict[str, torch.Tensor]) -> None:
         """Copy values of `untrained`, by name, to every replica."""
         for replica in self.all:
-            _copy(state, replica.network.state_dict() if self.divided is None else self._undivided())
+            _copy(state, state_of(replica.network) if self.divided is None else self._undivided())
 
     def _undivided(self) -> dict[str, torch.Tensor]:
         """Return persistent buffers, and parameters that have no owner, which hold no real numbers."""
         assert self.divided is not None
         owners = self.divided.owners
         with self.state_names():
-            state = self.first.network.state_dict(keep_vars=True)
-        return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) and one not in owners}
+            state = state_of(self.first.network, keep_vars=True)
+        return {name: one for name, one in state.items() if one not in owners}
 
     def state_names(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the network's state_dict may be read for names and shapes."""
@@ -213,8 +225,8 @@ class Replicas:
     def own_buffers(self) -> dict[str, list[torch.Tensor]]:
         """Return each replica's values of the persistent buffers, on the host, by name."""
         with self.state_names():
-            names = set(self.first.network.state_dict())
-        per_replica = [dict(replica.network.named_buffers(remove_duplicate=False)) for replica in self.all]
+            names = set(state_of(self.first.network))
+        per_replica = [buffers_of(replica.network) for replica in self.all]
         return {
             name: [buffers[name].detach().cpu().clone() for buffers in per_replica]
             for name in per_replica[0]
@@ -229,7 +241,7 @@ class Replicas:
     def set_own_buffers(self, values: dict[str, list[torch.Tensor]], samples_seen: Sequence[int]) -> None:
         """Restore the values of `own_buffers`, and the `samples_seen` read with them."""
         for index, replica in enumerate(self.all):
-            buffers = dict(replica.network.named_buffers(remove_duplicate=False))
+            buffers = buffers_of(replica.network)
             for name, per_replica in values.items():
                 buffers[name].copy_(per_replica[index])
             replica.samples_seen = samples_seen[index]

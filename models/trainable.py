@@ -12,6 +12,7 @@ from torch import nn
 
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.load_balance.worker_balance import WorkerBalance
+from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
@@ -29,6 +30,7 @@ class Trainable(Protocol):
     grad_req: str
     bound: BoundNetwork
     run_state: RunState
+    loss_scale: LossScale | None
 
     @property
     def workers(self) -> Workers: ...  # noqa: D102
@@ -52,6 +54,8 @@ class Trainable(Protocol):
         self,
         initializer: Any = None,
         arg_params: Mapping[str, torch.Tensor] | None = None,
+        aux_params: Mapping[str, torch.Tensor] | None = None,
+        *,
         allow_missing: bool = False,
         allow_extra: bool = False,
         force_init: bool = False,

@@ -26,6 +26,8 @@ from gangline.models.workers import Workers
 
 _SMALL_OUTPUTS = 1 << 18
 """Elements of outputs that are joined for metrics: counting a share takes some 0.2 ms, joining a few numbers 2 us."""
+_SKIPPED_STEPS = 20
+"""Skipped steps in a row after which a warning is logged."""
 
 
 class TrainingStep:
@@ -329,7 +331,7 @@ class TrainingStep:
         if self._loss_scale is not None:
             factor /= self._loss_scale.value
             if not self._loss_scale.accepts(replicas.all_gradients(), self.workers.any):
-                self._logger.debug("gradients overflowed float16; the step is skipped")
+                self._log_skipped(self._loss_scale)
                 self._gradients_used = True
                 return
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
@@ -340,6 +342,19 @@ class TrainingStep:
         except BaseException as error:
             self.optimizer.abandon(error)
             raise
+
+    def _log_skipped(self, loss_scale: LossScale) -> None:
+        """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
+        if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
+            self._logger.warning(
+                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. "
+                "Look for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
+                "--dtype bfloat16)",
+                _SKIPPED_STEPS,
+                loss_scale.value,
+            )
+        else:
+            self._logger.debug("gradients overflowed float16; the step is skipped")
 
     def drop_gradients(self) -> None:
         """Discard gradients that no update has used."""
@@ -486,7 +501,8 @@ class TrainingStep:
         losses = [share.loss.detach() for share in self._shares if share.loss is not None]
         if not losses:
             raise RuntimeError("get_loss() has no loss: forward() got no label")
-        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() / self.normalizer
+        total = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        return total / self.normalizer
 
     def input_grads(self, merge: bool) -> Any:
         """Return the gradients of the inputs; see `Module.get_input_grads`."""

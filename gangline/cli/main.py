@@ -31,8 +31,8 @@ from gangline.collectives.errors import UsageError
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",
-    epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 75 stopped by a signal with a checkpoint written, "
-    "128+N killed by signal N.",
+    epilog="Exit codes: 0 done, 1 error, 2 wrong usage, 3 training diverged, 75 stopped by a signal with a checkpoint "
+    "written, 128+N killed by signal N.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

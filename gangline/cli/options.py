@@ -168,6 +168,28 @@ def per_channel(flag: str, words: str | None, channels: int) -> tuple[float, ...
     return tuple(found * channels if len(found) == 1 else found) or None
 
 
+def normalization(
+    mean: str | None, std: str | None, channels: int
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Parse --rgb-mean and --rgb-std for pixels in [0, 1]; numbers that are all above 1 are for 0 to 255, as MXNet's.
+
+    Raises:
+        UsageError: if there is another count of numbers, or some are above 1 and others are not.
+    """
+    parsed = per_channel("--rgb-mean", mean, channels), per_channel("--rgb-std", std, channels)
+    above = [number > 1 for numbers in parsed for number in numbers or ()]
+    if not any(above):
+        return parsed
+    if not all(above):
+        shown = ",".join(f"{number / 255 if number > 1 else number:.4g}" for number in parsed[0] or ())
+        raise UsageError(
+            f"--rgb-mean is {mean!r} and --rgb-std {std!r}, some of them above 1 and others not; expected all of them "
+            f"for pixels from 0 to 1, such as --rgb-mean {shown or 0.5}, or all of them for pixels from 0 to 255"
+        )
+    first, second = (tuple(number / 255 for number in numbers) if numbers else None for numbers in parsed)
+    return first, second
+
+
 def metrics_of(top_k: int, num_classes: int | None) -> list[Any]:
     """Return the metrics to score with: accuracy, and top-k accuracy if ``top_k`` is above 1.
 

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 CHECKPOINTED = 75
 """Exit code of a program that a signal stopped after it wrote a checkpoint: EX_TEMPFAIL of sysexits.h."""
+DIVERGED = 3
+"""Exit code of a program whose loss or weights were not finite; a restart from its checkpoint would diverge again."""
 FINAL = {
     2: "wrong usage",
+    DIVERGED: "training diverged",
     CHECKPOINTED: "stopped by a signal, with a checkpoint written",
     126: "the command cannot be run",
     127: "the command was not found",

@@ -30,6 +30,7 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, epochs, paths_of
+from gangline.models.names import as_named_by, plain_name, state_of
 from gangline.models.random_streams import host_states
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
@@ -215,6 +216,12 @@ def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
     return dict(_read_description(description).get("about", {})) if description.is_file() else {}
 
 
+def read_states(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
+    """Return the states of `RunState.stateful` of a checkpoint; an empty dict if it does not exist."""
+    *_, description = paths_of(prefix, epoch)
+    return dict(_read_description(description).get("companions", {})) if description.is_file() else {}
+
+
 def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
     """Return prefix and number of a run's checkpoint with the most steps (see `RunState.run`); None if it has none.
 
@@ -316,11 +323,12 @@ def _replica_buffers(tensors: Mapping[str, torch.Tensor], rank: int, replicas: i
 def matched(
     network: nn.Module, params: Mapping[str, Any], allow_missing: bool, allow_extra: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the entries of ``params`` that the network has, after checking names and shapes.
+    """Return the entries of ``params`` that the network has, by plain name, after checking names and shapes.
 
     Args:
         network: network with the expected state_dict names and shapes; ``num_batches_tracked`` may always be missing.
-        params: tensors by name; if all names start with ``module.``, as DDP writes them, the prefix is dropped.
+        params: tensors by name, as `plain_name` or torch.compile has them; if all start with ``module.``, as DDP
+            writes them, the prefix is dropped.
         allow_missing: accept names of the network that ``params`` lacks.
         allow_extra: ignore names in ``params`` that the network lacks.
 
@@ -329,8 +337,8 @@ def matched(
         ValueError: if there are extra names, or a tensor has another shape.
         TypeError: if a value is not a tensor.
     """
-    own = {name: value for name, value in network.state_dict().items() if isinstance(value, torch.Tensor)}
-    given = dict(params)
+    own = state_of(network)
+    given = {plain_name(name): value for name, value in params.items()}
     if given and all(name.startswith("module.") for name in given) and not all(n.startswith("module.") for n in own):
         given = {name.removeprefix("module."): value for name, value in given.items()}
     missing = [name for name in own if name not in given and not name.endswith("num_batches_tracked")]
@@ -370,7 +378,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     except (RuntimeError, ValueError) as error:
         reason, _, _ = str(error).partition("; drop them")[0].partition("; give them")
         raise type(error)(f"weights {path} do not fit the network: {reason}") from error
-    network.load_state_dict(found, strict=False)
+    network.load_state_dict(as_named_by(network, found), strict=False)
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:

@@ -51,9 +51,13 @@ def writing(prefix: str | Path) -> Iterator[None]:
 
 def _acquire(path: Path, prefix: str | Path) -> int:
     """Create and lock the file; return its descriptor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
+            raise type(error)(error.errno, reason) from error
         try:
             _lock(descriptor, prefix)
             if _is_file(path, descriptor):

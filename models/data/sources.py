@@ -40,6 +40,8 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
+    order: BatchOrder | None = None
+    """Samples of each batch, if they are chosen here."""
     reads_ahead = 0
     """Number of batches after the current one whose samples it may have chosen already."""
 
@@ -86,6 +88,13 @@ class Source(abc.ABC):
         for item in self.epoch(0):
             return item
         raise ValueError("the data have no batches; expected at least one")
+
+    def number_of(self, workers: Workers, epoch: int, batch: int, sample: int, samples: int) -> int | None:
+        """Return the number in the data of one of the ``samples`` of a worker's share of a batch; None if unknown."""
+        if self.order is None:
+            return None
+        indices = next(self.order.shares(epoch, batch, workers))
+        return int(indices[sample]) if len(indices) == samples else None  # else some could not be read
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch; None if unknown."""
@@ -201,7 +210,7 @@ class _Arrays(Source):
         if label is not None and num_samples(label, f"{what}[1]") != samples:
             raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
         self._data, self._label, self._pin = data, label, pin
-        self._order = BatchOrder(samples, batch_size, shuffle, seed)
+        self._order = self.order = BatchOrder(samples, batch_size, shuffle, seed)
         per_sample = sum(tensor[0].nbytes for tensor in tensors_of((data, () if label is None else label)))
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
@@ -253,7 +262,7 @@ class _Samples(Source):
             raise ValueError("the dataset has no samples; expected at least one")
         self._reader = Reader(dataset, pin=pin)
         self.reads_ahead = self._reader.reads_ahead
-        self._order = BatchOrder(len(dataset), batch_size, shuffle, seed)
+        self._order = self.order = BatchOrder(len(dataset), batch_size, shuffle, seed)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         batches = [indices.tolist() for indices in self._order(epoch)]

@@ -144,6 +144,7 @@ class Checkpoint:
 
     A checkpoint that does not fit on the disk is a warning: the previous one stays, and training goes on. At the end of
     `fit`, also when it is stopped, the state is saved again if the last attempt failed; then a failure is an error.
+    Weights that are not finite are not saved, so that the newest checkpoint is one to resume from.
     """
 
     def __init__(
@@ -238,14 +239,27 @@ class Checkpoint:
         Raises:
             DiskFullError: if there is no space for it.
         """
-        self.module.save_checkpoint(self.prefix, completed, self.save_optimizer_states)
+        is_saved = self._save_finite(completed)
         self._saved_at, self._since = (self.module.run_state.step, completed), self.module.workers.clock
         self._is_unsaved = False
+        if not is_saved:
+            return
         if self.keep is not None and self.module.workers.is_first:
             try:
                 remove_older(self.prefix, completed, self.keep)
             except OSError as error:
                 _log.warning("an older checkpoint could not be removed: %s", error)
+
+    def _save_finite(self, number: int | str) -> bool:
+        """Save, and return True; if the weights of any worker are not finite, return False. Collective."""
+        module = self.module
+        name = module.bound.replicas.first_non_finite()
+        names = [one for one in module.workers.all_gather(name, "save_checkpoint") if one is not None]
+        if not names:
+            module.save_checkpoint(self.prefix, number, self.save_optimizer_states)
+        elif module.workers.is_first:
+            _log.warning("checkpoint %s-%s is not saved: parameter %r is not finite", self.prefix, number, names[0])
+        return not names
 
     def after_validation(self, values: Mapping[str, float]) -> None:
         """Save ``PREFIX-best`` if the metric has improved; `fit` calls this after each validation, on all workers.
@@ -256,7 +270,8 @@ class Checkpoint:
         if self.keep_best is not None and is_better(values[self.keep_best], self.best, self.mode):
             before, self.best = self.best, values[self.keep_best]
             try:
-                self.module.save_checkpoint(self.prefix, BEST, self.save_optimizer_states)
+                if not self._save_finite(BEST):
+                    self.best = before
             except DiskFullError as error:
                 self.best = before
                 self._warn(error)
@@ -276,13 +291,23 @@ class Checkpoint:
         """Return the settings that must be equal on all workers."""
         return [self.period, self.minutes, self.keep_best, self.mode, self.save_optimizer_states]
 
+    @property
+    def state_key(self) -> str:
+        """What the state is of: checkpoints of which prefix, best by which metric."""
+        return f"{self.prefix.name} {self.keep_best} {self.mode}" if self.keep_best is not None else self.prefix.name
+
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
-        return {"best": self.best}
+        return {"best": self.best} if self.keep_best is not None else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.best = state["best"]
+        self.best = state.get("best", self.best)
+
+    def load_better(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the best value of a `state` if it is better."""
+        if state and is_better(state["best"], self.best, self.mode):
+            self.best = state["best"]
 
 
 def module_checkpoint(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gangline.collectives.timeline import recorder
 from gangline.models.checkpoint import checkpoint
+from gangline.models.data.batches import num_samples
 from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
 from gangline.models.loop.eval_frequency import EvalFrequency
@@ -19,8 +21,9 @@ from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.rates import Rates
 from gangline.models.loop.stopping import StopExchange, received_signal
-from gangline.models.loss.divergence import DivergenceDetector
+from gangline.models.loss.divergence import DIVERGED, LossRise, first_non_finite
 from gangline.models.metrics.metric import EvalMetric
+from gangline.models.names import parameters_of
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Position
 from gangline.models.trainable import Trainable
@@ -69,12 +72,17 @@ class Epochs:
     callbacks: Callbacks
     batches_per_epoch: int | None
     """Number of batches of the worker that has most; None if a worker does not know."""
-    divergence: DivergenceDetector = field(default_factory=DivergenceDetector)
+    on_nan: str = "stop"
+    """"stop" or "continue": what a loss that is not finite does."""
 
     def __post_init__(self) -> None:
         workers = self.module.workers
         makes_same_updates = workers.count > 1 and (workers.in_step or self.train.is_shared)
         self._stop_exchange = StopExchange(workers, self.module.worker_balance) if makes_same_updates else None
+        on_host = all(replica.context.device_type == "cpu" for replica in self.module.bound.replicas.all)
+        self._rise = LossRise(on_host=on_host, batches_per_epoch=self.batches_per_epoch)
+        self._divergence: list[Any] | None = None
+        """Whether the inputs are finite, the step, and a text: the first divergence of this worker."""
 
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end."""
@@ -86,6 +94,9 @@ class Epochs:
             with self._accumulating():
                 stopped = self._train(enumerate(parts, skip), epoch)
             skip = 0
+            self._warn_of_rise(ends_epoch=True)
+            if self._diverged(epoch):
+                return DIVERGED
             if stopped:
                 self._save_at_stop(epoch)
             else:
@@ -146,7 +157,7 @@ class Epochs:
                 module.update()
             if part is not None:
                 self.metric.update_from(module, label)
-                self._check_loss()
+                self._check_loss(epoch, nbatch, data, label)
             if is_due:
                 is_last = nbatch + 1 == self.batches_per_epoch
                 self._after_update(epoch, nbatch, accumulated, data, label, is_last)
@@ -158,14 +169,78 @@ class Epochs:
             self._after_update(epoch, nbatch, accumulated, data, label, is_last=True)
         return False
 
-    def _check_loss(self) -> None:
-        """Warn once, on rank 0, if the training loss diverges."""
+    def _check_loss(self, epoch: int, nbatch: int, data: Any, label: Any) -> None:
+        """Look at a batch's loss: end training if it is not finite, and warn on rank 0 if it rises.
+
+        With float16 a loss that is not finite changes no weight.
+        """
         module = self.module
-        if not (module.workers.is_first and self.divergence.is_due() and module.normalizer):
+        if not module.normalizer or self._divergence is not None or not self._rise.is_due():
             return
-        loss = self.divergence.diverged(float(module.get_loss()))
-        if loss is None:
-            return
+        loss = float(module.get_loss())
+        if math.isfinite(loss):
+            self._rise.add(loss)
+            self._warn_of_rise(ends_epoch=False)
+        elif module.loss_scale is None:
+            found, cause = self._cause(epoch, nbatch, data, label)
+            self._note_divergence(f"the training loss is {loss:g} {self._where(epoch, nbatch)}: {cause}", found)
+
+    def _cause(self, epoch: int, nbatch: int, data: Any, label: Any) -> tuple[bool, str]:
+        """Return whether a batch holds inf or nan, and a text about the first of these, or about the settings."""
+        module = self.module
+        for name, part in (("data", data), ("label", label)):
+            found = first_non_finite(part, name)
+            if found is not None:
+                sample, text = found
+                samples = num_samples(part, name)
+                number = self.train.number_of(module.workers, epoch, nbatch, sample, samples)
+                which = f"sample {sample} of {samples} in the batch" + (
+                    f", number {number} of the data" if number is not None else ""
+                )
+                return True, f"{text}, {which}; remove or repair it"
+        earlier = self._rise.every - 1
+        unless = f" (those of the {earlier} batches before were not looked at)" if earlier else ""
+        return False, f"its inputs are finite{unless}, so training diverges with {self._advice()}"
+
+    def _where(self, epoch: int, nbatch: int) -> str:
+        worker = f" of worker {self.module.workers.rank}" if self.module.workers.count > 1 else ""
+        return f"in batch {nbatch}{worker} of epoch {epoch}"
+
+    def _note_divergence(self, text: str, is_input: bool = False) -> None:
+        """Record the first divergence of this worker, and request that all workers stop."""
+        self._divergence = [not is_input, self.module.run_state.step, text]
+        if self.on_nan == "stop":
+            self.module.workers.ask_to_stop(DIVERGED)
+        else:
+            self.module.logger.warning("%s", text)
+
+    def _diverged(self, epoch: int) -> bool:
+        """Return True if a loss or a weight of any worker is not finite; rank 0 logs the first one. Collective."""
+        module, workers = self.module, self.module.workers
+        if self.on_nan != "stop":
+            return False
+        name = module.bound.replicas.first_non_finite() if self._divergence is None else None
+        if name is not None:
+            where = self._where(epoch, module.run_state.position.batch - 1)
+            self._note_divergence(f"parameter {name!r} is not finite {where}: training diverges with {self._advice()}")
+        noted = [one for one in workers.all_gather(self._divergence, "divergence") if one is not None]
+        if noted:
+            workers.stop = DIVERGED
+            if workers.is_first:
+                module.logger.error("training stops, and saves no checkpoint: %s", min(noted)[-1])
+        return bool(noted)
+
+    def _warn_of_rise(self, *, ends_epoch: bool) -> None:
+        """Warn once, on rank 0, if the training loss has risen far above its start."""
+        if self.module.workers.is_first:
+            loss = self._rise.risen(ends_epoch=ends_epoch)
+            if loss is not None:
+                text = "the training loss went from %.4g to %.4g: training diverges with %s"
+                self.module.logger.warning(text, self._rise.start, loss, self._advice())
+
+    def _advice(self) -> str:
+        """Return the settings that may be the cause of divergence, and what to change."""
+        module = self.module
         assert module.optimizer_request is not None
         kvstore, _, params = module.optimizer_request
         settings, remedies = [f"learning rate {module.learning_rate:g}"], ["lower the learning rate"]
@@ -177,13 +252,7 @@ class Epochs:
             bound = getattr(kvstore, "max_staleness", None)
             settings.append(f"late updates of {module.workers.count} workers, max_staleness {bound}")
             remedies.append("set a smaller max_staleness")
-        module.logger.warning(
-            "the training loss went from %.4g to %.4g: training diverges with %s; %s",
-            self.divergence.start,
-            loss,
-            ", ".join(settings),
-            " or ".join(remedies),
-        )
+        return f"{', '.join(settings)}; {' or '.join(remedies)}"
 
     def _after_update(self, epoch: int, nbatch: int, batches: int, data: Any, label: Any, is_last: bool) -> None:
         module = self.module
@@ -220,7 +289,7 @@ class Epochs:
         before, after = _split_savers(self.callbacks.epoch_end)
         if before:
             params = module.get_params()
-            names = {name for name, _ in module.network.named_parameters(remove_duplicate=False)}
+            names = parameters_of(module.network, remove_duplicate=False)
             arg_params = {name: value for name, value in params.items() if name in names}
             buffers = {name: value for name, value in params.items() if name not in names}
             self._call(before, epoch, module.network, arg_params, buffers)

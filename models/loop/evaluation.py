@@ -79,13 +79,17 @@ def predict(module: Trainable, data: Any, *, batch_size: int | None = None, num_
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return one callback, several or none as a list; TypeError if one is not callable."""
+    """Return one callback, several or none as a list; TypeError if one is a class, or not callable."""
     if callbacks is None:
         return []
     found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     for callback in found:
         if not callable(callback):
             raise TypeError(f"callback is {callback!r}; expected a function")
+        if isinstance(callback, type):
+            raise TypeError(
+                f"callback is the class {callback.__name__}; expected an object: write {callback.__name__}(...)"
+            )
     return found
 
 

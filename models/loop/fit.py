@@ -17,8 +17,8 @@ from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.lock import writing
+from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
-from gangline.models.checkpoint.retention import orphaned_weights
 from gangline.models.data.sources import Source, source
 from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
 from gangline.models.loop.epochs import Callbacks, Epochs, check_signals
@@ -64,8 +64,10 @@ class FitOptions:
     monitor: Monitor | None
     initializer: Any
     arg_params: Mapping[str, torch.Tensor] | None
+    aux_params: Mapping[str, torch.Tensor] | None
     allow_missing: bool
     force_init: bool
+    on_nan: str
 
 
 def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
@@ -73,9 +75,13 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
     _check_epochs(options.begin_epoch, options.num_epoch)
     _check_int("accumulate", options.accumulate, least=1)
     train, evaluation = _sources(train_data, eval_data, options, pin=module.bound.uses_gpu)
+    if options.on_nan not in ("stop", "continue"):
+        raise ValueError(f"on_nan is {options.on_nan!r}; expected 'stop' or 'continue'")
+    if not isinstance(options.shuffle, bool):
+        raise TypeError(f"shuffle is {options.shuffle!r}; expected True, a new order in each epoch, or False")
     metric = create(eval_metric, module.loss.loss)
     validation_metric = options.validation_metric if options.validation_metric is not None else eval_metric
-    validation = create(validation_metric, module.loss.loss)
+    validation = create(validation_metric, module.loss.loss, unless_in=eval_metric)
     callbacks = Callbacks(
         as_list(options.batch_end_callback),
         as_list(options.epoch_end_callback),
@@ -118,7 +124,7 @@ def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
     request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
     set_by_fit = module.run_state.optimizer_set_by_fit
     sets_optimizer = not module.optimizer_initialized or (set_by_fit and request != module.optimizer_request)
-    sets_params = options.initializer is not None or options.arg_params is not None
+    sets_params = any(one is not None for one in (options.initializer, options.arg_params, options.aux_params))
     if (sets_optimizer or sets_params) and module.bound.lazy_parameters():
         states = host_states(train.generator)
         module.bound.bind(train.first()[0])
@@ -127,6 +133,7 @@ def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
         module.init_params(
             options.initializer,
             options.arg_params,
+            options.aux_params,
             allow_missing=options.allow_missing,
             force_init=options.force_init,
         )
@@ -166,6 +173,7 @@ def _run(
         "num_epoch": options.num_epoch,
         "begin_epoch": options.begin_epoch,
         "accumulate": options.accumulate,
+        "on_nan": options.on_nan,
         "lr_scheduler": rates.plan(),
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
@@ -206,6 +214,7 @@ def _run(
         options.monitor,
         callbacks,
         per_epoch,
+        options.on_nan,
     )
     with _locked_prefixes(module, savers):
         return loop.run(begin_epoch, skip, saved)
@@ -309,22 +318,32 @@ def _base_rate(module: Trainable) -> float:
 
 
 def _stateful(callbacks: Iterable[Any], rates: Rates) -> dict[str, Stateful]:
-    """Return the objects whose state checkpoints store, under names that are the same in every run."""
+    """Return the objects whose state checkpoints store, by kind and ``state_key``, which are the same in every run."""
     found: dict[str, Any] = {} if rates.driven is None else {"lr_scheduler": rates.driven}
     for callback in callbacks:
         if all(callable(getattr(callback, method, None)) for method in ("state", "load_state")):
-            kind = type(callback).__name__
-            number = sum(name.startswith(f"{kind}/") for name in found)
-            found[f"{kind}/{number}"] = callback
+            name = f"{type(callback).__name__} {getattr(callback, 'state_key', '')}".rstrip()
+            number = 1 + sum(other.partition(" #")[0] == name for other in found)
+            found[name if number == 1 else f"{name} #{number}"] = callback
     return found
 
 
 def _load_stateful(module: Trainable, saved: checkpoint.Checkpoint) -> None:
+    """Restore scheduler and callbacks; those that keep the best also from ``PREFIX-best``, which they must not worsen.
+
+    Collective.
+    """
     for name, each in module.run_state.stateful.items():
         if name in saved.stateful:
             each.load_state(saved.stateful[name])
         elif name == "lr_scheduler":
             module.logger.warning("%s was saved without this lr_scheduler, which starts from its beginning", saved.path)
+        if isinstance(each, Checkpoint) and each.keep_best is not None:
+            best = checkpoint.read_states(each.prefix, BEST).get(name) if module.workers.is_first else None
+            each.load_better(module.workers.broadcast(best, "fit"))
+    unused = [name for name, state in saved.stateful.items() if state and name not in module.run_state.stateful]
+    if unused and module.workers.is_first:
+        module.logger.warning("%s has the state of %s, which this run does not have; it is dropped", saved.path, unused)
 
 
 def _check_same(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gangline.models.data.batches import tensors_of
+from gangline.models.names import parameters_of, plain_name
 
 _log = logging.getLogger("gangline")
 
@@ -76,7 +77,7 @@ class Monitor:
         self._network, self._reports = network, reports
         for name, layer in network.named_modules():
             if name and not any(layer.children()) and self._reports:
-                self._hooks.append(layer.register_forward_hook(partial(self._note_output, name)))
+                self._hooks.append(layer.register_forward_hook(partial(self._note_output, plain_name(name))))
 
     def tic(self) -> None:
         """Start an update."""
@@ -88,7 +89,7 @@ class Monitor:
         """End an update; return (update, name, statistic) for each tensor, an empty list if it was not observed."""
         if not self._observes or self._network is None:
             return []
-        for name, parameter in self._network.named_parameters():
+        for name, parameter in parameters_of(self._network).items():
             self._note(name, parameter)
             if parameter.grad is not None:
                 self._note(f"{name}_grad", parameter.grad)

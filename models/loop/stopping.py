@@ -145,6 +145,11 @@ class EarlyStopping:
         """Metric that validations must have, which `fit` checks."""
         return self.metric
 
+    @property
+    def state_key(self) -> str:
+        """What the state is of: which metric, and its direction."""
+        return f"{self.metric} {self.mode}"
+
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
         return {"best": self.best, "waited": self.waited}

@@ -1,44 +1,87 @@
-"""Detection of a training loss that diverges."""
+"""Divergence: a training loss far above its start, and values that are not finite."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch
+
+DIVERGED = "diverged"
+"""Return value of a `fit` that ended because a loss or a weight was not finite."""
 _EVERY = 10
-"""Batches between two looks at the loss, each of which waits for the device."""
-_RECENT = 5
-"""Number of looks over which the loss is averaged."""
+"""Batches between two looks at a loss on a GPU, each of which waits for the GPU."""
+_RECENT = 50
+"""Number of batches over which the loss is averaged."""
 _RISE = 2.0
 """Rise of the loss, in units of its start, that counts as divergence."""
 
 
-class DivergenceDetector:
-    """Compares the training loss with its start, every few batches, until it has diverged."""
+class LossRise:
+    """Compares the recent training loss with its start, until it has risen far above."""
 
-    def __init__(self) -> None:
-        """Start before the first batch."""
-        self._batches = 0
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._is_over = False
-        self.start = math.nan
-        """Loss of the first batch."""
-
-    def is_due(self) -> bool:
-        """Count a batch; return True if `diverged` wants its loss."""
-        self._batches += 1
-        return not self._is_over and self._batches % _EVERY == 1
-
-    def diverged(self, loss: float) -> float | None:
-        """Return the recent loss if it is not finite or far above its start, the first time; otherwise None.
+    def __init__(self, *, on_host: bool, batches_per_epoch: int | None) -> None:
+        """Start before the first batch.
 
         Args:
-            loss: mean loss of the last batch.
+            on_host: losses can be read without waiting for a GPU.
+            batches_per_epoch: number of batches in an epoch, if it is known.
         """
+        self.every = 1 if on_host else min(_EVERY, max(1, (batches_per_epoch or _RECENT) // 5))
+        """Number of batches of which one is to be looked at."""
+        self._batches = 0
+        self._recent: deque[float] = deque(maxlen=_RECENT // self.every)
+        self._is_over = False
+        self.start = math.nan
+        """The first loss."""
+
+    def is_due(self) -> bool:
+        """Count a batch; return True if its loss is to be looked at."""
+        self._batches += 1
+        return (self._batches - 1) % self.every == 0
+
+    def add(self, loss: float) -> None:
+        """Add the mean loss of a batch, a finite number."""
         if math.isnan(self.start):
             self.start = loss
         self._recent.append(loss)
+
+    def risen(self, *, ends_epoch: bool = False) -> float | None:
+        """Return the recent loss if it is far above its start, the first time; otherwise None.
+
+        Args:
+            ends_epoch: look at what there is; otherwise there must be `_RECENT` batches.
+        """
+        if self._is_over or not self._recent or not (ends_epoch or len(self._recent) == self._recent.maxlen):
+            return None
         mean = sum(self._recent) / len(self._recent)
-        is_far_above = len(self._recent) == _RECENT and mean - self.start > _RISE * abs(self.start)
-        self._is_over = is_far_above or not math.isfinite(loss)
+        self._is_over = mean - self.start > _RISE * abs(self.start)
         return mean if self._is_over else None
+
+
+def first_non_finite(batch: Any, name: str) -> tuple[int, str] | None:
+    """Return the first sample of a batch that holds inf or nan, and a text that says which, and where in it.
+
+    Args:
+        batch: tensor, or nested tuples and dicts of tensors, with samples on the first axis.
+        name: name of the batch in the text.
+    """
+    for path, tensor in _named(batch, name):
+        if tensor.is_floating_point() or tensor.is_complex():
+            places = torch.nonzero(~torch.isfinite(tensor))
+            if len(places):
+                sample, *place = places[0].tolist()
+                where = f" at {place}" if place else ""
+                return sample, f"{path} of that sample holds {tensor[tuple(places[0])].item():g}{where}"
+    return None
+
+
+def _named(batch: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch with their names."""
+    if isinstance(batch, torch.Tensor):
+        yield name, batch
+    elif batch is not None:
+        for key, part in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+            yield from _named(part, f"{name}[{key!r}]")

@@ -15,6 +15,7 @@ import torch
 
 _INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
+_MINIMUM = 1.0  # gradients that overflow without a scale are not helped by a smaller one
 
 
 class LossScale:
@@ -22,6 +23,8 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value = _INITIAL_SCALE
+        self.skipped = 0
+        """Number of skipped steps since the last one that was not."""
         self._growth_tracker = 0
 
     def accepts(
@@ -39,11 +42,12 @@ class LossScale:
                 on_device.setdefault(gradient.device, []).append(gradient)
         largest = [torch.stack(torch._foreach_norm(tensors, math.inf)).max() for tensors in on_device.values()]
         if not any_worker(not all(math.isfinite(float(one)) for one in largest)):
-            self._growth_tracker += 1
+            self._growth_tracker, self.skipped = self._growth_tracker + 1, 0
             if self._growth_tracker == _GROWTH_INTERVAL:
                 self.value, self._growth_tracker = self.value * 2, 0
             return True
-        self.value, self._growth_tracker = self.value / 2, 0
+        self.value, self._growth_tracker = max(self.value / 2, _MINIMUM), 0
+        self.skipped += 1
         return False
 
     def state(self) -> dict[str, Any]:

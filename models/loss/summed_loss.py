@@ -7,16 +7,21 @@ share would weight its samples by the share's size, and be NaN if all its labels
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from gangline.models.data.batches import Batch
 
+_log = logging.getLogger("gangline")
 Loss = nn.Module | Callable[..., torch.Tensor] | None
 Normalizer = Callable[[Any], float]
 
@@ -34,11 +39,12 @@ _BY_ELEMENT: tuple[type[nn.Module], ...] = (
     nn.SoftMarginLoss,
 )
 _BY_SAMPLE: tuple[type[nn.Module], ...] = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
-_MODULE_OF: dict[Any, Callable[[], nn.Module]] = {
+_MODULE_OF: dict[Any, Callable[..., nn.Module]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
     F.cross_entropy: nn.CrossEntropyLoss,
     F.huber_loss: nn.HuberLoss,
+    F.kl_div: nn.KLDivLoss,
     F.l1_loss: nn.L1Loss,
     F.mse_loss: nn.MSELoss,
     F.nll_loss: nn.NLLLoss,
@@ -50,8 +56,9 @@ class SummedLoss:
     """Loss of a share as a sum and a count, see `sum_and_count`.
 
     torch's losses of (output, label) are summed, and counted as torch does for reduction="mean": class weights of the
-    labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable is
-    taken as a mean over samples, or over what ``normalizer(label)`` counts. With None the output is the loss: one
+    labels not ignored, elements, or samples; with reduction="sum" the batch's normalizer is 1. Any other callable that
+    returns the mean of one call of F.cross_entropy or F.nll_loss is counted as that call; else it is taken as a mean
+    over samples, which is logged once, or over what ``normalizer(label)`` counts. With None the output is the loss: one
     number, the mean over samples, or one number per sample.
     """
 
@@ -66,11 +73,13 @@ class SummedLoss:
             TypeError: if the loss or the normalizer is not callable.
             ValueError: if the loss has parameters, or its reduction is "none".
         """
+        if isinstance(loss, type):
+            raise TypeError(f"loss is the class {loss.__name__}; expected an object: write {loss.__name__}()")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss is {loss!r}; expected a torch loss, a function of (output, label), or None")
         if normalizer is not None and not callable(normalizer):
             raise TypeError(f"loss_normalizer is {normalizer!r}; expected a function of the label")
-        loss = next((module() for function, module in _MODULE_OF.items() if function is loss), loss)
+        loss = _as_module(loss)
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise ValueError(
                 f"loss {loss} has parameters, which nothing would train; make it part of the network and pass loss=None"
@@ -88,6 +97,8 @@ class SummedLoss:
             self._summed = copy.copy(loss)
             self._summed.reduction = "sum"  # type: ignore[union-attr]
         self._on_device: dict[torch.device, Any] = {}
+        self._counts_its_call: bool | None = None
+        """Whether a loss of the user's own returns the mean of one call of torch; None before the first share."""
 
     def sum_and_count(
         self, output: Batch, label: Batch, host_label: Batch, samples: int
@@ -114,12 +125,19 @@ class SummedLoss:
             return self._placed(output)(output, label), 1.0
         if self._counts_as_torch:
             _check_tensor(output, f"the output for {type(self.loss).__name__}")
-            count = self._torch_count(output, host_label)
+            count = _torch_count(self.loss, output, host_label)
             return self._placed(output)(output, label), count
         count = float(samples if self.normalizer is None else self.normalizer(host_label))
         if not count:
             return torch.zeros((), device=_device(output)), 0.0
-        value = self._placed(output)(output, label)
+        if self.normalizer is None and self._counts_its_call is not False and not _is_compiled(self.loss):
+            with _ClassLossCalls() as calls:
+                value = self._placed(output)(output, label)
+            count = self._count_of(value, calls, samples)
+            if not count:
+                return _wide(value).nan_to_num() * 0, 0.0  # the mean over no label is NaN, and has a zero gradient
+        else:
+            value = self._placed(output)(output, label)
         if not isinstance(value, torch.Tensor) or value.dim():
             shape = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"loss {self.loss} gave {shape}; expected a scalar tensor, the mean over samples")
@@ -156,9 +174,9 @@ class SummedLoss:
         if self.is_sum:
             return 1.0
         if not self._counts_as_torch:
-            return float(samples)
-        if self._counts_classes(label) and getattr(self.loss, "weight", None) is None:
-            return self._class_count(label)
+            return float(samples) if self._counts_its_call is False else None
+        if _counts_classes(self.loss, label) and getattr(self.loss, "weight", None) is None:
+            return _class_count(self.loss, label)
         return None  # class weights summed over the whole batch may round differently than share by share
 
     def _placed(self, output: Batch) -> Any:
@@ -172,36 +190,118 @@ class SummedLoss:
             self._on_device[device] = copy.deepcopy(self._summed).to(device)
         return self._on_device[device]
 
-    def _torch_count(self, output: torch.Tensor, label: torch.Tensor) -> float:
-        loss: Any = self.loss
-        name = type(loss).__name__
-        _check_tensor(label, f"the label for {name}")
-        if self._counts_classes(label):
-            return self._class_count(label)
-        if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one per distribution
-            return output.numel() / output.shape[1]
-        if loss.reduction == "batchmean":
-            return float(output.shape[0])
-        if isinstance(loss, _BY_SAMPLE):
-            return output.numel() / output.shape[-1]
-        if output.dim() != label.dim():
+    def _count_of(self, value: Any, calls: _ClassLossCalls, samples: int) -> float:
+        """Return the count of a loss of the user's own that made these calls and returned ``value``.
+
+        Raises:
+            ValueError: if it returns a sum, or returned the mean of a call before and does not now.
+        """
+        call = next((call for call in calls.made if call[0] is value), None)
+        if call is not None:
+            _, loss, output, label = call
+            if loss.reduction == "sum":
+                raise ValueError(
+                    f"loss {self.loss} returns a sum; expected a mean, or the torch loss itself, such as "
+                    f"torch.nn.{type(loss).__name__}(reduction='sum')"
+                )
+            self._counts_its_call = True
+            return _torch_count(loss, output, label)
+        if self._counts_its_call:
             raise ValueError(
-                f"{name} got an output of shape {tuple(output.shape)} and a label of shape {tuple(label.shape)}, "
-                "which would mix samples; expected the same number of axes (reshape or unsqueeze one of them)"
+                f"loss {self.loss} returned the mean of a call of torch for earlier batches, and something else now; "
+                "pass loss_normalizer, a function of the label that returns what the mean is over"
             )
-        return float(math.prod(max(sizes) for sizes in zip(output.shape, label.shape, strict=True)))
+        self._say_that_samples_count(any(_skips_labels(loss, label) for _, loss, _, label in calls.made))
+        return samples
 
-    def _counts_classes(self, label: Batch) -> TypeGuard[torch.Tensor]:
-        """Return True if the loss takes these labels as class indices."""
-        by_class = any(_is_plain(self.loss, kind) for kind in _BY_CLASS)
-        return by_class and isinstance(label, torch.Tensor) and not label.is_floating_point()
+    def _say_that_samples_count(self, skips_labels: bool) -> None:
+        """Log once what a loss of the user's own is a mean over."""
+        if self._counts_its_call is None and skips_labels:
+            _log.warning(
+                "loss %s is weighted by samples where a batch is split, though it calls a torch loss that ignores or "
+                "weights labels, and changes its result: return that result as it is, or pass loss_normalizer",
+                self.loss,
+            )
+        elif self._counts_its_call is None:
+            _log.info(
+                "loss %s counts as a mean over samples; if it is over something else, pass loss_normalizer", self.loss
+            )
+        self._counts_its_call = False
 
-    def _class_count(self, label: torch.Tensor) -> float:
-        loss: Any = self.loss
-        valid = label != loss.ignore_index
-        if loss.weight is None:
-            return float(valid.sum())
-        return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
+
+class _ClassLossCalls(TorchFunctionMode):
+    """Records the calls of torch's losses of classes, whose mean is over the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]] = []
+        """Result, loss, output and label of each call."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.cross_entropy or func is F.nll_loss:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            output, label = given.pop("input"), given.pop("target")
+            self.made.append((result, _MODULE_OF[func](**given), output, label))
+        return result
+
+
+def _as_module(loss: Any) -> Any:
+    """Return the torch module of a torch function, also of a partial with options; another loss unchanged."""
+    function, options = loss, {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        function, options = loss.func, loss.keywords
+    make = next((module for one, module in _MODULE_OF.items() if one is function), None)
+    try:
+        return make(**options) if make is not None else loss
+    except TypeError:  # an option of the function alone, such as the weight of mse_loss
+        return loss
+
+
+def _is_compiled(loss: Any) -> bool:
+    """Return True for a result of torch.compile, whose calls cannot be seen."""
+    return hasattr(loss, "_torchdynamo_orig_callable") or hasattr(loss, "_orig_mod")
+
+
+def _torch_count(loss: Any, output: torch.Tensor, label: Any) -> float:
+    """Return the divisor of a torch loss with reduction="mean"."""
+    name = type(loss).__name__
+    _check_tensor(label, f"the label for {name}")
+    if _counts_classes(loss, label):
+        return _class_count(loss, label)
+    if isinstance(loss, nn.CrossEntropyLoss):  # class probabilities: one per distribution
+        return output.numel() / output.shape[1]
+    if loss.reduction == "batchmean":
+        return float(output.shape[0])
+    if isinstance(loss, _BY_SAMPLE):
+        return output.numel() / output.shape[-1]
+    if output.dim() != label.dim():
+        raise ValueError(
+            f"{name} got an output of shape {tuple(output.shape)} and a label of shape {tuple(label.shape)}, "
+            "which would mix samples; expected the same number of axes (reshape or unsqueeze one of them)"
+        )
+    return float(math.prod(max(sizes) for sizes in zip(output.shape, label.shape, strict=True)))
+
+
+def _counts_classes(loss: Any, label: Batch) -> TypeGuard[torch.Tensor]:
+    """Return True if the loss takes these labels as class indices."""
+    by_class = any(_is_plain(loss, kind) for kind in _BY_CLASS)
+    return by_class and isinstance(label, torch.Tensor) and not label.is_floating_point()
+
+
+def _class_count(loss: Any, label: torch.Tensor) -> float:
+    valid = label != loss.ignore_index
+    if loss.weight is None:
+        return float(valid.sum())
+    return float(loss.weight.to(label.device)[label[valid].long()].double().sum())
+
+
+def _skips_labels(loss: Any, label: torch.Tensor) -> bool:
+    """Return True if the loss weights its labels, or may ignore some."""
+    is_set = loss.weight is not None or loss.ignore_index != nn.CrossEntropyLoss().ignore_index
+    return is_set or bool((label == loss.ignore_index).any())
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

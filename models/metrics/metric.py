@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,14 +61,17 @@ class EvalMetric(abc.ABC):
             _log.warning("%s has no gather(): each worker reports its own value", type(self).__name__)
 
 
-def create(metric: Any, loss: Any = None) -> EvalMetric:
+def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetric:
     """Return the metric for a name, (name, arguments), torchmetrics object, function of (label, output), or a list.
+
+    A MetricCollection is a list of its metrics under the names it gives them.
 
     Args:
         metric: one of MXNet's names: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
             pcc, pearsonr, loss; or one of the other kinds.
         loss: loss of the training. ce and perplexity interpret outputs as it does: logits for CrossEntropyLoss,
             log-probabilities for NLLLoss, else probabilities. Labels that it ignores are not counted.
+        unless_in: a metric, or a list of them, that counts something else: objects in it are copied.
 
     Raises:
         ValueError: if a name or an argument is unknown.
@@ -76,11 +80,13 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
     import torchmetrics
 
     if isinstance(metric, EvalMetric):
-        return metric
+        return copy.deepcopy(metric) if _is_in(metric, unless_in) else metric
     if isinstance(metric, list):
-        return _Composite([create(one, loss) for one in metric])
+        return _Composite([create(one, loss, unless_in=unless_in) for one in metric])
+    if isinstance(metric, torchmetrics.MetricCollection):
+        return _Composite([_Torchmetric(one, name) for name, one in metric.items()])
     if isinstance(metric, torchmetrics.Metric):
-        return _Torchmetric(metric)
+        return _Torchmetric(metric, type(metric).__name__)
     name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
     if isinstance(name, str):
         known = _BY_NAME.get(name.lower())
@@ -95,6 +101,10 @@ def create(metric: Any, loss: Any = None) -> EvalMetric:
     if callable(name):
         return _OfBatches(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
+
+
+def _is_in(metric: EvalMetric, given: Any) -> bool:
+    return any(_is_in(metric, one) for one in given) if isinstance(given, list) else metric is given
 
 
 class _Composite(EvalMetric):
@@ -195,8 +205,8 @@ def _counted(metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> torc
 class _Torchmetric(_One):
     """A clone of the user's torchmetrics object, updated with (outputs, labels)."""
 
-    def __init__(self, metric: torchmetrics.Metric) -> None:
-        super().__init__(type(metric).__name__)
+    def __init__(self, metric: torchmetrics.Metric, name: str) -> None:
+        super().__init__(name)
         self._given = metric
 
     def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...]:  # noqa: ARG002

@@ -61,7 +61,12 @@ def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start() -> N
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [(2, "wrong usage"), (75, "stopped by a signal, with a checkpoint written"), (127, "the command was not found")],
+    [
+        (2, "wrong usage"),
+        (3, "training diverged"),
+        (75, "stopped by a signal, with a checkpoint written"),
+        (127, "the command was not found"),
+    ],
 )
 def test_an_end_that_would_come_again_restarts_nothing(code: int, reason: str) -> None:
     with workers(f"sys.exit({code})", "--max-restarts", "3") as run:

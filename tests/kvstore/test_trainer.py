@@ -79,6 +79,18 @@ def test_every_way_to_name_parameters() -> None:
         assert trainer.kvstore.type == "device"
 
 
+def test_a_step_without_any_gradient_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    trainer = Trainer(model, "sgd", {"learning_rate": 0.1})
+    trainer.step(0)
+    assert not caplog.messages
+    for _ in range(2):
+        trainer.step(4)
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "step(4) found no gradient, so it changes nothing"
+    ]
+
+
 def test_a_parameter_without_a_gradient_on_any_worker_is_not_updated() -> None:
     model = network()
     before = weights(model)

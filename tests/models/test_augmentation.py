@@ -225,6 +225,7 @@ def test_invalid_words_are_refused(words: str, message: str) -> None:
     [
         ({"std": (0.1, -0.1, 0.1)}, ValueError, r"std is \(0.1, -0.1, 0.1\); expected numbers above 0"),
         ({"std": ()}, ValueError, "std is"),
+        ({"mean": (123.68, 0.5)}, ValueError, r"mean is \(123.68, 0.5\); expected numbers up to 1.*divide by 255"),
         ({"mean": (float("nan"),)}, ValueError, "mean is .*; expected finite numbers"),
         ({"rotate": 10}, TypeError, r"rotate is 10; expected \(low, high\)"),
         ({"rotate": (1, 2, 3)}, TypeError, "rotate is"),

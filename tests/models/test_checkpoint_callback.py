@@ -169,6 +169,37 @@ def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
     assert checkpoint.read(prefix, "best").position["epoch"] == 2
 
 
+def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The values of the second run are below 0.9, though it resumes before that and saves by minutes, too."""
+    prefix = tmp_path / "net"
+
+    def run(num_epoch: int, values: list[float], before: list[Any], resume: Any, **options: Any) -> Checkpoint:
+        saves = Checkpoint(None, prefix, keep_best="custom", **options)
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            module.fit(
+                arrays(),
+                arrays(),
+                "loss",
+                num_epoch=num_epoch,
+                batch_size=4,
+                validation_metric=Told(values),
+                batch_end_callback=before,
+                epoch_end_callback=saves,
+                resume=resume,
+            )
+        return saves
+
+    run(2, [0.2, 0.9], [], None)
+    for resume in ("auto", (prefix, 1)):
+        assert run(3, [0.5, 0.6], [Checkpoint(None, prefix, minutes=100)], resume).best == pytest.approx(0.9)
+        assert checkpoint.read(prefix, "best").position["epoch"] == 2
+    assert "dropped" not in caplog.text
+    assert run(4, [0.1], [], "auto", mode="min").best == pytest.approx(0.1)
+    assert "has the state of ['Checkpoint net custom max'], which this run does not have" in caplog.text
+
+
 def test_later_checkpoints_of_another_run_are_kept(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 5)

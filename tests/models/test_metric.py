@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from gangline import Module, cpu
+from gangline import Checkpoint, Module, cpu
 from gangline.models.metrics.metric import EvalMetric, create
 
 SIZES = (5, 1, 7, 3)
@@ -367,7 +369,19 @@ def test_a_torchmetrics_object_is_reset_for_each_score() -> None:
         assert module.score((data, label.flip(0)), given, batch_size=4) == [("MulticlassAccuracy", 0.0)]
 
 
-def test_an_object_of_torchmetrics_tells_training_from_validation(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: MulticlassAccuracy(4, average="micro"), "MulticlassAccuracy"),
+        (lambda: MetricCollection([MulticlassAccuracy(4, average="micro")], prefix="my_"), "my_MulticlassAccuracy"),
+        (lambda: MetricCollection({"top": MulticlassAccuracy(4, average="micro")}), "top"),
+        (lambda: create("acc"), "accuracy"),
+        (lambda: [[create("acc")]], "accuracy"),
+    ],
+)
+def test_one_object_counts_training_and_validation_apart(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, make: Callable[[], Any], name: str
+) -> None:
     data, label = torch.eye(4), torch.arange(4)
     network = nn.Linear(4, 4)
     nn.init.eye_(network.weight)
@@ -377,14 +391,16 @@ def test_an_object_of_torchmetrics_tells_training_from_validation(caplog: pytest
         module.fit(
             (data, label),
             (data, label.flip(0)),
-            MulticlassAccuracy(4, average="micro"),
+            make(),
             num_epoch=2,
             batch_size=2,
+            eval_frequency=(1, "batches"),
+            epoch_end_callback=Checkpoint(None, tmp_path / "net", keep_best=name),
             optimizer_params={"learning_rate": 1e-3},
         )
-    lines = [line for line in caplog.messages if "MulticlassAccuracy" in line]
+    lines = [line for line in caplog.messages if line.startswith("Epoch") and name in line and "Batch" not in line]
     assert lines == [
-        f"Epoch[{epoch}] {part}-MulticlassAccuracy={value}"
+        f"Epoch[{epoch}] {part}-{name}={value}"
         for epoch in (0, 1)
         for part, value in (("Train", "1.000000"), ("Validation", "0.000000"))
     ]

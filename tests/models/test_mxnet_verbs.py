@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, Monitor, cpu, do_checkpoint
+from gangline import Module, Monitor, Speedometer, cpu, do_checkpoint
 from gangline.models.metrics.metric import create as create_metric
 
 CONTEXTS = [cpu(0), cpu(1)]
@@ -155,6 +156,42 @@ def test_fit_initializes_parameters() -> None:
             module.fit(batch(), arg_params=bias, **options)
         module.fit(batch(), arg_params=bias, allow_missing=True, **options)
         assert torch.equal(module.get_params()["bias"], bias["bias"])
+        assert torch.equal(module.get_params()["weight"], classifier().weight)
+
+
+def test_parameters_and_buffers_may_be_given_apart() -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    both = {name: torch.full_like(value, 7) for name, value in network.state_dict().items()}
+    arg = {name: both.pop(name) for name in list(both) if "running" not in name and "num_" not in name}
+    for replace in ("set_params", "init_params", "fit"):
+        with module_of(copy.deepcopy(network)) as module:
+            if replace == "set_params":
+                module.set_params(arg, both)
+            elif replace == "init_params":
+                module.init_params(None, arg, both)
+            else:
+                options = {"num_epoch": 0, "batch_size": 4}
+                module.fit(batch(), arg_params=arg, aux_params=both, **options)
+            assert all(torch.all(value == 7) for value in module.get_params().values()), replace
+            with pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
+                module.set_params(arg, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shuffle": "every-epoch"}, TypeError, "shuffle is 'every-epoch'; expected True, a new order in each epoch"),
+        ({"batch_end_callback": Speedometer}, TypeError, r"is the class Speedometer; .* write Speedometer\(\.\.\.\)"),
+        ({"optimizer_params": {"lr_scheduler": 1}}, ValueError, r"expected it as an argument of fit, such as fit\("),
+        ({"epoch_end_callback": do_checkpoint("/proc/x/net")}, OSError, "checkpoint folder /proc/x cannot be made"),
+    ],
+)
+def test_what_fit_cannot_use_is_an_error_before_training(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with module_of() as module:
+        with pytest.raises(error, match=message):
+            module.fit(batch(), num_epoch=1, batch_size=4, **options)
         assert torch.equal(module.get_params()["weight"], classifier().weight)
 
 

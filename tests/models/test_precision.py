@@ -310,6 +310,21 @@ def test_the_scale_doubles_after_2000_calm_steps_as_torchs_does() -> None:
     assert scale.value == FIRST / 4
 
 
+def test_a_scale_that_never_fits_ends_at_1_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "gangline")
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16) as module:
+        module.init_optimizer("local", "sgd", {"lr": 0.1})
+        before, (data, label) = module.get_params(), batch()
+        for _ in range(1200):
+            module.forward_backward_update(data * math.inf, label)
+        assert module.loss_scale is not None
+        assert module.loss_scale.value == 1
+        assert distance(module.get_params(), before) == 0
+    assert len(caplog.messages) == 1
+    assert "in 20 steps in a row" in caplog.text
+    assert "--dtype bfloat16" in caplog.text
+
+
 def test_parameters_and_gradients_without_elements_do_not_disturb_the_scale() -> None:
     class WithEmpty(nn.Module):
         def __init__(self) -> None:

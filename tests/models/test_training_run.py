@@ -8,12 +8,14 @@ import re
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command import gangline_command, write_digits
 from safetensors.torch import save_file
 
+from gangline.cli.options import normalization
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
 from gangline.models.loop import fit
@@ -156,6 +158,7 @@ def test_a_wrong_value_is_one_line_before_anything_begins(
     ("more", "message"),
     [
         (["--rgb-mean", "0.1,0.2"], "--rgb-mean is '0.1,0.2', 2 numbers; expected one, or 1, one a channel"),
+        (["--rgb-mean", "123.68", "--rgb-std", "1"], "--rgb-mean is '123.68' and --rgb-std '1', some of them above 1"),
         (["--augment", "spin"], "augmentation 'spin' has 'spin'"),
         (["--augment", "crop=99"], "crop is 99x99, but images are resized to 28x28"),
         (["--network", "alexnet"], "63"),
@@ -294,8 +297,24 @@ def test_a_signal_before_the_first_step_is_reported_as_a_signal(
     assert "training was stopped by SIGTERM after 0 of 1 epochs; there is no checkpoint yet" in err
 
 
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        ("123.68,116.779,103.939", "58.393", ([0.485020, 0.457957, 0.407604], [0.228992] * 3)),
+        ("0.5", "1", ([0.5] * 3, [1.0] * 3)),
+        ("51", None, ([0.2] * 3, None)),
+        (None, None, (None, None)),
+    ],
+)
+def test_means_above_1_are_in_mxnets_unit(mean: str | None, std: str | None, expected: tuple[Any, Any]) -> None:
+    found = normalization(mean, std, 3)
+    assert [numbers and list(numbers) for numbers in found] == [
+        numbers and pytest.approx(numbers, abs=1e-6) for numbers in expected
+    ]
+
+
 def test_a_run_on_images_names_them(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = gangline_command(capsys, *MLP, "--num-epochs", "0", "--data-dir", images)
+    _, _, err = gangline_command(capsys, *MLP, "--num-epochs", "1", "--data-dir", images)
     assert re.search(r"48 training and 12 held-out images of digit0, digit1, digit2; read as 28x28 grey\n", err)
 
 

@@ -49,6 +49,13 @@ class Random(StrEnum):
     SAMPLE = "sample"
 
 
+class OnNan(StrEnum):
+    """What a loss that is not finite does."""
+
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
 class Plots(StrEnum):
     """Pages that show a run."""
 
@@ -99,11 +106,18 @@ class TrainOptions(DeviceOptions):
         str | None, typer.Option(help="Channels, height and width, such as 3,64,64.", rich_help_panel=_DATA)
     ] = None
     rgb_mean: Annotated[
-        str | None, typer.Option(help="Mean of each channel, subtracted from images in [0, 1].", rich_help_panel=_DATA)
+        str | None,
+        typer.Option(
+            help="Mean of each channel, subtracted from images in [0, 1]; above 1: from images in [0, 255].",
+            rich_help_panel=_DATA,
+        ),
     ] = None
     rgb_std: Annotated[
         str | None,
-        typer.Option(help="Standard deviation of each channel; images are divided by it.", rich_help_panel=_DATA),
+        typer.Option(
+            help="Standard deviation of each channel, in the unit of --rgb-mean; images are divided by it.",
+            rich_help_panel=_DATA,
+        ),
     ] = None
     augment: Annotated[
         str | None,
@@ -152,7 +166,7 @@ class TrainOptions(DeviceOptions):
     ] = Dtype.FLOAT32
     num_epochs: Annotated[
         int,
-        typer.Option(help="Total number of epochs, including those of a resumed run.", min=0, rich_help_panel=_RATE),
+        typer.Option(help="Total number of epochs, including those of a resumed run.", min=1, rich_help_panel=_RATE),
     ] = 10
     lr: Annotated[float, typer.Option(help="Initial learning rate.", rich_help_panel=_RATE)] = 0.05
     lr_schedule: Annotated[
@@ -266,6 +280,12 @@ class TrainOptions(DeviceOptions):
     eval_frequency: Annotated[
         int, typer.Option(help="Validate every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
     ] = 1
+    on_nan: Annotated[
+        OnNan,
+        typer.Option(
+            help="Stop if the loss or a weight is not finite, with exit code 3, or continue.", rich_help_panel=_KEEP
+        ),
+    ] = OnNan.STOP
     patience: Annotated[
         int | None,
         typer.Option(

@@ -24,8 +24,8 @@ from gangline.cli.options import (
     check_network,
     image_shape_of,
     metrics_of,
+    normalization,
     numbers,
-    per_channel,
     signals_of,
     write_json,
 )
@@ -35,7 +35,7 @@ from gangline.collectives.context import Context
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
-from gangline.kvstore.launch.restarts import CHECKPOINTED
+from gangline.kvstore.launch.restarts import CHECKPOINTED, DIVERGED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
@@ -194,6 +194,7 @@ def _fit_and_score(
                 validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
                 monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
+                on_nan=options.on_nan.value,
                 **callbacks,
             )
         except (EOFError, ConnectionError):  # a signal to the process group has ended the server of the data workers
@@ -203,12 +204,16 @@ def _fit_and_score(
             ended = name
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
-    if ended in signal.Signals.__members__:  # the grace period is for the checkpoint, not for scoring
+    if ended == "diverged" or ended in signal.Signals.__members__:
         checkpoint = _newest(options.model_prefix) if module.step or resume else None
-        result["exit_code"] = CHECKPOINTED if checkpoint is not None else 128 + signal.Signals[ended]
+        if ended == "diverged":
+            result["exit_code"], how = DIVERGED, "diverged"
+        else:  # the grace period is for the checkpoint, not for scoring
+            result["exit_code"] = CHECKPOINTED if checkpoint is not None else 128 + signal.Signals[ended]
+            how = f"was stopped by {ended}"
         if reports:
             where = _progress(module, options.num_epochs)
-            module.logger.info("training was stopped by %s %s; %s", ended, where, _how_to_resume(options, checkpoint))
+            module.logger.info("training %s %s; %s", how, where, _how_to_resume(options, checkpoint))
         return result
     if ended != "epochs" and reports:
         module.logger.info("training ended by %s", ended)
@@ -310,8 +315,7 @@ def _image_folder(
     options: TrainOptions, data_dir: str, shape: tuple[int, int, int], dtype: torch.dtype, about: dict[str, Any]
 ) -> datasets.Splits:
     """Load the images of --data-dir."""
-    mean = per_channel("--rgb-mean", options.rgb_mean, shape[0])
-    std = per_channel("--rgb-std", options.rgb_std, shape[0])
+    mean, std = normalization(options.rgb_mean, options.rgb_std, shape[0])
     splits = datasets.image_folder(
         data_dir,
         shape,
@@ -462,8 +466,6 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
         after_batch.append(Speedometer(batch_size, options.disp_batches))
     prefix = options.model_prefix
     if prefix is not None:
-        if options.load_epoch in (None, "auto"):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)  # fail before training if it cannot be written
         after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
         if options.save_minutes is not None:
             after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))

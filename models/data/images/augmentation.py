@@ -70,6 +70,10 @@ class Augmentation:
                 object.__setattr__(self, name, tuple(float(value) for value in values))
                 if not all(math.isfinite(value) for value in getattr(self, name)):
                     raise ValueError(f"{name} is {tuple(values)}; expected finite numbers, one per channel")
+        if self.mean is not None and max(self.mean, default=0) > 1:
+            raise ValueError(
+                f"mean is {self.mean}; expected numbers up to 1, as pixels are from 0 to 1 (divide by 255)"
+            )
         if self.std is not None and min(self.std, default=0) <= 0:
             raise ValueError(f"std is {tuple(self.std)}; expected numbers above 0, one per channel")
         if self.resize is not None:
