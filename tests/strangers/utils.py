@@ -1,0 +1,46 @@
+"""What the scripts of this folder share, as the utils.py of a research repository."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def init_distributed() -> tuple[int, int]:
+    """Join the job if a launcher started this process; return rank and world size."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    dist.init_process_group(os.environ.get("BACKEND", "gloo"))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def wrap(model: nn.Module, **options: Any) -> nn.Module:
+    """Wrap a network in a job: by FSDP2 if WRAPPER=fsdp2, else by DistributedDataParallel with these options."""
+    if not dist.is_initialized():
+        return model
+    if os.environ.get("WRAPPER") != "fsdp2":
+        return DistributedDataParallel(model, **options)
+    for blocks in [layer for layer in model.modules() if isinstance(layer, nn.ModuleList | nn.Sequential)][:1]:
+        for block in blocks:
+            if any(True for _ in block.parameters()):
+                fully_shard(block)
+    return fully_shard(model)
+
+
+def save(**models: nn.Module) -> None:
+    """Save the weights to a file of this rank in the folder given on the command line, and leave the job."""
+    state = {}
+    for name, model in models.items():
+        for key, value in model.state_dict().items():
+            key = key.replace("module.", "").replace("_orig_mod.", "")
+            state[f"{name}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    torch.save(state, Path(sys.argv[1], f"{os.environ.get('RANK', 0)}.pt"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
