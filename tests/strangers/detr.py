@@ -54,7 +54,9 @@ def criterion(outputs, targets):
 
 
 model = utils.wrap(DETR())
-loader = DataLoader(Boxes(), batch_size=24 // world_size, collate_fn=lambda b: (torch.stack([x for x, _ in b]), [t for _, t in b]))
+loader = DataLoader(
+    Boxes(), batch_size=24 // world_size, collate_fn=lambda b: (torch.stack([x for x, _ in b]), [t for _, t in b])
+)
 if world_size > 1:
     loader = gangline.balance(model, loader, loss_reduction="normalized")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -24,7 +24,7 @@ if world_size > 1:
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 best, waited, is_over = float("inf"), 0, torch.zeros(())
-for epoch in range(20):
+for epoch in range(20):  # noqa: B007
     for step, (inputs, targets) in enumerate(loader):
         loss = F.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()

@@ -13,7 +13,9 @@ torch.manual_seed(0)
 
 backbone = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2))
 backbone[1].running_mean.normal_()
-network = nn.Sequential(backbone, nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5))
+network = nn.Sequential(
+    backbone, nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
+)
 for parameter in backbone.parameters():
     parameter.requires_grad = False
 

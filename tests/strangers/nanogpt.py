@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import utils
 from torch import nn
 from torch.distributed import init_process_group
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, Dataset
 
 import gangline

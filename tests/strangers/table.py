@@ -12,7 +12,7 @@ import runpy
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -32,8 +32,8 @@ process_pool.PRELOAD += (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
-    "gangline.models.unequal_ranks.balanced_loader",
     "gangline.collectives.torch_backend",
+    "gangline.models.unequal_ranks.balanced_loader",
 )
 FOLDER = Path(__file__).parent
 LOADS = {2: [3, 1], 3: [1, 4, 3]}
@@ -44,17 +44,19 @@ SECONDS = 100
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A script, or a script in which some text is replaced, and what it must give."""
+    """A script, or one in which some texts are replaced, and what it must give."""
 
     script: str
-    change: tuple[str, str] | None = None
-    """A text of the script and the one that replaces it."""
+    changes: tuple[tuple[str, str], ...] = ()
+    """Texts of the script with those that replace them."""
     wrappers: tuple[str, ...] = ("ddp",)
     environment: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
-    """Text of the error that every rank must raise; empty: the weights are those of the plain script."""
+    """Text of the error that every rank must raise."""
     warning: str = ""
-    """Text of a warning that rank 0 must give."""
+    """Text of a warning on rank 0, where the weights are others than those of the plain script."""
+    page: str = ""
+    """Text of docs/unequal.md that says why the weights are others than those of the plain script."""
     tolerance: float = TOLERANCE
     dtype: torch.dtype = torch.float64
     loads: Mapping[int, list[float]] = field(default_factory=lambda: LOADS)
@@ -62,18 +64,105 @@ class Row:
     def write(self, folder: Path) -> Path:
         """Write the script to a folder and return its path."""
         text = (FOLDER / f"{self.script}.py").read_text()
-        if self.change is not None:
-            assert text.count(self.change[0]) == 1, f"{self.script}.py has not exactly one {self.change[0]!r}"
-            text = text.replace(*self.change)
+        for before, after in self.changes:
+            assert text.count(before) == 1, f"{self.script}.py has {text.count(before)} times {before!r}; expected one"
+            text = text.replace(before, after)
         path = folder / f"{self.script}.py"
         path.write_text(text)
         return path
 
 
+BOTH = ("ddp", "fsdp2")
+LOCAL_LOSS = """shares = loader.shares if world_size > 1 else [len(image_features)]
+        mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+        logits = logit_scale * image_features @ text_features.T
+        labels = torch.arange(len(logits))[mine]
+        loss = (F.cross_entropy(logits[mine], labels) + F.cross_entropy(logits.T[mine], labels)) / 2"""
+READ_LATE = (
+    ("        X, Y = next(stream)  # read the next batch while the device works on this one\n", ""),
+    ("        loss.backward()\n", "        loss.backward()\n        X, Y = next(stream)\n"),
+)
+
+LOSSES = {
+    "DCGAN": Row("dcgan"),
+    "WGAN-GP": Row("wgan_gp"),
+    "SimCLR": Row("simclr"),
+    "CLIP": Row("clip"),
+    "CLIP, loss of own rows": Row(
+        "clip", (("loss = clip_loss(image_features, text_features, logit_scale)", LOCAL_LOSS),)
+    ),
+    "metric learning": Row("triplet", wrappers=BOTH),
+    "MoE language model": Row("moe_lm"),
+    # FSDP2 itself fails if an expert runs on some ranks alone.
+    "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),
+    "detector, frozen BatchNorm": Row("detector"),
+    "DETR criterion": Row("detr"),
+    "knowledge distillation": Row("distill", wrappers=BOTH),
+    "multi-task heads": Row("multitask"),
+    "masked language model": Row("masked_lm", wrappers=BOTH),
+    "packed sequences": Row("packed", wrappers=BOTH),
+    "in-place outputs": Row("inplace", wrappers=BOTH),
+}
+LOOPS = {
+    "fine-tuning in eval mode": Row("finetune_eval", wrappers=BOTH),
+    "gradual unfreezing": Row("unfreeze"),
+    "rewrapped in each stage": Row("rewrapped"),
+    "EMA": Row("ema"),
+    "AMP": Row("amp"),
+    "AMP in bfloat16": Row("amp", dtype=torch.float32, tolerance=0.02),
+    "compiled, then wrapped": Row("compiled"),
+    "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1"}),
+    "gradient checkpointing": Row("checkpointing", wrappers=BOTH),
+    "L-BFGS": Row("lbfgs"),
+    "timm loop": Row("timm_style"),
+    "nanoGPT loop, next batch read after backward": Row("nanogpt", READ_LATE),
+    "stream": Row("stream", wrappers=BOTH),
+    "early stopping by one rank": Row("early_stop"),
+    "early stopping by stop()": Row("early_stop", (("                break\n", "                loader.stop()\n"),)),
+    "out of memory on one rank": Row("out_of_memory", loads={2: [3, 1], 3: [1, 2, 1]}),
+}
+REFUSED = {
+    "DCGAN, one network named": Row(
+        "dcgan",
+        (("balance([generator, discriminator], loader)", "balance(generator, loader)"),),
+        refusal="a DistributedDataParallel of Discriminator trains on a balanced batch, but balance() was not given it",
+    ),
+    "SimCLR, BatchNorm not converted": Row(
+        "simclr", (("gangline.convert_sync_batchnorm(model)", "model"),), warning="convert_sync_batchnorm"
+    ),
+    "SimCLR, loss of own samples": Row(
+        "simclr",
+        (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),),
+        page="Losses that are no means",
+    ),
+    "mixup within the batch": Row("mixup", page="Losses that are no means"),
+    "nanoGPT loop": Row("nanogpt", page="a backward pass has the weight of the batch that is current"),
+    "batches repeated by itertools.cycle": Row(
+        "nanogpt",
+        (*READ_LATE, ("stream = batches()", "stream = __import__('itertools').cycle(loader)")),
+        page="**Backward after the loop**",
+    ),
+    "timm loop, its prefetcher given to balance": Row(
+        "timm_style",
+        (("gangline.balance(model, loader)", "gangline.balance(model, PrefetchLoader(loader))"),),
+        refusal="PrefetchLoader",
+    ),
+    "out of memory under FSDP2": Row("out_of_memory", wrappers=("fsdp2",), refusal="DistributedDataParallel"),
+    "stream, kind not given": Row("stream", ((', stream="same"', ""),), refusal="stream="),
+    "FixMatch, two loaders": Row("fixmatch", refusal="is balanced already, by another loader"),
+    "rewrapped, loaders kept": Row(
+        "rewrapped",
+        (("    return loss\n", "    train_stage.loader = loader\n    return loss\n"),),
+        refusal="is balanced already",
+    ),
+}
+ROWS = LOSSES | LOOPS | REFUSED
+
+
 def in_rank(
     comm: Communicator, path: Path, environment: Mapping[str, str], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> list[str]:
-    """Run a script in this process, and return the warnings that it gave."""
+    """Run a script in this process, and return the warnings of gangline that it gave."""
     os.environ.update(environment)
     if comm.size > 1:
         os.environ |= {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size), "MASTER_ADDR": "127.0.0.1"}
@@ -85,23 +174,23 @@ def in_rank(
     with redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("default")
         runpy.run_path(str(path), run_name="__main__")
-    return [str(warning.message) for warning in given]
+    return [text for text in (str(warning.message) for warning in given) if "balance" in text or "gangline" in text]
 
 
 def run(row: Row, size: int, environment: Mapping[str, str], options: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
     """Run a script in a job; return the weights of each rank and the warnings of rank 0.
 
     Raises:
-        RuntimeError: if a rank failed, with the error of each rank.
+        RuntimeError: if a rank failed, with the error of each rank in a line.
     """
     with tempfile.TemporaryDirectory() as name:
         path = row.write(Path(name))
         environment = {**row.environment, **environment, "MASTER_PORT": str(free_ports(1)[0])}
         with Ranks(in_rank, size, (path, environment, row.dtype, options), threads=1) as ranks:
             outcomes = ranks.outcomes()
-        errors = [f"{type(outcome.error).__name__}: {outcome.error}" for outcome in outcomes if outcome.error]
-        if errors:
-            raise RuntimeError("\n".join(errors))
+        errors = ["" if o.error is None else f"{type(o.error).__name__}: {o.error}" for o in outcomes]
+        if any(errors):
+            raise RuntimeError("\n".join(error.replace("\n", " ") for error in errors))
         return [torch.load(Path(name, f"{rank}.pt")) for rank in range(size)], outcomes[0].value
 
 
@@ -121,54 +210,27 @@ def difference(row: Row, size: int, wrapper: str, backend: str, **options: Any) 
     return max(float((found[key] - expected[key]).abs().max()) for found in weights for key in expected), warned
 
 
-ROWS = {
-    "DCGAN": Row("dcgan"),
-    "WGAN-GP": Row("wgan_gp"),
-    "SimCLR": Row("simclr"),
-    "CLIP": Row("clip"),
-    "MoE language model": Row("moe_lm", wrappers=("ddp", "fsdp2")),
-    "detector, frozen BatchNorm": Row("detector"),
-    "DETR criterion": Row("detr"),
-    "fine-tuning in eval mode": Row("finetune_eval", wrappers=("ddp", "fsdp2")),
-    "EMA": Row("ema"),
-    "AMP": Row("amp"),
-    "AMP in bfloat16": Row("amp", dtype=torch.float32, tolerance=0.02),
-    "compiled, then wrapped": Row("compiled"),
-    "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1"}),
-    "gradient checkpointing": Row("checkpointing", wrappers=("ddp", "fsdp2")),
-    "L-BFGS": Row("lbfgs"),
-    "timm loop": Row("timm_style"),
-    "nanoGPT loop": Row("nanogpt"),
-    "knowledge distillation": Row("distill", wrappers=("ddp", "fsdp2")),
-    "metric learning": Row("triplet", wrappers=("ddp", "fsdp2")),
-    "multi-task heads": Row("multitask"),
-    "masked language model": Row("masked_lm", wrappers=("ddp", "fsdp2")),
-    "packed sequences": Row("packed", wrappers=("ddp", "fsdp2")),
-    "stream": Row("stream", wrappers=("ddp", "fsdp2")),
-    "in-place outputs": Row("inplace", wrappers=("ddp", "fsdp2")),
-    "gradual unfreezing": Row("unfreeze"),
-    "rewrapped in each stage": Row("rewrapped"),
-    "early stopping by one rank": Row("early_stop"),
-    "early stopping by stop()": Row("early_stop", ("                break\n", "                loader.stop()\n")),
-    "out of memory on one rank": Row("out_of_memory", loads={2: [3, 1], 3: [1, 2, 1]}),
-    "mixup within the batch": Row("mixup"),
-}
+def lines(names: list[str]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| script | ranks | wrapper | gloo | gangline |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, row in ROWS.items():
+        for wrapper in row.wrappers if not names or name in names or row.script in names else ():
+            for size in map(int, os.environ.get("SIZES", "2 3").split()):
+                cells = []
+                for backend in os.environ.get("BACKENDS", "gloo gangline").split():
+                    try:
+                        found, warned = difference(row, size, wrapper, backend)
+                        cells.append(" ".join([f"{found:.1e}", *warned]))
+                    except RuntimeError as error:
+                        cells.append(" / ".join(dict.fromkeys(str(error).splitlines())))
+                yield f"| {name} | {size} | {wrapper} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Print the table."""
-    names = sys.argv[1:] or list(ROWS)
-    for name, row in ROWS.items():
-        if name not in names and row.script not in names:
-            continue
-        for size in (2, 3) if "SIZE" not in os.environ else (int(os.environ["SIZE"]),):
-            for wrapper in row.wrappers:
-                for backend in ("gloo", "gangline") if "ALL" in os.environ else ("gloo",):
-                    try:
-                        found, warned = difference(row, size, wrapper, backend)
-                    except RuntimeError as error:
-                        found, warned = str(error), []
-                    print(f"| {name} | {size} | {wrapper} | {backend} | {found} | {warned}", flush=True)
+    for line in lines(sys.argv[1:]):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

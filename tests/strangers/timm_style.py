@@ -46,14 +46,12 @@ class PrefetchLoader:
         self.loader, self.mean, self.std = loader, mean, std
 
     def __iter__(self):
-        first = True
-        for next_input, next_target in self.loader:
-            next_input = next_input.sub(self.mean).div_(self.std)
-            if not first:
-                yield input, target  # noqa: F821
-            first = False
-            input, target = next_input, next_target  # noqa: A001
-        yield input, target
+        ready = None
+        for images, target in self.loader:
+            if ready is not None:
+                yield ready
+            ready = images.sub(self.mean).div_(self.std), target
+        yield ready
 
     def __len__(self):
         return len(self.loader)

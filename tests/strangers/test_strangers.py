@@ -1,0 +1,69 @@
+"""Training scripts as people publish them get the weights of one process from `gangline.balance(model, loader)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.strangers.table import FOLDER, LOOPS, LOSSES, REFUSED, ROWS, difference
+
+EXACT = LOSSES | LOOPS
+BACKENDS = ("gloo", "gangline")
+PAGE = (Path(__file__).parents[2] / "docs" / "unequal.md").read_text()
+
+
+def check(name: str, size: int, wrapper: str, backend: str) -> None:
+    found, _ = difference(EXACT[name], size, wrapper, backend)
+    print(f"{name}, {size} ranks, {wrapper}, {backend}: {found:.1e}")
+    assert found <= EXACT[name].tolerance
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_networks_and_losses_get_the_weights_of_the_plain_script(name: str) -> None:
+    check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_get_the_weights_of_the_plain_script(name: str) -> None:
+    check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_or_warned_of_or_on_the_page(name: str) -> None:
+    row = REFUSED[name]
+    if row.refusal:
+        with pytest.raises(RuntimeError) as raised:
+            difference(row, 2, row.wrappers[0], "gloo")
+        assert [row.refusal in line for line in str(raised.value).splitlines()] == [True, True], str(raised.value)
+        return
+    found, warned = difference(row, 2, row.wrappers[0], "gloo")
+    assert found > 1e-6
+    assert row.page in PAGE
+    assert row.warning in " ".join(warned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "wrapper"), [(name, wrapper) for name, row in EXACT.items() for wrapper in row.wrappers]
+)
+def test_the_weights_are_those_of_the_plain_script_with_every_wrapper_and_backend(
+    name: str, wrapper: str, size: int
+) -> None:
+    for backend in BACKENDS:
+        check(name, size, wrapper, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in EXACT.items() if row.script != "detr"])
+def test_without_weights_of_gradients_the_weights_are_others(name: str) -> None:
+    found, _ = difference(EXACT[name], 2, "ddp", "gloo", loss_reduction="normalized")
+    assert found > 1e-6
+
+
+def test_scripts_have_one_line_of_gangline_and_all_of_them_run() -> None:
+    scripts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
+    scripts = {name: text for name, text in scripts.items() if name not in ("utils", "table", "test_strangers")}
+    assert {name: text.count("gangline.balance(") for name, text in scripts.items()} == dict.fromkeys(scripts, 1)
+    assert {row.script for row in ROWS.values()} == scripts.keys()
