@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import io
+import logging
 import os
 import runpy
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +173,14 @@ def in_rank(
     sys.argv = [str(path), str(path.parent)]
     torch.set_default_dtype(dtype)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
+    logged = BufferingHandler(capacity=1000)
+    logged.setLevel(logging.WARNING)
+    logging.getLogger("gangline").addHandler(logged)
     with redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("default")
         runpy.run_path(str(path), run_name="__main__")
-    return [text for text in (str(warning.message) for warning in given) if "balance" in text or "gangline" in text]
+    texts = [str(warning.message) for warning in given] + [record.getMessage() for record in logged.buffer]
+    return [text for text in texts if "balance" in text or "gangline" in text]
 
 
 def run(row: Row, size: int, environment: Mapping[str, str], options: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
@@ -211,16 +217,17 @@ def difference(row: Row, size: int, wrapper: str, backend: str, **options: Any) 
 
 
 def lines(names: list[str]) -> Iterator[str]:
-    """Yield the lines of the table."""
+    """Yield the lines of the table; SIZES and BACKENDS choose columns, and AUTO=1 measures loads."""
     yield "| script | ranks | wrapper | gloo | gangline |"
     yield "| --- | --- | --- | --- | --- |"
+    options = {"loads": "auto"} if "AUTO" in os.environ else {}
     for name, row in ROWS.items():
         for wrapper in row.wrappers if not names or name in names or row.script in names else ():
             for size in map(int, os.environ.get("SIZES", "2 3").split()):
                 cells = []
                 for backend in os.environ.get("BACKENDS", "gloo gangline").split():
                     try:
-                        found, warned = difference(row, size, wrapper, backend)
+                        found, warned = difference(row, size, wrapper, backend, **options)
                         cells.append(" ".join([f"{found:.1e}", *warned]))
                     except RuntimeError as error:
                         cells.append(" / ".join(dict.fromkeys(str(error).splitlines())))
