@@ -30,27 +30,26 @@ class Network(nn.Module):
         return self.last(self.memory(self.first(features), sizes).tanh())
 
 
-labels = torch.randint(4, (98,))
-sizes = torch.randint(1000, (98,))
+labels = torch.randint(4, (146,))
+sizes = torch.randint(1000, (146,))
 sizes[42:48] = 10_000
-loader = DataLoader(TensorDataset(torch.randn(98, 10) + labels[:, None], labels, sizes), batch_size=24 // world_size)
+loader = DataLoader(TensorDataset(torch.randn(146, 10) + labels[:, None], labels, sizes), batch_size=24 // world_size)
 model = utils.wrap(Network())
 if world_size > 1:
     loader = gangline.balance(model, loader)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-for epoch in range(2):
-    for features, labels, sizes in loader:
-        optimizer.zero_grad()
-        try:
-            F.cross_entropy(model(features, sizes), labels).backward()
-        except torch.OutOfMemoryError as error:
-            print(f"epoch {epoch}: {error}")
-            if world_size > 1:
-                loader.skip()
-            else:
-                fits = sizes < 1000
-                F.cross_entropy(model(features[fits], sizes[fits]), labels[fits]).backward()
-        optimizer.step()
+for step, (features, labels, sizes) in enumerate(loader):
+    optimizer.zero_grad()
+    try:
+        F.cross_entropy(model(features, sizes), labels).backward()
+    except torch.OutOfMemoryError as error:
+        print(f"step {step}: {error}")
+        if world_size > 1:
+            loader.skip()
+        else:
+            fits = sizes < 1000
+            F.cross_entropy(model(features[fits], sizes[fits]), labels[fits]).backward()
+    optimizer.step()
 
 utils.save(model=model)

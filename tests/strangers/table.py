@@ -54,7 +54,7 @@ class Row:
     wrappers: tuple[str, ...] = ("ddp",)
     environment: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
-    """Text of the error that every rank must raise."""
+    """Text of the error that ends the job."""
     warning: str = ""
     """Text of a warning on rank 0, where the weights are others than those of the plain script."""
     page: str = ""
@@ -83,6 +83,12 @@ LOCAL_LOSS = """shares = loader.shares if world_size > 1 else [len(image_feature
 READ_LATE = (
     ("        X, Y = next(stream)  # read the next batch while the device works on this one\n", ""),
     ("        loss.backward()\n", "        loss.backward()\n        X, Y = next(stream)\n"),
+)
+STOP = (
+    (
+        "                break\n",
+        "                if world_size == 1:\n                    break\n                loader.stop()\n",
+    ),
 )
 
 LOSSES = {
@@ -116,11 +122,11 @@ LOOPS = {
     "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1"}),
     "gradient checkpointing": Row("checkpointing", wrappers=BOTH),
     "L-BFGS": Row("lbfgs"),
-    "timm loop": Row("timm_style"),
+    "timm loop": Row("timm_style", (("MultiEpochsDataLoader(dataset", "DataLoader(dataset"),)),
     "nanoGPT loop, next batch read after backward": Row("nanogpt", READ_LATE),
     "stream": Row("stream", wrappers=BOTH),
     "early stopping by one rank": Row("early_stop"),
-    "early stopping by stop()": Row("early_stop", (("                break\n", "                loader.stop()\n"),)),
+    "early stopping by stop()": Row("early_stop", STOP),
     "out of memory on one rank": Row("out_of_memory", loads={2: [3, 1], 3: [1, 2, 1]}),
 }
 REFUSED = {
@@ -144,6 +150,7 @@ REFUSED = {
         (*READ_LATE, ("stream = batches()", "stream = __import__('itertools').cycle(loader)")),
         page="**Backward after the loop**",
     ),
+    "timm loop, multi-epoch loader": Row("timm_style", refusal="MultiEpochsDataLoader"),
     "timm loop, its prefetcher given to balance": Row(
         "timm_style",
         (("gangline.balance(model, loader)", "gangline.balance(model, PrefetchLoader(loader))"),),
