@@ -31,6 +31,7 @@ from gangline.kvstore.launch.job import free_ports
 
 process_pool.PRELOAD += (
     "torch._dynamo",
+    "torch._functorch.aot_autograd",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
@@ -120,7 +121,7 @@ LOOPS = {
     "AMP": Row("amp"),
     "AMP in bfloat16": Row("amp", dtype=torch.float32, tolerance=0.05),
     "compiled, then wrapped": Row("compiled"),
-    "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1"}),
+    "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1", "TORCH_COMPILE_BACKEND": "eager"}),
     "gradient checkpointing": Row("checkpointing", wrappers=BOTH),
     "L-BFGS": Row("lbfgs"),
     "timm loop without its loaders": Row("timm_style", (PLAIN_LOADER, ("loader = PrefetchLoader(loader)\n", ""))),
