@@ -146,13 +146,15 @@ REFUSED = {
         page="Losses that are no means",
     ),
     "mixup within the batch": Row("mixup", page="Losses that are no means"),
-    "nanoGPT loop": Row("nanogpt", page="a backward pass has the weight of the batch that is current"),
+    "nanoGPT loop": Row("nanogpt", page="a loop that reads the next batch before `backward`"),
     "batches repeated by itertools.cycle": Row(
         "nanogpt",
         (*READ_LATE, ("stream = batches()", "stream = __import__('itertools').cycle(loader)")),
-        page="**Backward after the loop**",
+        page="`itertools.cycle(loader)`",
     ),
-    "timm loop, prefetcher around the loader": Row("timm_style", (PLAIN_LOADER,), page="**Backward after the loop**"),
+    "timm loop, prefetcher around the loader": Row(
+        "timm_style", (PLAIN_LOADER,), page="A prefetcher around the balanced loader"
+    ),
     "timm loop, multi-epoch loader": Row("timm_style", refusal="MultiEpochsDataLoader"),
     "timm loop, its prefetcher given to balance": Row(
         "timm_style",
