@@ -138,44 +138,6 @@ def test_single_sparse_elements_are_no_rows() -> None:
 
 # -- sums -------------------------------------------------------------------------------------------------------------
 
-IDS: dict[str, Any] = {
-    "ascending": [0, 2, 5],
-    "unsorted": [5, 0, 2],
-    "duplicates": [4, 1, 4, 4, 0],
-    "one": [3],
-    "empty": [],
-    "int32": torch.tensor([5, 1, 5], dtype=torch.int32),
-    "uint8": torch.tensor([5, 1], dtype=torch.uint8),
-    "numpy": np.array([5, 1, 0]),
-    "all": list(range(ROWS)),
-}
-
-
-@pytest.mark.parametrize("kind", ["RowSparse", "sparse_coo"])
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-def test_pushed_rows_replace_the_value_and_other_rows_are_zero(kv: KVStore, kind: str, ids: Any) -> None:
-    part = sparse(ids)
-    kv.init("w", table())
-    for _ in range(2):
-        kv.push("w", part if kind == "RowSparse" else part.to_coo())
-        assert torch.equal(pulled(kv), dense(part))
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_several_devices_push_different_rows(kv: KVStore, async_op: bool) -> None:
-    parts = [sparse([4, 1]), sparse([], 3), sparse([1, 1, 0], 5), sparse([5], 9)]
-    kv.init("w", table())
-    kv.push("w", parts, async_op=async_op).wait(LIMIT)
-    assert torch.equal(pulled(kv), torch.stack([dense(part) for part in parts]).sum(0))
-    kv.push("w", [parts[0].to_coo(), parts[2]], async_op=async_op).wait(LIMIT)
-    assert torch.equal(pulled(kv), dense(parts[0]) + dense(parts[2]))
-
-
-def test_rows_mix_with_dense_values(kv: KVStore) -> None:
-    kv.init("w", table())
-    kv.push("w", [sparse([4, 1, 4]), table(), sparse([4]).to_coo(), table().numpy()])
-    assert torch.equal(pulled(kv), table() * 2 + dense(sparse([4, 1, 4])) + dense(sparse([4])))
-
 
 def test_lists_of_keys_may_mix_kinds(kv: KVStore) -> None:
     keys = ["a", 3, "b"]
@@ -240,17 +202,6 @@ def test_a_push_neither_changes_nor_keeps_the_pushed_rows(kv: KVStore) -> None:
     part.values.fill_(-5)
     part.indices.fill_(0)
     assert torch.equal(pulled(kv), dense(sparse([4, 1, 4])))
-
-
-def test_an_embeddings_gradient_is_pushed_as_it_is(kv: KVStore) -> None:
-    embedding = torch.nn.Embedding(ROWS, WIDTH, sparse=True)
-    whole = torch.nn.Embedding(ROWS, WIDTH, _weight=embedding.weight.detach().clone())
-    for network in (embedding, whole):
-        (network(torch.tensor([[4, 1], [4, 0]])) * torch.arange(WIDTH)).sum().backward()
-    kv.init("w", embedding.weight)
-    kv.push("w", embedding.weight.grad)
-    assert whole.weight.grad is not None
-    assert torch.equal(pulled(kv), whole.weight.grad)
 
 
 def test_init_assign_and_broadcast_store_rows_dense(kv: KVStore) -> None:
@@ -518,15 +469,6 @@ def test_a_single_push_with_rescaling_leaves_its_rows_alone(kv: KVStore) -> None
     kv.push("w", part)
     assert torch.equal(part.values, gradient(1).values)
     assert torch.equal(double(kv), table(dtype=torch.float64) - dense(gradient(1)) / 2)
-
-
-def test_a_new_learning_rate_applies_to_rows(kv: KVStore) -> None:
-    start(kv, ("sgd", {"lr": 1.0}))
-    kv.push("w", sparse([4], dtype=torch.float64))
-    kv.set_learning_rate(0.5)
-    kv.push("w", sparse([4, 0], dtype=torch.float64))
-    expected = table(dtype=torch.float64) - dense(sparse([4], dtype=torch.float64))
-    assert torch.equal(double(kv), expected - dense(sparse([4, 0], dtype=torch.float64)) / 2)
 
 
 class Plain(torch.optim.Optimizer):
