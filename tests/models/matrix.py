@@ -63,7 +63,7 @@ State = dict[str, Tensor]
 
 
 class Network(nn.Module):
-    """Network with the parts that the features name; dropout, and a weight used twice, are in its middle."""
+    """Network with the parts that the features name; its middle, which may be recomputed, normalizes and drops out."""
 
     def __init__(self, features: frozenset[str], *, is_sparse: bool) -> None:
         super().__init__()
@@ -86,7 +86,6 @@ class Network(nn.Module):
             hidden = hidden + rare * self.branch(data)
         if self.table is not None:
             hidden = hidden + self.table((data[:, :3] * 100).long().abs() % WORDS).mean(1)
-        hidden = self.norm(hidden)
         if "checkpoint" in self.features:
             hidden = cast("Tensor", checkpoint(self._run_middle, hidden, use_reentrant=False))
         else:
@@ -94,7 +93,7 @@ class Network(nn.Module):
         return cast("Tensor", self.last(hidden))
 
     def _run_middle(self, hidden: Tensor) -> Tensor:
-        hidden = F.elu(self.middle(hidden), inplace="inplace" in self.features)
+        hidden = F.elu(self.middle(self.norm(hidden)), inplace="inplace" in self.features)
         if "dropout" in self.features:
             hidden = F.dropout(hidden, 0.3, self.training)
         return cast("Tensor", self.tied(hidden).tanh())

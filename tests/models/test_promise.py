@@ -205,9 +205,9 @@ def refusal(case: Case) -> str | None:
                 return f"{words} with shard='weights'"
     if case.road == "Module" and {"dropout", "checkpoint"} <= case.features:
         return "which activation checkpointing runs twice"
-    if case.shard == "weights" and "sparse" in case.features and not alone:
-        return "has a sparse gradient; expected a dense one"
-    if case.compression and not alone and (case.road == "DistributedOptimizer" or case.shard == "weights"):
+    if case.shard == "weights" and not alone and (case.compression or "sparse" in case.features):
+        return "are not compressed|has a sparse gradient; expected a dense one"
+    if case.road == "DistributedOptimizer" and case.compression and not alone:
         return "are not compressed"
     if case.road == "DistributedOptimizer" and "sparse" in case.features and not alone:
         return "have sparse gradients, which are not averaged here"

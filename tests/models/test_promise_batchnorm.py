@@ -14,7 +14,6 @@ import pytest
 import torch
 from measure import distance
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from gangline import Module, cpu
 
@@ -65,19 +64,6 @@ def perceptron() -> nn.Module:
         nn.Linear(8, CLASSES),
         nn.BatchNorm1d(CLASSES, track_running_stats=False),
     )
-
-
-class Checkpointed(nn.Module):
-    """Network that recomputes its middle layers in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(SIDE * SIDE, 8)
-        self.middle = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.last = nn.Linear(8, CLASSES)
-
-    def forward(self, data: torch.Tensor) -> Any:
-        return self.last(checkpoint(self.middle, self.first(data.flatten(1)), use_reentrant=False))
 
 
 def with_dropout() -> nn.Module:
@@ -135,12 +121,6 @@ def replicas_are_equal(module: Module) -> None:
     for state in others:
         for name, value in first.items():
             assert torch.equal(state[name], value), name
-
-
-@pytest.mark.parametrize("network", [residual, perceptron, Checkpointed])
-def test_float32_weights_after_one_step_are_those_of_one_device(network: Callable[[], nn.Module]) -> None:
-    made, batches = job(network, [12], torch.float32, 3)
-    assert distance(by_module(made, batches, [3, 1, 2]), plainly(made, batches)) <= 1e-5
 
 
 def test_a_share_without_a_loss_of_its_own_still_counts_through_the_statistics() -> None:
