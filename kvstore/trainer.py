@@ -15,7 +15,7 @@ from gangline.kvstore.arguments import Value, check_shard, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
-from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
+from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, summed
@@ -107,12 +107,13 @@ class Trainer:
         self._weight = 0.0
         self._warned = False  # of a step without gradients
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
+        self._trained = {key: one for key, one in self._parameters.items() if one.requires_grad}
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
         self._sharded: ShardedWeights | None = None
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
-            trained = [one for one in self._parameters.values() if one.requires_grad]
+            trained = list(self._trained.values())
             self._reducer = self._sharded = ShardedWeights(trained, self._network, self.kvstore, memory)
             self._owned = OwnedKeys(spec, self._sharded, self.kvstore)
             self._reducer.begin([0], push_early=False)
@@ -124,9 +125,9 @@ class Trainer:
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
         self._reducer = Reducer(
-            [self._parameters],
+            [self._trained],
             self.kvstore,
-            loose=self._parameters if keeps_memory else () if network is None else cudnn_weights(network),
+            loose=self._trained if keeps_memory else () if network is None else cudnn_weights(network),
             sparse=() if network is None else sparse_tables(network),
             in_place=self.kvstore.num_workers == 1,
         )
@@ -174,9 +175,11 @@ class Trainer:
             TypeError: if ``batch_size`` is not a number.
             ValueError: if ``batch_size`` is negative or not finite, or a gradient to be compressed holds NaN or
                 infinity.
+            RuntimeError: if a parameter that was frozen when the trainer was made is no longer frozen.
             GanglineError: if a worker is dead, late or makes a different call.
         """
         check_weight(batch_size)
+        check_frozen(self._parameters, self._trained, "Trainer")
         if batch_size and not self._warned:
             self._warn_without_gradients(batch_size)
         if self._is_accumulating:

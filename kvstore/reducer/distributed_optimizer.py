@@ -16,6 +16,7 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.owned_parameters import OwnedParameters
+from gangline.kvstore.reducer.reducer import check_frozen
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
 
@@ -92,6 +93,8 @@ class DistributedOptimizer(Optimizer):
         self._is_running = False  # a backward has begun whose end averages the gradients
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
+        self._parameters: dict[Key, nn.Parameter] = {}  # of several workers
+        self._trained: dict[Key, nn.Parameter] = {}
         self._reducer: GradientReducer | ShardedWeights | None = None
         self._owned: OwnedParameters | None = None
         self._sharded: ShardedWeights | None = None
@@ -123,7 +126,8 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"the {store.type!r} store holds keys {held} already; give each optimizer its own")
         if _runs_optimizer(store):
             raise ValueError(f"the {store.type!r} store runs an optimizer of its own; expected one without")
-        trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
+        self._parameters = parameters
+        self._trained = trained = {key: one for key, one in parameters.items() if one.requires_grad}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for parameter in trained.values()
@@ -258,7 +262,12 @@ class DistributedOptimizer(Optimizer):
     # torch.optim.Optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the wrapped optimizer's step, after `synchronize` if there is no closure."""
+        """Run the wrapped optimizer's step, after `synchronize` if there is no closure.
+
+        Raises:
+            RuntimeError: if a parameter that was frozen when the workers joined is no longer frozen.
+        """
+        check_frozen(self._parameters, self._trained, "DistributedOptimizer")
         result = None
         if closure is not None and self._owned is None:
             result = self._optimizer.step(closure)
@@ -281,6 +290,7 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as the wrapped optimizer does."""
         self._optimizer.zero_grad(set_to_none)
+        self._is_reduced = False  # also after a step that GradScaler has skipped
         if self._sharded is not None:
             self._sharded.forget_gradients()
 

@@ -462,6 +462,19 @@ def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     return found
 
 
+def check_frozen(parameters: Parameters, trained: Collection[Any], owner: str) -> None:
+    """Raise RuntimeError if a parameter has no hook because it was frozen when its owner was made, and is trained now.
+
+    Its gradients would stay on this worker.
+    """
+    freed = [key for key, parameter in parameters.items() if parameter.requires_grad and key not in trained]
+    if freed:
+        raise RuntimeError(
+            f"parameters {freed} have requires_grad=True, but had False when the {owner} was made, so their gradients "
+            f"reach no other worker; expected a new {owner} after they are freed"
+        )
+
+
 def cudnn_weights(network: nn.Module) -> set[str]:
     """Return the weights of recurrent layers, which cuDNN requires in one contiguous block."""
     return _weights_of(network, lambda layer: isinstance(layer, nn.RNNBase))

@@ -464,10 +464,16 @@ class ShardedWeights:
 
         Raises:
             RuntimeError: if a worker has gradients, but there was no backward; on all workers.
+            ValueError: if the store compresses.
         """
         while self._reductions:
             self._take_means()
         self._end_backward()
+        if self._store.compresses:
+            raise ValueError(
+                f"the {self._store.type!r} store compresses, but gradients of divided weights are not compressed; "
+                "expected a store without compression, or shard='optimizer'"
+            )
         local = {one.name for one in self._weights.values() if self._has_local_gradient(one)}
         gathered = self._store.group.all_gather([weight, sorted(local)], "end of backward")
         for rank, (theirs, names) in enumerate(gathered):

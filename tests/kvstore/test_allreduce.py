@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from gangline.collectives import Communicator, cpu, spawn
+from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.buckets import Bucket, plan
-from gangline.models import Module
 
 DTYPES = (
     torch.float64,
@@ -598,39 +596,6 @@ def test_init_is_refused_while_a_rank_has_joined() -> None:
 
 
 # Module
-
-
-def _network() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 6 * 6, 10), nn.Tanh(), nn.Linear(10, 10)
-    return nn.Sequential(*layers).double()
-
-
-def _images(begin: int = 0, end: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return ten batches of 8 x 8 images and labels, of each batch the given samples."""
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randn(10, 12, 1, 8, 8, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, 10, (10, 12), generator=generator)
-    return list(zip(images[:, begin:end], labels[:, begin:end], strict=True))
-
-
-def _fit(kv: KVStore | None, borders: list[int], contexts: int = 1) -> dict[str, torch.Tensor]:
-    rank = kv.rank if kv is not None else 0
-    module = Module(_network(), loss=nn.CrossEntropyLoss(), context=[cpu(number) for number in range(contexts)])
-    data = _images(*borders[rank : rank + 2])
-    optimizer = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}
-    module.fit(data, num_epoch=2, kvstore=kv, optimizer="sgd", optimizer_params=optimizer)
-    params: dict[str, torch.Tensor] = module.get_params()
-    return params
-
-
-@pytest.mark.parametrize(("borders", "contexts"), [([0, 6, 12], 2), ([0, 7, 9, 12], 1)])
-def test_module_trains_as_one_process_does(borders: list[int], contexts: int) -> None:
-    expected = _fit(None, [0, 12])
-    first, *others = work(_fit, len(borders) - 1, borders, contexts)
-    for name, weight in expected.items():
-        assert float((first[name] - weight).norm() / weight.norm()) <= 1e-11
-        assert all(torch.equal(other[name], first[name]) for other in others)
 
 
 # Opening and closing

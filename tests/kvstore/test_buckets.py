@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,8 +114,8 @@ def push_keys(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int =
     kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
 
 
-def pulled(kv: KVStore, keys: Sequence[Any] = KEYS) -> dict[Any, torch.Tensor]:
-    outs = {key: torch.full(SHAPES[key], 99.0) for key in keys}
+def pulled(kv: KVStore, keys: Sequence[Any] = KEYS, dtype: torch.dtype = torch.float32) -> dict[Any, torch.Tensor]:
+    outs = {key: torch.full(SHAPES[key], 99.0, dtype=dtype) for key in keys}
     kv.pull(list(outs), list(outs.values()))
     return outs
 
@@ -272,37 +273,81 @@ def test_the_table_of_these_tests_has_every_optimizer() -> None:
         OptimizerSpec.parse("no_such_optimizer")
 
 
-@pytest.mark.parametrize(("devices", "fused"), [(1, True), (3, True), (2, False)])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_bucket_updates_equal_key_updates_bit_for_bit(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS[setting])
-    if fused:
-        kv.fuse(bucket)
-    for step in range(5):
-        values = flats(bucket, step, devices)
-        kv.push_bucket(bucket, values)
-        assert all(torch.equal(a, b) for a, b in zip(values, flats(bucket, step, devices), strict=True))
-    expected = by_keys(setting, 5, devices)[0]
-    check_same(pulled_flat(kv, bucket), expected)
-    check_same(pulled(kv), expected)
+SUBSETS = st.sets(st.sampled_from(KEYS)).map(lambda keys: [key for key in KEYS if key in keys])
+PARTITIONS = {
+    "one": [KEYS],
+    "backwards": [KEYS[::-1]],
+    "two": [["a/b.gamma", "fc.weight"], [3, "3"]],
+    "two in order": [KEYS[:2], KEYS[2:]],
+    "some": [["3", "fc.weight"]],
+}
+CALLS = st.one_of(
+    st.tuples(st.just("push keys"), SUBSETS),
+    st.tuples(st.just("pushpull"), SUBSETS.filter(bool)),
+    st.tuples(st.just("push bucket"), st.sampled_from(sorted(PARTITIONS)), SUBSETS, st.booleans()),
+    st.tuples(st.just("fuse"), st.sampled_from(sorted(PARTITIONS))),
+    st.tuples(st.just("assign"), st.sampled_from(KEYS)),
+    st.tuples(st.just("reload")),
+)
 
 
-@pytest.mark.parametrize("setting", ["nothing", "updater", "2bit", "sgd", "adam", "muon", "topk and adam"])
-def test_async_bucket_pushes_update_in_order(kv: KVStore, setting: str) -> None:
-    buckets = [bucket_of(KEYS[:2]), bucket_of(KEYS[2:])]
-    prepared(kv, SETTINGS[setting])
-    for bucket in buckets:
-        kv.fuse(bucket)
-    works, outs = [], [torch.empty(bucket.numel) for bucket in buckets]
-    for step in range(5):
-        for priority, bucket in enumerate(buckets):
-            works.append(kv.push_bucket(bucket, flats(bucket, step), priority=priority, async_op=True))
-    works += [kv.pull_bucket(bucket, [out], async_op=True) for bucket, out in zip(buckets, outs, strict=True)]
-    for work in works:
-        work.wait(LIMIT)
-    found = {key: view for bucket, out in zip(buckets, outs, strict=True) for key, view in bucket.views(out).items()}
-    check_same(found, by_keys(setting, 5)[0])
+@settings(max_examples=settings.default.max_examples * 3)  # type: ignore[union-attr]
+@given(
+    store=st.sampled_from(["local", "device"]),
+    setting=st.sampled_from(sorted(SETTINGS)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    devices=st.integers(1, 3),
+    calls=st.lists(CALLS, min_size=4, max_size=12),
+)
+def test_any_sequence_of_calls_on_buckets_has_the_bits_of_the_same_calls_by_keys(
+    store: str, setting: str, dtype: torch.dtype, devices: int, calls: list[Any]
+) -> None:
+    """Buckets may be fused or not, anew at any time, pushed in part, and lie within larger tensors."""
+    start = weights(dtype)
+    buckets = {
+        name: [next(plan([(key, start[key]) for key in keys], 1 << 20)) for keys in partition]
+        for name, partition in PARTITIONS.items()
+    }
+    with create(store) as kv, create(store) as other, tempfile.TemporaryDirectory() as folder:
+        for one in (kv, other):
+            one.init(KEYS, list(start.values()))
+            SETTINGS[setting](one)
+        works = []
+        for step, (call, *arguments) in enumerate(calls):
+            values = {key: [gradient(key, step, device).to(dtype) for device in range(devices)] for key in KEYS}
+            if call in ("push keys", "pushpull"):
+                for one in (kv, other):
+                    pushed = [[value.clone() for value in values[key]] for key in arguments[0]]
+                    (one.push if call == "push keys" else one.pushpull)(list(arguments[0]), pushed)
+            elif call == "push bucket":
+                for bucket in buckets[arguments[0]]:
+                    whole = torch.full(((devices + 1) * bucket.numel,), 77.0, dtype=dtype)
+                    given_flats = list(whole.split(bucket.numel)[1:])
+                    for device, part in enumerate(given_flats):
+                        for key, view in bucket.views(part.zero_()).items():
+                            view.copy_(values[key][device])
+                    keys = [key for key in bucket.keys if key in arguments[1]]
+                    works.append(kv.push_bucket(bucket, given_flats, keys, async_op=arguments[2]))
+                    other.push(keys, [values[key] for key in keys])
+                    out = torch.full((2 * bucket.numel,), 99.0, dtype=dtype)
+                    kv.pull_bucket(bucket, [out[bucket.numel :]])
+                    assert (out[: bucket.numel] == 99).all()
+                    check_same(bucket.views(out[bucket.numel :]), pulled(other, bucket.keys, dtype))
+            elif call == "fuse":
+                for bucket in buckets[arguments[0]]:
+                    kv.fuse(bucket)
+            elif call == "assign":
+                for one in (kv, other):
+                    one.assign(arguments[0], values[arguments[0]][0])
+            elif setting in OPTIMIZERS:
+                kv.save_optimizer_states(Path(folder, "states"))
+                kv.load_optimizer_states(Path(folder, "states"))
+        for work in works:
+            work.wait(LIMIT)
+        check_same(pulled(kv, dtype=dtype), pulled(other, dtype=dtype))
+        if setting in OPTIMIZERS:
+            found, expected = kv.optimizer_state().tensors, other.optimizer_state().tensors
+            check_same({name: found[name] for name in expected}, expected)  # adagrad's begins when a key is placed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str)
@@ -349,85 +394,7 @@ def test_channels_last_keys_go_through_buckets(kv: KVStore, setting: str) -> Non
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("setting", ["nothing", "updater", "sgd", "clipped sgd", "2bit"])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-def test_a_flat_tensor_may_be_a_part_of_a_larger_one(kv: KVStore, setting: str, fused: bool) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS[setting])
-    if fused:
-        kv.fuse(bucket)
-    for step in range(3):
-        whole = torch.cat([torch.full((bucket.numel,), 77.0), *flats(bucket, step)])
-        kv.push_bucket(bucket, list(whole.split(bucket.numel)[1:]))
-    outs = torch.full((3 * bucket.numel,), 99.0)
-    kv.pull_bucket(bucket, list(outs.split(bucket.numel)[1:]))
-    expected = by_keys(setting, 3)[0]
-    check_same(pulled(kv), expected)
-    assert (outs[: bucket.numel] == 99).all()
-    for slot in bucket.slots:
-        for number in (1, 2):
-            start = number * bucket.numel + slot.offset
-            assert bits(outs[start : start + slot.shape.numel()]) == bits(expected[slot.key].flatten())
-
-
-# -- some of the keys -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("devices", "fused"), [(2, True), (1, False)])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_keys_left_out_of_a_push_are_not_updated(kv: KVStore, setting: str, devices: int, fused: bool) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS[setting])
-    if fused:
-        kv.fuse(bucket)
-    present: list[Collection[Any]] = [KEYS, ["3", "fc.weight"], {3}, [], ("a/b.gamma", "3")]
-    with create(kv.type) as other:
-        prepared(other, SETTINGS[setting])
-        for step, keys in enumerate(present):
-            before = pulled(kv)
-            kv.push_bucket(bucket, flats(bucket, step, devices), keys)
-            push_keys(other, step, [key for key in KEYS if key in keys], devices)
-            after = pulled(kv)
-            unchanged = [key for key in KEYS if key not in keys]
-            check_same({key: after[key] for key in unchanged}, {key: before[key] for key in unchanged})
-            check_same(after, pulled(other))
-        check_same(pulled_flat(kv, bucket), pulled(other))
-        if setting in OPTIMIZERS:
-            check_states(kv.optimizer_state(), other.optimizer_state())
-
-
-def check_states(found: OptimizerState, expected: OptimizerState) -> None:
-    assert found.plain == expected.plain
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert all(bits(value) == bits(expected.tensors[place]) for place, value in found.tensors.items())
-
-
-def test_a_push_of_no_keys_does_nothing(kv: KVStore) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS["sgd"]).fuse(bucket)
-    kv.push_bucket(bucket, flats(bucket, 0), keys=[])
-    kv.push_bucket(bucket, flats(bucket, 0), keys={"another"})
-    check_same(pulled(kv), weights())
-
-
 # -- keys of a bucket are keys as any other ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_key_and_bucket_calls_may_alternate(kv: KVStore, setting: str) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS[setting])
-    push_keys(kv, 0)  # the state it makes moves along
-    kv.fuse(bucket)
-    push_keys(kv, 1)
-    kv.push_bucket(bucket, flats(bucket, 2))
-    for key in reversed(KEYS):
-        push_keys(kv, 3, [key])
-    kv.push_bucket(bucket, flats(bucket, 4))
-    kv.pushpull(KEYS, [[gradient(key, 5, device) for device in range(DEVICES)] for key in KEYS])
-    expected = by_keys(setting, 6)[0]
-    check_same(pulled(kv), expected)
-    check_same(pulled_flat(kv, bucket), expected)
 
 
 def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
@@ -446,46 +413,6 @@ def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
     assert torch.equal(out, pulled_flat(kv, bucket)["fc.weight"])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("at", ["after a push", "after two buckets"])
-def test_fusing_keeps_the_optimizer_state(kv: KVStore, name: str, at: str) -> None:
-    prepared(kv, SETTINGS[name])
-    pushes = {"after a push": 1, "after two buckets": 2}[at]
-    buckets = [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
-    if at == "after two buckets":
-        for bucket in buckets:
-            kv.fuse(bucket)
-    for step in range(pushes):
-        push_keys(kv, step)
-    bucket = bucket_of()
-    kv.fuse(bucket)
-    for step in range(pushes, 5):
-        kv.push_bucket(bucket, flats(bucket, step))
-    expected, state = by_keys(name, 5)
-    assert state is not None
-    check_same(pulled(kv), expected)
-    check_states(kv.optimizer_state(), state)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fusing_keeps_float64_state_bit_for_bit(kv: KVStore, name: str) -> None:
-    start = weights(torch.float64)
-    (bucket,) = plan(list(start.items()), 1 << 20)
-    with create(kv.type) as other:
-        for store in (kv, other):
-            store.init(KEYS, list(start.values()))
-            store.set_optimizer((name, OPTIMIZERS[name]))
-        for step in range(6):
-            if step == 3:
-                kv.fuse(bucket)
-            for store in (kv, other):
-                store.push(KEYS, [gradient(key, step).double() for key in KEYS])
-        outs = [{key: torch.empty_like(value) for key, value in start.items()} for _ in range(2)]
-        kv.pull(KEYS, list(outs[0].values()))
-        other.pull(KEYS, list(outs[1].values()))
-    check_same(*outs)
-
-
 def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
     bucket = bucket_of()
     prepared(kv, SETTINGS["adam"])
@@ -495,75 +422,6 @@ def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
     assert all(work.is_completed() for work in works)
     kv.push_bucket(bucket, flats(bucket, 1))
     check_same(pulled(kv), by_keys("adam", 2)[0])
-
-
-@pytest.mark.parametrize("setting", ["nothing", "updater", "sgd", "adam", "2bit"])
-def test_fusing_again_in_other_buckets_changes_nothing(kv: KVStore, setting: str) -> None:
-    first = bucket_of()
-    second = [bucket_of(["a/b.gamma", "fc.weight"]), bucket_of([3])]  # "3" stays where it was
-    prepared(kv, SETTINGS[setting])
-    kv.fuse(first)
-    kv.push_bucket(first, flats(first, 0))
-    for bucket in second:
-        kv.fuse(bucket)
-        push_keys(kv, 1, bucket.keys)
-    push_keys(kv, 1, ["3"])
-    for bucket in second:
-        kv.push_bucket(bucket, flats(bucket, 2))
-    push_keys(kv, 2, ["3"])
-    kv.push_bucket(first, flats(first, 3))  # no longer fused, and still a bucket
-    check_same(pulled_flat(kv, first), pulled(kv))
-    again = bucket_of(KEYS[::-1])
-    kv.fuse(again)
-    kv.push_bucket(again, flats(again, 4))
-    check_same(pulled(kv), by_keys(setting, 5)[0])
-
-
-def test_the_same_plan_made_again_is_another_bucket_of_the_same_keys(kv: KVStore) -> None:
-    bucket, again = bucket_of(), bucket_of()
-    assert bucket != again
-    prepared(kv, SETTINGS["sgd"]).fuse(bucket)
-    kv.fuse(bucket)
-    kv.push_bucket(bucket, flats(bucket, 0))
-    kv.push_bucket(again, flats(again, 1))
-    expected = by_keys("sgd", 2)[0]
-    check_same(pulled_flat(kv, again), expected)
-    check_same(pulled_flat(kv, bucket), expected)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_fused_keys_are_saved_and_loaded(kv: KVStore, name: str, tmp_path: Path) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS[name]).fuse(bucket)
-    for step in range(3):
-        kv.push_bucket(bucket, flats(bucket, step))
-    kv.save_optimizer_states(tmp_path / "states")
-    with create(kv.type) as fresh:
-        prepared(fresh, SETTINGS[name])
-        fresh.assign(KEYS, list(pulled(kv).values()))
-        fresh.fuse(bucket)
-        fresh.load_optimizer_states(tmp_path / "states")
-        for step in (3, 4):
-            fresh.push_bucket(bucket, flats(bucket, step))
-        check_same(pulled(fresh), by_keys(name, 5)[0])
-
-
-def test_an_optimizer_may_be_set_after_fusing(kv: KVStore) -> None:
-    bucket = bucket_of()
-    prepared(kv).fuse(bucket)
-    kv.push_bucket(bucket, flats(bucket, 0))
-    kv.set_optimizer(("sgd", OPTIMIZERS["sgd"]))
-    kv.push_bucket(bucket, flats(bucket, 1), [3])
-    kv.set_learning_rate(0.5)
-    kv.push_bucket(bucket, flats(bucket, 2))
-    with create(kv.type) as other:
-        prepared(other)
-        push_keys(other, 0)
-        other.set_optimizer(("sgd", OPTIMIZERS["sgd"]))
-        push_keys(other, 1, [3])
-        other.set_learning_rate(0.5)
-        push_keys(other, 2)
-        check_same(pulled(kv), pulled(other))
 
 
 # -- owners on the device store ---------------------------------------------------------------------------------------

@@ -331,12 +331,6 @@ def apart(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-@pytest.mark.parametrize("store", STORES)
-def test_a_trainer_in_one_process_clips_as_torch_does(store: str, name: str) -> None:
-    assert apart(by_trainer(name, store, slice(None)), by_torch(name)) == 0
-
-
 def test_a_trainer_continues_after_a_refused_push() -> None:
     weight = nn.Parameter(torch.zeros(2))
     trainer = Trainer([weight], "sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}, "local")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -137,44 +138,6 @@ def test_single_sparse_elements_are_no_rows() -> None:
 
 # -- sums -------------------------------------------------------------------------------------------------------------
 
-IDS: dict[str, Any] = {
-    "ascending": [0, 2, 5],
-    "unsorted": [5, 0, 2],
-    "duplicates": [4, 1, 4, 4, 0],
-    "one": [3],
-    "empty": [],
-    "int32": torch.tensor([5, 1, 5], dtype=torch.int32),
-    "uint8": torch.tensor([5, 1], dtype=torch.uint8),
-    "numpy": np.array([5, 1, 0]),
-    "all": list(range(ROWS)),
-}
-
-
-@pytest.mark.parametrize("kind", ["RowSparse", "sparse_coo"])
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-def test_pushed_rows_replace_the_value_and_other_rows_are_zero(kv: KVStore, kind: str, ids: Any) -> None:
-    part = sparse(ids)
-    kv.init("w", table())
-    for _ in range(2):
-        kv.push("w", part if kind == "RowSparse" else part.to_coo())
-        assert torch.equal(pulled(kv), dense(part))
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_several_devices_push_different_rows(kv: KVStore, async_op: bool) -> None:
-    parts = [sparse([4, 1]), sparse([], 3), sparse([1, 1, 0], 5), sparse([5], 9)]
-    kv.init("w", table())
-    kv.push("w", parts, async_op=async_op).wait(LIMIT)
-    assert torch.equal(pulled(kv), torch.stack([dense(part) for part in parts]).sum(0))
-    kv.push("w", [parts[0].to_coo(), parts[2]], async_op=async_op).wait(LIMIT)
-    assert torch.equal(pulled(kv), dense(parts[0]) + dense(parts[2]))
-
-
-def test_rows_mix_with_dense_values(kv: KVStore) -> None:
-    kv.init("w", table())
-    kv.push("w", [sparse([4, 1, 4]), table(), sparse([4]).to_coo(), table().numpy()])
-    assert torch.equal(pulled(kv), table() * 2 + dense(sparse([4, 1, 4])) + dense(sparse([4])))
-
 
 def test_lists_of_keys_may_mix_kinds(kv: KVStore) -> None:
     keys = ["a", 3, "b"]
@@ -239,17 +202,6 @@ def test_a_push_neither_changes_nor_keeps_the_pushed_rows(kv: KVStore) -> None:
     part.values.fill_(-5)
     part.indices.fill_(0)
     assert torch.equal(pulled(kv), dense(sparse([4, 1, 4])))
-
-
-def test_an_embeddings_gradient_is_pushed_as_it_is(kv: KVStore) -> None:
-    embedding = torch.nn.Embedding(ROWS, WIDTH, sparse=True)
-    whole = torch.nn.Embedding(ROWS, WIDTH, _weight=embedding.weight.detach().clone())
-    for network in (embedding, whole):
-        (network(torch.tensor([[4, 1], [4, 0]])) * torch.arange(WIDTH)).sum().backward()
-    kv.init("w", embedding.weight)
-    kv.push("w", embedding.weight.grad)
-    assert whole.weight.grad is not None
-    assert torch.equal(pulled(kv), whole.weight.grad)
 
 
 def test_init_assign_and_broadcast_store_rows_dense(kv: KVStore) -> None:
@@ -382,26 +334,53 @@ def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
     return pulled(kv, key, table(dtype=torch.float64))
 
 
-@functools.cache
-def dense_run_of(name: str, devices: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run `dense_run` over the rows of `NAMED` twice; each device pushes its gradients."""
-    gradients = []
-    for step in range(2 * len(NAMED)):
-        values = torch.stack([gradient(step, device).values for device in range(devices)]).sum(0)
-        gradients.append(RowSparse(gradient(step).indices, values, (ROWS, WIDTH)))
-    return dense_run(*OPTIMIZERS[name], gradients)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_rows_change_as_the_dense_optimizer_would_change_them(kv: KVStore, name: str, devices: int) -> None:
-    start(kv, (name, OPTIMIZERS[name][1]))
-    for step in range(2 * len(NAMED)):
-        kv.push("w", [gradient(step, device) for device in range(devices)])
-    weight, state = dense_run_of(name, devices)
-    torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
-    found = {place: value for place, value in of_rows(kv).items() if by_row(value)}
-    torch.testing.assert_close(found, state, rtol=1e-12, atol=1e-13)
+@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
+@given(
+    store=st.sampled_from(STORES),
+    devices=st.integers(1, 3),
+    steps=st.lists(
+        st.tuples(
+            st.one_of(st.lists(st.integers(0, ROWS - 1), unique=True), st.just("dense")),
+            st.sampled_from([lambda part: part, RowSparse.to_coo]),
+            st.booleans(),
+            st.sampled_from(["", "", "reloaded", *STORES]),
+        ),
+        min_size=2,
+        max_size=8,
+    ),
+)
+def test_any_sequence_of_rows_is_the_dense_optimizer_on_these_rows(
+    name: str, store: str, devices: int, steps: list[Any]
+) -> None:
+    """A dense push of the key between has the state of its rows; states go on from files, in another store too."""
+    given_values = []
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        kv = stack.enter_context(create(store))
+        start(kv, (name, OPTIMIZERS[name][1]))
+        for step, (ids, form, is_async, change) in enumerate(steps):
+            if change:
+                kv.save_optimizer_states(Path(folder, "states"))
+                if change in STORES:
+                    weight, kv = double(kv), stack.enter_context(create(change))
+                    start(kv, (name, OPTIMIZERS[name][1]))
+                    kv.assign("w", weight)
+                kv.load_optimizer_states(Path(folder, "states"))
+            rows = list(range(ROWS)) if ids == "dense" else ids
+            parts = [rows_of(rows, step, device) for device in range(devices)]
+            pushed = [part.to_dense() if ids == "dense" else form(part) for part in parts]
+            kv.push("w", pushed, priority=-step, async_op=is_async)
+            total = torch.stack([part.values for part in parts]).sum(0)
+            given_values.append(RowSparse(rows, total, (ROWS, WIDTH)))
+        weight, state = dense_run(*OPTIMIZERS[name], given_values)
+        torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
+        found = {place: value for place, value in of_rows(kv).items() if by_row(value)}
+        torch.testing.assert_close(found, state, rtol=1e-12, atol=1e-13)
+
+
+def rows_of(ids: Sequence[int], step: int, device: int) -> RowSparse:
+    numbers = (torch.arange(len(ids) * WIDTH).reshape(-1, WIDTH) * 7 + step * 3 + device * 5) % 11
+    return RowSparse(torch.tensor(ids, dtype=torch.int64), numbers.double() / 7.0 - 0.6, (ROWS, WIDTH))
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
@@ -419,27 +398,6 @@ def test_other_rows_and_their_state_are_unchanged(kv: KVStore, name: str) -> Non
             for place, value in state_before.items():
                 if by_row(value):
                     assert bits(value[row]) == bits(state_after[place][row]), f"{place} of row {row}, step {step}"
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_naming_all_rows_is_the_dense_update(kv: KVStore, name: str) -> None:
-    start(kv, (name, OPTIMIZERS[name][1]), keys=["rows", "dense"])
-    for step in range(4):
-        value = (torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) * 7 + step * 3) % 11 / 7.0 - 0.6
-        part = RowSparse(range(ROWS), value.double(), (ROWS, WIDTH))
-        kv.push(["rows", "dense"], [part, value.double()])
-    torch.testing.assert_close(double(kv, "rows"), double(kv, "dense"), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_dense_and_sparse_pushes_of_a_key_share_its_state(kv: KVStore, name: str) -> None:
-    start(kv, (name, OPTIMIZERS[name][1]))
-    all_rows = RowSparse(range(ROWS), table(dtype=torch.float64) / 7, (ROWS, WIDTH))
-    sequence: list[RowSparse] = [all_rows, gradient(0), gradient(1), all_rows, gradient(2)]
-    for one in sequence:
-        kv.push("w", dense(one) if one is all_rows else one)
-    weight, _ = dense_run(*OPTIMIZERS[name], sequence)
-    torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -513,28 +471,6 @@ def test_a_single_push_with_rescaling_leaves_its_rows_alone(kv: KVStore) -> None
     assert torch.equal(double(kv), table(dtype=torch.float64) - dense(gradient(1)) / 2)
 
 
-def test_a_new_learning_rate_applies_to_rows(kv: KVStore) -> None:
-    start(kv, ("sgd", {"lr": 1.0}))
-    kv.push("w", sparse([4], dtype=torch.float64))
-    kv.set_learning_rate(0.5)
-    kv.push("w", sparse([4, 0], dtype=torch.float64))
-    expected = table(dtype=torch.float64) - dense(sparse([4], dtype=torch.float64))
-    assert torch.equal(double(kv), expected - dense(sparse([4, 0], dtype=torch.float64)) / 2)
-
-
-def test_async_pushes_of_rows_update_in_order(kv: KVStore) -> None:
-    start(kv, ("adam", OPTIMIZERS["adam"][1]), keys=["a", "b"])
-    works = []
-    for step in range(5):
-        works.append(kv.push("a", gradient(step), priority=-step, async_op=True))
-        works.append(kv.push("b", gradient(step).to_coo(), priority=step, async_op=True))
-    for work in works:
-        work.wait(LIMIT)
-    weight, _ = dense_run(*OPTIMIZERS["adam"], [gradient(step) for step in range(5)])
-    torch.testing.assert_close(double(kv, "a"), weight, rtol=1e-12, atol=1e-13)
-    assert torch.equal(double(kv, "a"), double(kv, "b"))
-
-
 class Plain(torch.optim.Optimizer):
     """Custom optimizer: gradient descent."""
 
@@ -574,26 +510,6 @@ def test_sparseadam_refuses_dense_gradients_by_name(kv: KVStore, async_op: bool)
     assert torch.equal(pulled(kv, "a"), before)
     assert torch.equal(pulled(kv, "b"), table())
     assert all(torch.equal(value, state[place]) for place, value in of_rows(kv, '"a"').items())
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
-def test_saved_row_state_continues_bit_for_bit(kv: KVStore, name: str, tmp_path: Path) -> None:
-    spec = (name, (OPTIMIZERS | TORCHS)[name][1])
-    start(kv, spec)
-    for step in range(3):
-        kv.push("w", gradient(step))
-    kv.save_optimizer_states(tmp_path / "states")
-    with create(kv.type) as fresh:
-        fresh.init("w", double(kv))
-        fresh.set_optimizer(spec)
-        fresh.load_optimizer_states(tmp_path / "states")
-        for step in range(3, 8):
-            kv.push("w", gradient(step))
-            fresh.push("w", gradient(step))
-        assert bits(double(fresh)) == bits(double(kv))
-        found, expected = of_rows(fresh), of_rows(kv)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[place]) for place, value in found.items())
 
 
 # -- row_sparse_pull --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,36 +59,6 @@ def test_the_type_is_the_name_given() -> None:
         assert kv.type == "local"
 
 
-def test_pull_returns_the_initial_value(kv: KVStore) -> None:
-    kv.init("w", ranked(4))
-    assert torch.equal(pulled(kv, "w"), ranked(4))
-    assert torch.equal(pulled(kv, "w"), ranked(4))
-
-
-def test_pull_fills_every_tensor_of_a_list(kv: KVStore) -> None:
-    kv.init("w", ranked(4))
-    outs = [torch.empty(2, 3) for _ in range(3)]
-    kv.pull("w", outs)
-    assert all(torch.equal(out, ranked(4)) for out in outs)
-
-
-def test_a_push_replaces_the_value_of_an_earlier_push(kv: KVStore) -> None:
-    kv.init("w", ranked(4))
-    kv.push("w", ranked(1))
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-    kv.push("w", ranked(2))
-    kv.push("w", ranked(3))
-    assert torch.equal(pulled(kv, "w"), ranked(3))
-
-
-@pytest.mark.parametrize("devices", [1, 2, 3, 5])
-def test_a_push_sums_over_its_devices(kv: KVStore, devices: int) -> None:
-    kv.init("w", ranked(4))
-    for first in (0, 7):
-        kv.push("w", [ranked(first + rank) for rank in range(devices)])
-        assert torch.equal(pulled(kv, "w"), over(devices, first=first))
-
-
 def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
     values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     kv.init("w", torch.zeros(1))
@@ -97,54 +68,6 @@ def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
     assert pulled(kv, "w", (1,)).item() == 2.0
 
 
-def test_a_list_of_keys_takes_one_value_per_key(kv: KVStore) -> None:
-    keys, shapes = ["a", "b", 3], [(2, 3), (4,), (1, 2, 2)]
-    kv.init(keys, [ranked(index, shape) for index, shape in enumerate(shapes)])
-    outs = [torch.empty(shape) for shape in shapes]
-    kv.pull(keys, outs)
-    assert all(torch.equal(out, ranked(i, shape)) for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)))
-    kv.push(keys, [ranked(10 + index, shape) for index, shape in enumerate(shapes)])
-    kv.pull(keys[::-1], outs[::-1])
-    assert all(torch.equal(out, ranked(10 + i, shape)) for i, (out, shape) in enumerate(zip(outs, shapes, strict=True)))
-
-
-def test_lists_of_keys_take_lists_of_devices(kv: KVStore) -> None:
-    keys, shapes = ["a", "b", 3], [(2, 3), (4,), (1, 2, 2)]
-    kv.init(keys, [torch.zeros(shape) for shape in shapes])
-    kv.push(keys, [[ranked(100 * i + rank, shape) for rank in range(3)] for i, shape in enumerate(shapes)])
-    outs = [[torch.empty(shape) for _ in range(3)] for shape in shapes]
-    kv.pull(keys, outs)
-    for index, (of_key, shape) in enumerate(zip(outs, shapes, strict=True)):
-        assert all(torch.equal(out, over(3, shape, first=100 * index)) for out in of_key)
-
-
-def test_a_list_of_keys_may_mix_tensors_and_lists(kv: KVStore) -> None:
-    kv.init(["a", "b"], [torch.zeros(2, 3)] * 2)
-    kv.push(["a", "b"], [ranked(5), [ranked(0), ranked(1)]])
-    outs = [torch.empty(2, 3) for _ in range(3)]
-    kv.pull(["a", "b"], [outs[:2], outs[2]])
-    assert torch.equal(outs[0], ranked(5))
-    assert torch.equal(outs[1], ranked(5))
-    assert torch.equal(outs[2], over(2))
-
-
-def test_tuples_are_lists(kv: KVStore) -> None:
-    kv.init(("a", "b"), (ranked(1), ranked(2)))
-    kv.push(("a", "b"), ((ranked(0), ranked(1)), ranked(7)))
-    outs = (torch.empty(2, 3), torch.empty(2, 3))
-    kv.pull(("a", "b"), outs)
-    assert torch.equal(outs[0], over(2))
-    assert torch.equal(outs[1], ranked(7))
-
-
-def test_a_list_of_one_key_is_a_list(kv: KVStore) -> None:
-    kv.init(["w"], [ranked(1)])
-    kv.push(["w"], [[ranked(0), ranked(1)]])
-    out = torch.empty(2, 3)
-    kv.pull(["w"], [out])
-    assert torch.equal(out, over(2))
-
-
 def test_no_keys_are_nothing_to_do(kv: KVStore) -> None:
     kv.init("w", ranked(1))
     kv.init([], [])
@@ -152,16 +75,6 @@ def test_no_keys_are_nothing_to_do(kv: KVStore) -> None:
     kv.pull([], [])
     kv.pushpull([], [])
     assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-def test_a_number_and_its_digits_are_two_keys(kv: KVStore) -> None:
-    kv.init([3, "3"], [ranked(3), ranked(33)])
-    kv.push(3, ranked(4))
-    assert torch.equal(pulled(kv, 3), ranked(4))
-    assert torch.equal(pulled(kv, "3"), ranked(33))
-    kv.push(["3", 3], [ranked(5), ranked(6)])
-    assert torch.equal(pulled(kv, "3"), ranked(5))
-    assert torch.equal(pulled(kv, 3), ranked(6))
 
 
 def test_any_str_or_int_is_a_key(kv: KVStore) -> None:
@@ -176,22 +89,6 @@ def test_an_int_subclass_that_is_no_bool_is_a_key(kv: KVStore) -> None:
     kv.init(0, ranked(0))
     assert torch.equal(pulled(kv, 1), ranked(1))
     assert torch.equal(pulled(kv, 0), ranked(0))
-
-
-def test_a_key_twice_in_a_call_is_one_push_of_the_sum(kv: KVStore) -> None:
-    kv.init(["a", "b"], [torch.zeros(2, 3)] * 2)
-    kv.push(["a", "b", "a"], [ranked(0), ranked(9), ranked(1)])
-    assert torch.equal(pulled(kv, "a"), over(2))
-    assert torch.equal(pulled(kv, "b"), ranked(9))
-    kv.push(["a", "a"], [[ranked(0), ranked(1)], [ranked(2), ranked(3)]])
-    assert torch.equal(pulled(kv, "a"), over(4))
-
-
-def test_a_key_may_be_pulled_twice_in_one_call(kv: KVStore) -> None:
-    kv.init("a", ranked(1))
-    outs = [torch.empty(2, 3) for _ in range(3)]
-    kv.pull(["a", "a"], [outs[0], outs[1:]])
-    assert all(torch.equal(out, ranked(1)) for out in outs)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 1, 3, 1)])
@@ -217,228 +114,7 @@ def test_half_precision_is_summed_in_float32(kv: KVStore) -> None:
     assert pulled(kv, "w", (2,), torch.float16).tolist() == [2050.0, 2050.0]
 
 
-def test_tensors_of_any_strides_go_in_and_out(kv: KVStore) -> None:
-    kv.init("w", ranked(1, (3, 2)).t())
-    assert torch.equal(pulled(kv, "w"), ranked(1, (3, 2)).t())
-    kv.push("w", [ranked(0, (3, 2)).t(), ranked(1)[:, :1].expand(2, 3)])
-    wide = torch.full((4, 6), -1.0)
-    kv.pull("w", [wide[::2, ::2], wide[1::2, 1::2].t().contiguous().t()])
-    assert torch.equal(wide[::2, ::2], ranked(0, (3, 2)).t() + ranked(1)[:, :1])
-    assert (wide[1::2] == -1).all()
-    assert (wide[:, 1::2] == -1).all()
-
-
-def test_parameters_and_their_gradients_are_tensors_like_others(kv: KVStore) -> None:
-    parameter = torch.nn.Parameter(ranked(1))
-    kv.init("w", parameter)
-    (parameter * 3).sum().backward()
-    kv.push("w", [parameter.grad, parameter])
-    kv.pull("w", parameter)
-    assert torch.equal(parameter.detach(), ranked(1) + 3)
-    assert parameter.requires_grad
-    assert parameter.grad_fn is None
-
-
-# -- numpy ------------------------------------------------------------------------------------------------------------
-
-
-def test_numpy_arrays_go_in_and_out(kv: KVStore) -> None:
-    kv.init("w", ranked(1).numpy())
-    kv.push("w", [ranked(0).numpy(), ranked(1)])
-    outs = [np.zeros((2, 3), np.float32), torch.empty(2, 3)]
-    kv.pull("w", outs)
-    assert np.array_equal(outs[0], over(2).numpy())
-    assert torch.equal(torch.as_tensor(outs[1]), over(2))
-
-
-def test_pushpull_writes_back_into_numpy_arrays(kv: KVStore) -> None:
-    kv.init("w", np.zeros((2, 3), np.float32))
-    values = [ranked(rank).numpy() for rank in range(3)]
-    kv.pushpull("w", values)
-    assert all(np.array_equal(value, over(3).numpy()) for value in values)
-
-
-def test_read_only_numpy_arrays_may_be_pushed(kv: KVStore) -> None:
-    array = ranked(1).numpy().copy()
-    array.flags.writeable = False
-    kv.init("w", array)
-    kv.push("w", [array, array])
-    assert torch.equal(pulled(kv, "w"), ranked(1) * 2)
-    assert np.array_equal(array, ranked(1).numpy())
-
-
-def test_numpy_views_with_steps_may_be_pushed_and_pulled_into(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    wide = np.full((4, 6), -1.0, np.float32)
-    wide[::2, ::2] = ranked(1).numpy()
-    kv.push("w", wide[::2, ::2])
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-    kv.push("w", ranked(2))
-    kv.pull("w", wide[::2, ::2])
-    assert np.array_equal(wide[::2, ::2], ranked(2).numpy())
-    assert (wide[1::2] == -1).all()
-
-
-def test_numpy_views_that_run_backwards_may_be_pushed(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    kv.push("w", np.ascontiguousarray(ranked(1).numpy()[::-1])[::-1])
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-def test_numpy_arrays_of_a_foreign_byte_order_may_be_pushed(kv: KVStore) -> None:
-    kv.init("w", ranked(1).numpy().astype(">f4"))
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-    kv.push("w", [ranked(2).numpy().astype(">f4"), ranked(3).numpy().astype("<f4")])
-    assert torch.equal(pulled(kv, "w"), over(2, first=2))
-
-
 # -- pushpull and broadcast -------------------------------------------------------------------------------------------
-
-
-def test_pushpull_gives_every_out_the_sum(kv: KVStore) -> None:
-    kv.init("w", ranked(9))
-    values, outs = [ranked(rank) for rank in range(4)], [torch.empty(2, 3) for _ in range(2)]
-    for _ in range(2):
-        kv.pushpull("w", values, outs)
-        assert all(torch.equal(out, over(4)) for out in outs)
-    assert all(torch.equal(value, ranked(rank)) for rank, value in enumerate(values))
-    kv.pushpull("w", values, outs[0])
-    assert torch.equal(outs[0], over(4))
-
-
-def test_pushpull_without_outs_writes_back_into_the_values(kv: KVStore) -> None:
-    kv.init("w", ranked(9))
-    values = [ranked(rank) for rank in range(4)]
-    kv.pushpull("w", values)
-    assert all(torch.equal(value, over(4)) for value in values)
-    one = ranked(5)
-    kv.pushpull("w", one)
-    assert torch.equal(one, ranked(5))
-
-
-def test_pushpull_of_four_ones_gives_four_each_time(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    for _ in range(3):
-        values = [torch.ones(2, 3) for _ in range(4)]
-        kv.pushpull("w", values)
-        assert [value.unique().tolist() for value in values] == [[4.0]] * 4
-    assert pulled(kv, "w").unique().tolist() == [4.0]
-
-
-def test_pushpull_of_lists_of_keys(kv: KVStore) -> None:
-    keys = ["a", 3, "b"]
-    kv.init(keys, [torch.zeros(2, 3)] * 3)
-    values = [[ranked(10 * index + rank) for rank in range(2)] for index in range(3)]
-    outs = [torch.empty(2, 3) for _ in range(3)]
-    kv.pushpull(keys, values, outs)
-    assert all(torch.equal(out, over(2, first=10 * index)) for index, out in enumerate(outs))
-    kv.pushpull(keys, values)
-    for index, of_key in enumerate(values):
-        assert all(torch.equal(value, over(2, first=10 * index)) for value in of_key)
-
-
-def test_pushpull_may_pull_other_keys_than_it_pushes(kv: KVStore) -> None:
-    kv.init(["a", "b"], [ranked(1), ranked(2)])
-    outs = [torch.empty(2, 3), torch.empty(2, 3)]
-    kv.pushpull(["a"], [ranked(5)], [outs[0]])
-    kv.pull("b", outs[1])
-    assert torch.equal(outs[0], ranked(5))
-    assert torch.equal(outs[1], ranked(2))
-
-
-def test_a_key_twice_in_a_pushpull_gives_the_whole_sum_to_both(kv: KVStore) -> None:
-    kv.init("a", torch.zeros(2, 3))
-    values = [ranked(0), [ranked(1), ranked(2)]]
-    kv.pushpull(["a", "a"], values)
-    assert torch.equal(torch.as_tensor(values[0]), over(3))
-    assert all(torch.equal(value, over(3)) for value in values[1])
-
-
-def test_broadcast_is_init_and_pull(kv: KVStore) -> None:
-    outs = [torch.empty(2, 3) for _ in range(3)]
-    kv.broadcast("w", ranked(1), outs)
-    assert all(torch.equal(out, ranked(1)) for out in outs)
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-def test_broadcast_of_lists_of_keys(kv: KVStore) -> None:
-    outs: list[Any] = [torch.empty(2, 3), [np.zeros(4, np.float32), torch.empty(4)]]
-    kv.broadcast(["a", 3], [ranked(1), ranked(2, (4,)).numpy()], outs)
-    assert torch.equal(outs[0], ranked(1))
-    assert np.array_equal(outs[1][0], ranked(2, (4,)).numpy())
-    assert torch.equal(outs[1][1], ranked(2, (4,)))
-
-
-# -- nothing of the caller's is shared --------------------------------------------------------------------------------
-
-
-def test_init_copies(kv: KVStore) -> None:
-    value, array = ranked(1), ranked(2).numpy().copy()
-    kv.init(["a", "b"], [value, array])
-    value.fill_(-5)
-    array.fill(-5)
-    assert torch.equal(pulled(kv, "a"), ranked(1))
-    assert torch.equal(pulled(kv, "b"), ranked(2))
-    kv.push("a", ranked(7))
-    assert (value == -5).all()
-
-
-def test_one_tensor_for_two_keys_is_two_values(kv: KVStore) -> None:
-    value = torch.zeros(2, 3)
-    kv.init(["a", "b"], [value, value])
-    kv.push("a", ranked(1))
-    assert torch.equal(pulled(kv, "b"), torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_pushing_and_pulling_leaves_the_pushed_tensor_alone(kv: KVStore, devices: int) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    values = [ranked(rank) for rank in range(devices)]
-    kv.push("w", values)
-    out = torch.empty(2, 3)
-    kv.pull("w", out)
-    out.fill_(-1)
-    kv.push("w", [ranked(8)] * devices)
-    assert all(torch.equal(value, ranked(rank)) for rank, value in enumerate(values))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_change_of_the_pushed_tensor_is_no_push(kv: KVStore, devices: int) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    values = [ranked(rank) for rank in range(devices)]
-    kv.push("w", values)
-    for value in values:
-        value.fill_(-1)
-    assert torch.equal(pulled(kv, "w"), over(devices))
-
-
-def test_a_change_of_the_pulled_tensor_is_no_push(kv: KVStore) -> None:
-    kv.init("w", ranked(1))
-    outs = [torch.empty(2, 3), torch.empty(2, 3)]
-    kv.pull("w", outs)
-    outs[0].fill_(-1)
-    assert torch.equal(outs[1], ranked(1))
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_updater_that_changes_the_sum_leaves_the_pushed_tensors_alone(kv: KVStore, devices: int) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    kv.set_updater(lambda key, summed, stored: stored.copy_(summed.mul_(2)))
-    values = [ranked(rank) for rank in range(devices)]
-    kv.push("w", values)
-    assert torch.equal(pulled(kv, "w"), over(devices) * 2)
-    assert all(torch.equal(value, ranked(rank)) for rank, value in enumerate(values))
-
-
-def test_assign_copies(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    value = ranked(1)
-    kv.assign("w", value)
-    value.fill_(-1)
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-    kv.push("w", ranked(2))
-    assert (value == -1).all()
 
 
 # -- set_updater and assign -------------------------------------------------------------------------------------------
@@ -464,24 +140,6 @@ def test_the_updater_is_called_once_per_push_and_key(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, 3), ranked(2) + ranked(7) / 2)
 
 
-def test_updates_accumulate_over_pushes(kv: KVStore) -> None:
-    kv.init("w", ranked(1))
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    for _ in range(3):
-        kv.push("w", [ranked(0), ranked(1)])
-    assert torch.equal(pulled(kv, "w"), ranked(1) - 3 * over(2))
-
-
-def test_pushpull_gives_the_updated_value(kv: KVStore) -> None:
-    kv.init("w", ranked(1))
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    values, outs = [ranked(0), ranked(1)], [torch.empty(2, 3), torch.empty(2, 3)]
-    kv.pushpull("w", values, outs)
-    assert all(torch.equal(out, ranked(1) - over(2)) for out in outs)
-    kv.pushpull("w", values)
-    assert all(torch.equal(value, ranked(1) - 2 * over(2)) for value in values)
-
-
 def test_the_updater_runs_on_values_that_need_no_gradient(kv: KVStore) -> None:
     parameter = torch.nn.Parameter(ranked(1))
     kv.init("w", parameter)
@@ -504,17 +162,6 @@ def test_the_last_set_updater_or_optimizer_applies(kv: KVStore) -> None:
     assert torch.equal(pulled(kv, "w"), ranked(4))
     with pytest.raises(RuntimeError, match="set_optimizer"):
         _ = kv.learning_rate
-
-
-def test_assign_replaces_without_an_update(kv: KVStore) -> None:
-    calls: list[Any] = []
-    kv.init(["a", "b"], [torch.zeros(2, 3)] * 2)
-    kv.set_updater(lambda key, summed, stored: calls.append(key))
-    kv.assign("a", ranked(1))
-    kv.assign(["b", "a"], [ranked(2).numpy(), ranked(3)])
-    assert calls == []
-    assert torch.equal(pulled(kv, "a"), ranked(3))
-    assert torch.equal(pulled(kv, "b"), ranked(2))
 
 
 def test_assign_keeps_the_optimizers_state(kv: KVStore) -> None:
@@ -572,25 +219,6 @@ def test_every_call_returns_a_work_which_is_complete_unless_async(kv: KVStore) -
         assert work.is_completed()
         assert work.exception() is None
         work.wait()
-
-
-def test_async_calls_take_effect_in_the_order_of_each_key(kv: KVStore) -> None:
-    outs = [torch.empty(2, 3) for _ in range(4)]
-    works = [kv.init("w", ranked(0), async_op=True), kv.pull("w", outs[0], async_op=True)]
-    works += [kv.push("w", [ranked(1), ranked(2)], async_op=True), kv.pull("w", outs[1], priority=5, async_op=True)]
-    works += [kv.pushpull("w", ranked(3), outs[2], priority=-5, async_op=True)]
-    works += [kv.push("w", ranked(4), priority=-9, async_op=True), kv.pull("w", outs[3], priority=9, async_op=True)]
-    for work in works:
-        work.wait(LIMIT)
-        assert work.is_completed()
-    expected = [ranked(0), over(2, first=1), ranked(3), ranked(4)]
-    assert all(torch.equal(out, one) for out, one in zip(outs, expected, strict=True))
-
-
-def test_async_broadcast_fills_its_outs(kv: KVStore) -> None:
-    outs = [torch.empty(2, 3), torch.empty(2, 3)]
-    kv.broadcast("w", ranked(3), outs, async_op=True).wait(LIMIT)
-    assert all(torch.equal(out, ranked(3)) for out in outs)
 
 
 def test_an_async_push_is_running_until_it_is_done(kv: KVStore) -> None:
@@ -667,55 +295,139 @@ def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(k
     assert torch.equal(pulled(kv, "bad"), torch.zeros(2, 3))
 
 
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """Return a view of every other row and column of a larger tensor of -77."""
+    larger = torch.full((2 * value.shape[0], 2 * value.shape[1]), -77.0)
+    larger[::2, ::2] = value
+    return larger[::2, ::2]
+
+
+def read_only(value: torch.Tensor) -> Any:
+    array = value.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+WRITABLE: dict[str, Any] = {
+    "tensor": torch.Tensor.clone,
+    "transposed": lambda value: value.t().contiguous().t(),
+    "with gaps": wide,
+    "parameter": lambda value: torch.nn.Parameter(value.clone()),
+    "array": lambda value: value.numpy().copy(),
+    "array with gaps": lambda value: wide(value).numpy(),
+}
+FORMS: dict[str, Any] = WRITABLE | {
+    "read-only": read_only,
+    "backwards": lambda value: np.ascontiguousarray(value.numpy()[::-1])[::-1],
+    "big endian": lambda value: value.numpy().astype(">f4"),
+    "little endian": lambda value: value.numpy().astype("<f4"),
+}
+"""What a value may be given as."""
+
+
+def values_of(form: Any) -> torch.Tensor:
+    return form.detach().clone() if isinstance(form, torch.Tensor) else torch.from_numpy(np.array(form, np.float32))
+
+
+def check_gaps(form: Any) -> None:
+    """Check that nothing was written around a view."""
+    around = form.base if isinstance(form, np.ndarray) and form.base is not None else None
+    around = form._base if isinstance(form, torch.Tensor) and form._is_view() else around
+    if around is not None and around.shape == (4, 6):
+        assert (around[1::2] == -77).all()
+        assert (around[:, 1::2] == -77).all()
+
+
+def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+    stored.sub_(summed)
+    summed.fill_(1e6)  # it may change what it is given
+
+
+keys = st.lists(st.sampled_from(["a", "b", 3, "3"]), min_size=1, max_size=3)
 calls = st.lists(
     st.tuples(
-        st.sampled_from(["push", "pushpull", "pull", "assign"]),
-        st.lists(st.sampled_from(["a", "b", 3]), min_size=1, max_size=3),
-        st.integers(1, 3),
+        st.sampled_from(["push", "pushpull", "pushpull in place", "pull", "assign", "broadcast", "set_updater"]),
+        keys,
+        st.integers(1, 5),
         st.integers(-2, 2),
         st.booleans(),
+        st.sampled_from([tuple, list]),
+        st.lists(st.sampled_from(sorted(FORMS)), min_size=6, max_size=6),
+        st.lists(st.sampled_from(sorted(WRITABLE)), min_size=6, max_size=6),
     ),
     max_size=12,
 )
 
 
 @pytest.mark.parametrize("name", ["local", "device"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=settings.default.max_examples * 2)  # type: ignore[union-attr]
 @given(calls)
-def test_any_sequence_of_calls_equals_a_model_with_a_dict(
-    name: str, sequence: list[tuple[str, list[Any], int, int, bool]]
-) -> None:
-    keys = ["a", "b", 3]
-    model = {key: ranked(index, (2, 2)) for index, key in enumerate(keys)}
-    checks: list[tuple[torch.Tensor, torch.Tensor]] = []
+def test_any_sequence_of_calls_equals_a_model_with_a_dict(name: str, sequence: list[Any]) -> None:
+    """Values are tensors and arrays of any layout, keys alone or in lists and tuples, calls asynchronous or not."""
+    model: dict[Any, torch.Tensor] = {key: ranked(index) for index, key in enumerate(["a", "b", 3, "3"])}
+    given_first = [value.clone() for value in model.values()]
+    is_updated = False
+    checks: list[tuple[Any, torch.Tensor]] = []
     with create(name) as kv:
-        kv.init(keys, [model[key] for key in keys])
+        kv.init(list(model), given_first)
+        for value in given_first:
+            value.fill_(-5)  # the store has its own
         works = []
-        for number, (call, chosen, devices, priority, async_op) in enumerate(sequence):
-            values = [[ranked(number + 7 * i + d, (2, 2)) for d in range(devices)] for i in range(len(chosen))]
-            outs = [torch.empty(2, 2) for _ in chosen]
-            if call in ("push", "pushpull"):
-                model.update(
-                    {
-                        key: sum(torch.stack(values[i]).sum(0) for i, other in enumerate(chosen) if other == key)
-                        for key in chosen
-                    }
-                )
+        for number, (call, chosen, devices, priority, is_async, kind, forms, out_forms) in enumerate(sequence):
+            if call == "set_updater":
+                kv.set_updater(update)
+                is_updated = True
+                continue
+            pool = out_forms if call == "pushpull in place" else forms
+            numbers = [[ranked(number + 7 * i + d) for d in range(devices)] for i in range(len(chosen))]
+            values = [[FORMS[pool[(i + d) % 6]](value) for d, value in enumerate(of)] for i, of in enumerate(numbers)]
+            outs = [[WRITABLE[out_forms[(i + d) % 6]](ranked(99)) for d in range(devices)] for i in range(len(chosen))]
+            many = [kind(of) if len(of) > 1 else of[0] for of in values]
+            many_outs = [kind(of) if len(of) > 1 else of[0] for of in outs]
+            arguments = (kind(chosen), kind(many)) if number % 2 or len(chosen) > 1 else (chosen[0], many[0])
+            into = kind(many_outs) if number % 2 or len(chosen) > 1 else many_outs[0]
+            options: Any = {"priority": priority, "async_op": is_async}
+            if call.startswith("push"):
+                for key in dict.fromkeys(chosen):
+                    addends = [value for i, one in enumerate(chosen) if one == key for value in numbers[i]]
+                    total = torch.stack(addends).sum(0)
+                    model[key] = model[key] - total if is_updated else total
             if call == "push":
-                works.append(kv.push(chosen, values, priority, async_op=async_op))
+                works.append(kv.push(*arguments, **options))
             elif call == "pushpull":
-                works.append(kv.pushpull(chosen, values, outs, priority, async_op=async_op))
+                works.append(kv.pushpull(*arguments, into, **options))
+            elif call == "pushpull in place":
+                works.append(kv.pushpull(*arguments, **options))
+                outs = values
             elif call == "pull":
-                works.append(kv.pull(chosen, outs, priority, async_op=async_op))
-            else:
+                works.append(kv.pull(arguments[0], into, **options))
+            elif call == "assign":
                 kv.assign(chosen[0], values[0][0])
-                model[chosen[0]] = values[0][0]
-            if call in ("pushpull", "pull"):
-                checks += [(out, model[key]) for key, out in zip(chosen, outs, strict=True)]
+                model[chosen[0]] = numbers[0][0]
+            else:
+                model[f"new {number}"] = numbers[0][0]
+                works.append(kv.broadcast(f"new {number}", values[0][0], kind(outs[0]), async_op=is_async))
+                outs, chosen = outs[:1], [f"new {number}"]
+            if call not in ("push", "assign"):
+                checks += [(out, model[key]) for key, of_key in zip(chosen, outs, strict=True) for out in of_key]
+            given_values = zip(chain.from_iterable(values), chain.from_iterable(numbers), strict=True)
+            if call == "pushpull in place":
+                continue
+            if is_async and call != "assign":
+                checks += given_values
+                continue
+            for form, value in given_values:  # nothing was written to what was pushed, and it may change afterwards
+                assert torch.equal(values_of(form), value)
+                if isinstance(form, torch.Tensor):
+                    form.data.fill_(-77)
         for work in works:
             work.wait(LIMIT)
-        assert all(torch.equal(out, expected) for out, expected in checks)
-        assert all(torch.equal(pulled(kv, key, (2, 2)), model[key]) for key in keys)
+            assert work.is_completed()
+            assert work.exception() is None
+        for out, expected in checks:
+            assert torch.equal(values_of(out), expected)
+            check_gaps(out)
+        assert all(torch.equal(pulled(kv, key), value) for key, value in model.items())
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gangline.collectives import Communicator, spawn
-from gangline.kvstore import KVStore, Trainer, create
+from gangline.kvstore import Trainer, create
 
 OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01}, torch.optim.SGD, {"momentum": 0.9}),
@@ -103,6 +103,22 @@ def test_a_parameter_without_a_gradient_on_any_worker_is_not_updated() -> None:
     assert not torch.equal(after[2], before[2])
 
 
+def test_a_frozen_parameter_stays_and_one_freed_later_is_refused_by_name() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    before = weights(model)
+    trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, "local")
+    for _ in range(2):
+        model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+        trainer.step(1)
+    assert [torch.equal(one, old) for one, old in zip(weights(model), before, strict=True)] == [True] * 2 + [False] * 2
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match=r"parameters \['0.bias'\] have requires_grad=True, but had False when the Tr"
+    ):
+        trainer.step(1)
+
+
 def test_weights_written_between_steps_are_used() -> None:
     model, other = network(), network(1)
     trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, "local")
@@ -112,28 +128,6 @@ def test_weights_written_between_steps_are_used() -> None:
     expected = weights(other)
     expected[1] -= 1
     assert all(torch.equal(a, b) for a, b in zip(weights(model), expected, strict=True))
-
-
-def test_summed_losses_are_divided_and_batches_accumulate() -> None:
-    x, y = next(batches(1, 7))
-    results = []
-    for reduction in ("mean", "sum"):
-        for parts in ([slice(0, 7)], [slice(0, 1), slice(1, 5), slice(5, 7)]):
-            model = network()
-            trainer = Trainer(model, "sgd", {"learning_rate": 0.5}, "local", loss_reduction=reduction)
-            *early, last = parts
-            with trainer.no_sync():
-                for part in early:
-                    F.cross_entropy(model(x[part]), y[part], reduction=reduction).backward()
-                    trainer.step(len(y[part]))
-                    assert model[0].weight.grad is None
-                trainer.step(0)
-            F.cross_entropy(model(x[last]), y[last], reduction=reduction).backward()
-            trainer.step(len(y[last]))
-            results.append(weights(model))
-    for other in results[1:]:
-        assert distance(other, results[0]) < 1e-14
-    assert distance(results[0], weights(network())) > 1e-3
 
 
 def test_rates_and_states(tmp_path: Path) -> None:
@@ -155,21 +149,6 @@ def test_rates_and_states(tmp_path: Path) -> None:
     assert not model[0].weight.grad.any()
     trainer.zero_grad()
     assert model[0].weight.grad is None
-
-
-def test_sparse_gradients_stay_sparse() -> None:
-    torch.manual_seed(0)
-    table = nn.Embedding(6, 2, sparse=True)
-    plain = copy.deepcopy(table)
-    trainer = Trainer(table, "sgd", {"learning_rate": 0.5}, "local")
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for ids in ([1, 4, 1], [0, 4]):
-        for net in (table, plain):
-            net.zero_grad()
-            net(torch.tensor(ids)).square().sum().backward()
-        trainer.step(len(ids))
-        optimizer.step()
-    torch.testing.assert_close(table.weight, plain.weight)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -199,93 +178,6 @@ def test_wrong_arguments_are_named() -> None:
 
 
 # Several workers
-
-
-def _unequal(comm: Communicator, optimizer: str, arguments: dict[str, Any], sizes: list[int], reduction: str) -> Any:
-    model = network(comm.rank)  # rank 0's weights are everybody's
-    with create("allreduce", communicator=comm) as kv:
-        trainer = Trainer(model.named_parameters(), optimizer, arguments, kv, loss_reduction=reduction)
-        begin = sum(sizes[: comm.rank])
-        own = slice(begin, begin + sizes[comm.rank])
-        for step, (x, y) in enumerate(batches(20, sum(sizes))):
-            if step == 10 and comm.rank == 0:
-                trainer.set_learning_rate(0.05)
-            trainer.zero_grad()
-            F.cross_entropy(model(x[own]), y[own], reduction=reduction).backward()
-            trainer.step(sizes[comm.rank])
-    return weights(model)
-
-
-@pytest.mark.parametrize(("sizes", "reduction"), [([5, 2], "mean"), ([1, 6, 3], "sum")])
-@pytest.mark.parametrize(("name", "arguments", "optimizer_class", "more"), OPTIMIZERS)
-def test_workers_with_unequal_batches_train_as_one_process_on_all_of_them(
-    name: str,
-    arguments: dict[str, Any],
-    optimizer_class: type[torch.optim.Optimizer],
-    more: dict[str, Any],
-    sizes: list[int],
-    reduction: str,
-) -> None:
-    plain = network(0)
-    optimizer = optimizer_class(plain.parameters(), lr=0.1, weight_decay=0.01, **more)
-    for step, (x, y) in enumerate(batches(20, sum(sizes))):
-        if step == 10:
-            optimizer.param_groups[0]["lr"] = 0.05
-        optimizer.zero_grad()
-        F.cross_entropy(plain(x), y).backward()
-        optimizer.step()
-    first, *others = spawn(_unequal, len(sizes), name, arguments, sizes, reduction, threads=1)
-    assert distance(first, weights(plain)) <= 1e-11
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-class Branches(nn.Module):
-    """Network with two halves, of which a worker may use one, and a sparse embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(6, 5, sparse=True, dtype=torch.float64)
-        self.left, self.right, self.unused = (nn.Linear(5, 1).double() for _ in range(3))
-
-    def forward(self, ids: torch.Tensor, goes_left: bool) -> torch.Tensor:
-        return (self.left if goes_left else self.right)(self.table(ids)).square().mean()
-
-
-def _branches(kv: KVStore, ids: list[list[int]]) -> dict[str, torch.Tensor]:
-    model = Branches()
-    trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "weight_decay": 0.0}, kv)
-    for step in range(4):
-        trainer.zero_grad()
-        own = ids[kv.rank] if step != 3 or kv.rank else []
-        if own:
-            model(torch.tensor(own), goes_left=(kv.rank == 0) == (step % 2 == 0)).backward()
-        trainer.step(len(own))
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def _with_store(comm: Communicator, *arguments: Any) -> Any:
-    with create("allreduce", communicator=comm) as kv:
-        return _branches(kv, *arguments)
-
-
-def test_workers_that_use_different_parts_of_a_network() -> None:
-    ids = [[1, 4, 4], [0, 4]]
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        workers = [rank for rank in range(2) if step != 3 or rank]
-        total = sum(len(ids[rank]) for rank in workers)
-        for rank in workers:
-            loss = model(torch.tensor(ids[rank]), goes_left=(rank == 0) == (step % 2 == 0))
-            (loss * len(ids[rank]) / total).backward()
-        optimizer.step()
-    for found in spawn(_with_store, 2, ids, threads=1):
-        for name, expected in model.state_dict().items():
-            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
-        assert torch.equal(found["unused.weight"], Branches().unused.weight)
 
 
 def _joined(comm: Communicator, steps: list[int]) -> Any:

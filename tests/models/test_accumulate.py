@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from gangline import Checkpoint, Module, Speedometer, cpu
-from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 5, 3
@@ -26,7 +25,6 @@ MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 VALID = [6, 1, 3, 5, 1, 2, 1]
 """Number of labels that are not ignored, for each of the seven batches of an epoch."""
 
-STORES = ("local", "device")
 counts = pytest.mark.parametrize("count", [1, 2, 3])
 
 
@@ -127,10 +125,6 @@ CASES = {
 }
 
 
-def windows(batches: Batches, size: int) -> list[Batches]:
-    return [batches[start : start + size] for start in range(0, len(batches), size)]
-
-
 def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: float = 0.1) -> dict[str, torch.Tensor]:
     """Run a plain loop that divides the summed losses of an update by their number of valid elements."""
     plain = torch.optim.SGD(network.parameters(), **{**MOMENTUM, "lr": lr})
@@ -144,11 +138,6 @@ def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: floa
     return network.state_dict()
 
 
-def rate(name: str) -> float:
-    """Return the learning rate, which is smaller for a summed loss."""
-    return 0.002 if name == "summed" else 0.1
-
-
 # -- the gradient ---------------------------------------------------------------------------------------------------
 
 
@@ -158,54 +147,6 @@ def every_second(*axes: Collection[Any]) -> list[Any]:
         pytest.param(*(value for _, value in case), marks=pytest.mark.slow if sum(n for n, _ in case) % 2 else ())
         for case in itertools.product(*map(enumerate, axes))
     ]
-
-
-@pytest.mark.parametrize(("store", "count", "name"), every_second(STORES, (1, 2, 3), CASES))
-def test_fit_accumulates_as_a_plain_loop_does(name: str, count: int, store: str) -> None:
-    case, network = CASES[name], perceptron()
-    batches = case.batches()
-    expected = by_hand(copy.deepcopy(network), case, windows(batches, 3) * 2, rate(name))
-    with Module(network, case.loss, contexts(count), loss_normalizer=case.normalizer) as module:
-        module.fit(
-            batches,
-            num_epoch=2,
-            kvstore=store,
-            optimizer_params={**MOMENTUM, "lr": rate(name)},
-            eval_metric=nothing,
-            accumulate=3,
-        )
-        assert distance(module.get_params(), expected) < 1e-11
-
-
-def nothing(*_: Any) -> float:
-    return 0.0
-
-
-@pytest.mark.parametrize(
-    ("store", "loads", "name", "last"),
-    every_second(STORES, ([1], [3, 1], [1, 0, 2.5]), CASES, ("separate", "eager")),
-)
-def test_steps_under_add_accumulate_as_a_plain_loop_does(store: str, loads: list[float], name: str, last: str) -> None:
-    case, network = CASES[name], perceptron()
-    batches = case.batches()
-    updates = [batches[:3], batches[3:4], batches[4:], batches[:2]]
-    expected = by_hand(copy.deepcopy(network), case, updates, rate(name))
-    with (
-        create(store) as kv,
-        Module(network, case.loss, contexts(len(loads)), loads, loss_normalizer=case.normalizer) as module,
-    ):
-        module.bind((6, FEATURES), grad_req="add")
-        module.init_optimizer(kv, "sgd", {**MOMENTUM, "lr": rate(name)})
-        for window in updates:
-            for data, label in window[:-1]:
-                module.forward(data, label)
-                module.backward()
-            if last == "eager":
-                module.forward_backward_update(*window[-1])
-            else:
-                module.forward_backward(*window[-1])
-                module.update()
-        assert distance(module.get_params(), expected) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -246,25 +187,6 @@ def test_an_update_without_a_valid_label_has_a_nan_loss_and_changes_nothing(coun
             assert moved == [counted] * len(moved)
             if not counted:
                 assert all(torch.equal(value, state[name]) for name, value in module.optimizer_state().tensors.items())
-
-
-def test_accumulating_halves_of_a_batch_is_training_on_the_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    arrays = (torch.randn(22, FEATURES, generator=generator).double(), torch.randint(CLASSES, (22,)))
-    network, found = perceptron(), []
-    for size, accumulate in ((8, 1), (4, 2), (2, 4)):
-        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), contexts(2)) as module:
-            module.fit(
-                arrays,
-                num_epoch=2,
-                batch_size=size,
-                optimizer="adam",
-                optimizer_params={"lr": 0.01, "eps": 1e-3},
-                accumulate=accumulate,
-            )
-            found.append(module.get_params())
-    assert distance(found[1], found[0]) < 1e-11
-    assert distance(found[2], found[0]) < 1e-11
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -514,28 +436,6 @@ def test_grad_req_is_as_it_was_after_fit(grad_req: str) -> None:
         with pytest.raises(Cut):
             module.fit(Interrupted(classes([6, 6, 6])), num_epoch=1, accumulate=2)
         assert module.grad_req == grad_req
-
-
-def test_under_add_fit_with_an_update_a_batch_is_that_under_write() -> None:
-    network, found = perceptron(), []
-    for grad_req in ("write", "add"):
-        with Module(copy.deepcopy(network), nn.CrossEntropyLoss(ignore_index=-1), contexts(2)) as module:
-            module.bind((6, FEATURES), grad_req=grad_req)
-            module.fit(classes([6, 1, 3, 2]), num_epoch=2, optimizer_params=MOMENTUM)
-            found.append(module.get_params())
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError), ("2", TypeError), (None, TypeError)],
-)
-def test_a_wrong_number_of_batches_to_an_update_is_named(value: Any, error: type[Exception]) -> None:
-    with (
-        Module(perceptron(), nn.CrossEntropyLoss(), cpu()) as module,
-        pytest.raises(error, match=f"accumulate is {value!r}; expected"),
-    ):
-        module.fit(classes(), num_epoch=1, accumulate=value)
 
 
 @pytest.mark.parametrize("value", ["null", "Add", None, 1])

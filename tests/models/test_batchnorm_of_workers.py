@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from measure import distance
-from test_promise_batchnorm import Checkpointed, perceptron, plainly, residual, with_dropout
+from test_promise_batchnorm import perceptron, plainly, residual, with_dropout
 from torch import nn
 
 from gangline import Module, cpu
@@ -19,7 +19,7 @@ from gangline.kvstore import KVStore, create
 from tests.kvstore.parameter_server.processes import run_job
 
 SIDE, CLASSES = 5, 3
-NETWORKS = {made.__name__: made for made in (residual, perceptron, Checkpointed, with_dropout)}
+NETWORKS = {made.__name__: made for made in (residual, perceptron, with_dropout)}
 OPTIMIZER: Any = {"lr": 0.01, "momentum": 0.9}
 
 
@@ -61,9 +61,7 @@ def trained(comm: Communicator, network: str, shares: list[list[int]], loads: li
 
 CASES = [
     (2, "residual", [[9, 3], [6, 6], [8, 0], [1, 7]], [[1], [1]]),
-    pytest.param(2, "Checkpointed", [[9, 3], [0, 6], [5, 1]], [[2, 1], [1]], marks=pytest.mark.slow),
-    (3, "perceptron", [[1, 7, 4], [6, 1, 1], [0, 9, 2]], [[1], [3, 1], [1, 0, 2]]),
-    pytest.param(3, "residual", [[5, 0, 3], [0, 0, 8], [2, 4, 9]], [[2, 1], [1], [1, 1]], marks=pytest.mark.slow),
+    pytest.param(3, "perceptron", [[1, 7, 4], [6, 1, 1], [0, 9, 2]], [[1], [3, 1], [1, 0, 2]], marks=pytest.mark.slow),
 ]
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from gangline import Context, Module, cpu, gpu
-from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.reducer import reducer
@@ -140,41 +139,11 @@ def trained(
         return module.get_params()
 
 
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize(
-    ("store", "loads"),
-    [(None, [1]), ("local", [3, 1]), ("device", [1, 2, 1]), ("device", [1, 0, 1])],
-    ids=["alone", "local", "device", "idle"],
-)
-@pytest.mark.parametrize("kind", ["branches", "words"])
-def test_contexts_train_as_a_torch_loop_that_clips(name: str, store: str | None, loads: list[float], kind: str) -> None:
-    assert distance(trained(name, store, loads, kind), plainly(name, kind)) <= 1e-11
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_the_gradient_is_clipped_after_accumulation(name: str) -> None:
-    assert distance(trained(name, "device", [2, 1], accumulate=2), plainly(name, accumulate=2)) <= 1e-11
-
-
 def test_one_context_gives_torchs_bits_with_and_without_a_store() -> None:
     with create("local") as store:
         for given in (None, store):
             found = trained("clip_global_norm", given, [1])
             assert all(torch.equal(found[key], value) for key, value in plainly("clip_global_norm").items())
-
-
-def test_forward_backward_and_update_clip_too() -> None:
-    network = made("branches")
-    reference = copy.deepcopy(network)
-    data, label = arrays()
-    nn.functional.cross_entropy(reference(data), label).backward()
-    clip_grad_norm_(reference.parameters(), 0.01)
-    expected = {key: p.detach() - (p.grad if p.grad is not None else 0) for key, p in reference.named_parameters()}
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1]) as module:
-        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
-        module.forward_backward(data, label)
-        module.update()
-        assert distance(module.get_params(), expected) <= 1e-14
 
 
 @pytest.mark.parametrize("verbs", ["early", "late"])
@@ -254,23 +223,6 @@ def test_after_a_backward_that_fails_no_weight_has_changed(store: str, monkeypat
     assert all(torch.equal(broken[name], value) for name, value in whole.items())
 
 
-def test_frozen_parameters_do_not_count_in_the_norm() -> None:
-    network = made("branches")
-    data, label = arrays()
-    reference = copy.deepcopy(network)
-    for name, parameter in reference.named_parameters():
-        parameter.requires_grad_(not name.startswith("first"))
-    nn.functional.cross_entropy(reference(data), label).backward()
-    trained_ones = [p for p in reference.parameters() if p.grad is not None]
-    clip_grad_norm_(trained_ones, 0.01)
-    expected = {key: p.detach() - (p.grad if p.grad is not None else 0) for key, p in reference.named_parameters()}
-    fixed = ["first.weight", "first.bias"]
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], fixed_param_names=fixed) as module:
-        module.init_optimizer("local", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
-        module.forward_backward_update(data, label)
-        assert distance(module.get_params(), expected) <= 1e-14
-
-
 @pytest.mark.parametrize(("name", "spoilt"), [("clip_norm", 2), ("clip_global_norm", 4)])
 def test_a_norm_that_is_nan_makes_weights_nan(name: str, spoilt: int) -> None:
     network = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)).double()
@@ -287,38 +239,6 @@ def test_a_norm_that_is_nan_makes_weights_nan(name: str, spoilt: int) -> None:
         params = module.get_params()
     assert sum(bool(value.isnan().all()) for value in params.values()) == spoilt
     assert sum(bool(value.isnan().any()) for value in params.values()) == spoilt
-
-
-def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() -> None:
-    torch.manual_seed(2)
-    network = nn.Linear(FEATURES, CLASSES)
-    data, label = arrays()
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], autocast=torch.float16) as module:
-        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
-        skipped, moved = 0, []
-        for factor in (1e4, 1.0, 1.0):
-            before = module.get_params()
-            assert module.loss_scale is not None
-            scale = module.loss_scale.value
-            module.forward_backward_update((data * factor).float(), label)
-            skipped += module.loss_scale.value < scale
-            moved.append(float(torch.cat([(v - before[k]).flatten() for k, v in module.get_params().items()]).norm()))
-    assert skipped == 1
-    assert moved == [0.0, pytest.approx(0.01, rel=1e-3), pytest.approx(0.01, rel=1e-3)]
-
-
-def test_compressed_gradients_are_clipped_after_decoding() -> None:
-    data, label = arrays()
-    compression = {"type": "2bit", "threshold": 0.5}
-    network = made("branches")
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], compression_params=compression) as module:
-        module.init_optimizer("local", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
-        moved = []
-        for _ in range(8):
-            before = module.get_params()
-            module.forward_backward_update(data, label)
-            moved.append(float(torch.cat([(v - before[k]).flatten() for k, v in module.get_params().items()]).norm()))
-    assert {round(one, 6) for one in moved} == {0.0, 0.01}  # a gradient of the threshold now and then
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -364,22 +284,6 @@ def test_decay_is_added_behind_the_clip_with_a_factor_for_each_parameter() -> No
         assert distance(module.get_params(), reference.state_dict()) <= 1e-13
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            {"clip_gradient": 1.0, "clip_norm": 2.0},
-            "clip_gradient=1.0 and clip_norm=2.0 are given; expected at most",
-        ),
-        ({"clip_norm": 0}, "clip_norm is 0; expected a number above 0"),
-        ({"clip_global_norm": float("nan")}, "clip_global_norm is nan; expected a number above 0"),
-    ],
-)
-def test_bad_thresholds_are_refused_before_training(params: dict[str, float], message: str) -> None:
-    with Module(made("branches"), nn.CrossEntropyLoss()) as module, pytest.raises(ValueError, match=message):
-        module.fit(arrays(), num_epoch=1, batch_size=BATCH, optimizer_params=params)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
 @pytest.mark.parametrize("name", CLIPS)
@@ -391,22 +295,6 @@ def test_gpus_train_as_a_torch_loop_that_clips(name: str, store: str) -> None:
 
 
 # Workers
-
-
-def over_collectives(comm: Communicator) -> dict[tuple[str, str], Params]:
-    found = {}
-    for name, kind in [*((name, "branches") for name in CLIPS), ("clip_global_norm", "words")]:
-        with create("allreduce", communicator=comm) as store:
-            loads: list[float] = [1.0] if comm.rank else [1.0, 2.0]
-            found[name, kind] = trained(name, store, loads, kind)
-    return found
-
-
-def test_workers_of_an_allreduce_store_train_as_a_torch_loop_that_clips() -> None:
-    everybody = spawn(over_collectives, 2)
-    for (name, kind), params in everybody[0].items():
-        assert distance(params, plainly(name, kind)) <= 1e-11, (name, kind)
-        assert all(torch.equal(params[key], everybody[1][name, kind][key]) for key in params), (name, kind)
 
 
 def one_over_servers(name: str, kind: str) -> Params:

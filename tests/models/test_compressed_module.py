@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gangline import Checkpoint, Context, Module, cpu
 from gangline.cli.main import main
-from gangline.collectives.workload import split_batch
 from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 6, 3
-THRESHOLD = 2.0**-4
 TYPES: dict[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.03},
     "fp16": {"type": "fp16"},
@@ -83,106 +80,6 @@ def test_a_network_trains_through_every_codec_and_its_replicas_stay_equal(kind: 
         feeds_back = kind in ("2bit", "topk")
         names = {f'"{layer}.{part}"/{place}' for layer in (0, 2) for part in ("weight", "bias") for place in (0, 1)}
         assert module.compression_residuals().keys() == (names if feeds_back else set())
-
-
-# -- 2bit, number by number -----------------------------------------------------------------------------------------
-
-
-class Simulation:
-    """Senders of 2bit with residuals, one owner, and SGD on a linear network and squares, in plain numpy.
-
-    All numbers are multiples of powers of two so large that no operation rounds: in any order of summation, an
-    implementation that does the same arithmetic has the same bits.
-    """
-
-    def __init__(self, weight: np.ndarray, bias: np.ndarray, senders: int) -> None:
-        self.weights = {"weight": weight.copy(), "bias": bias.copy()}
-        self.residuals = [{name: np.zeros_like(value) for name, value in self.weights.items()} for _ in range(senders)]
-
-    def step(self, data: np.ndarray, label: np.ndarray, slices: Sequence[slice], rate: float) -> None:
-        sums = {name: np.zeros_like(value) for name, value in self.weights.items()}
-        senders = [part for part in slices if part.stop > part.start]
-        for part, residuals in zip(senders, self.residuals[: len(senders)], strict=True):
-            error = data[part] @ self.weights["weight"].T + self.weights["bias"] - label[part]
-            of_mean = 2 * error / label.size
-            for name, gradient in (("weight", of_mean.T @ data[part]), ("bias", of_mean.sum(0))):
-                residuals[name] += gradient
-                sent = THRESHOLD * (
-                    (residuals[name] >= THRESHOLD).astype(gradient.dtype) - (residuals[name] <= -THRESHOLD)
-                )
-                residuals[name] -= sent
-                sums[name] += sent
-        for name, total in sums.items():
-            self.weights[name] -= rate * total
-
-
-def dyadic(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Multiples of 1/4 from -1 to 1."""
-    return generator.integers(-4, 5, shape) / 4
-
-
-@pytest.mark.parametrize("how", sorted(STEPS))
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("loads", [[1, 1], [3, 1], [2, 1, 1]])
-def test_two_bits_are_those_of_senders_simulated_in_numpy(how: str, store: str, loads: list[float]) -> None:
-    generator = np.random.default_rng(5)
-    network = nn.Linear(FEATURES, 4).double()
-    weight, bias = dyadic((4, FEATURES), generator), dyadic((4,), generator)
-    network.load_state_dict({"weight": torch.from_numpy(weight), "bias": torch.from_numpy(bias)})
-    simulation = Simulation(weight, bias, len(loads))
-    target = dyadic((4, FEATURES), generator)
-    params = {"type": "2bit", "threshold": THRESHOLD}
-    sent = 0
-    with Module(network, nn.MSELoss(), contexts(len(loads)), loads, compression_params=params) as module:
-        module.init_optimizer(store, "sgd", {"learning_rate": 0.5})
-        for _ in range(20):
-            data = dyadic((16, FEATURES), generator)
-            label = data @ target.T
-            before = {name: value.copy() for name, value in simulation.weights.items()}
-            STEPS[how](module, torch.from_numpy(data), torch.from_numpy(label))
-            simulation.step(data, label, split_batch(16, loads), 0.5)
-            sent += sum(int((before[name] != value).sum()) for name, value in simulation.weights.items())
-            for name, value in module.get_params().items():
-                assert np.array_equal(value.numpy(), simulation.weights[name])
-            for place, residuals in enumerate(simulation.residuals):
-                for name, residual in residuals.items():
-                    assert np.array_equal(module.compression_residuals()[f'"{name}"/{place}'].numpy(), residual)
-    assert 100 < sent < 20 * 28  # some values are sent, others stay in the residual
-
-
-def test_residuals_are_in_units_of_the_mean_over_the_global_batch() -> None:
-    """The threshold has the same effect if every share gets a copy of one batch."""
-    residuals = []
-    for copies in (1, 4):
-        data, label = (tensor.repeat(2 * copies, *[1] * (tensor.dim() - 1)) for tensor in clusters(8))
-        params = {"type": "2bit", "threshold": 100.0}
-        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
-            module.init_optimizer("device", "sgd", {"lr": 0.1})
-            module.forward_backward_update(data, label)
-            residuals.append(module.compression_residuals())
-    for name, residual in residuals[0].items():
-        torch.testing.assert_close(residuals[1][name], residual, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_halves_arrive_rounded_once(kind: str, dtype: torch.dtype) -> None:
-    data, label = clusters(8)
-    network = perceptron()
-    stored = copy.deepcopy(network.state_dict())
-    with Module(network, nn.CrossEntropyLoss(), contexts(2), compression_params={"type": kind}) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.5})
-        for _ in range(4):
-            reference = copy.deepcopy(network)
-            parts: list[list[torch.Tensor]] = []
-            for part in (slice(0, 4), slice(4, 8)):
-                reference.zero_grad()
-                (nn.functional.cross_entropy(reference(data[part]), label[part], reduction="sum") / 8).backward()
-                parts.append([parameter.grad.to(dtype).float() for parameter in reference.parameters()])  # type: ignore[union-attr]
-            for name, one, other in zip(stored, *parts, strict=True):
-                stored[name] = stored[name] - 0.5 * (one + other)
-            module.forward_backward_update(data, label)
-            for name, value in module.get_params().items():
-                assert torch.equal(value, stored[name])
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
@@ -280,24 +177,6 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        ({}, ValueError, "names no type"),
-        ({"type": "3bit"}, ValueError, r"no compression type '3bit'; expected one of \['2bit', 'bf16', 'fp16', 'topk'"),
-        ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected a finite number > 0"),
-        ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold"),
-        ({"type": "fp16", "threshold": 0.5}, ValueError, "'fp16' has no option 'threshold'"),
-        ({"type": "topk", "ratio": 2}, ValueError, "ratio is 2; expected 0 < ratio <= 1"),
-        ({"type": "2bit", "pull_type": "fp8"}, ValueError, "pull_type is 'fp8'"),
-        ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
-    ],
-)
-def test_bad_params_are_refused_by_the_constructor(params: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params)
 
 
 @pytest.mark.parametrize("store", ["local", "device"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 from functools import partial
@@ -62,26 +61,6 @@ def test_numpy_tuples_and_dicts_are_data_too() -> None:
             assert torch.equal(outputs["parts"][1], right * 2)
 
 
-def test_step_by_step_is_torchs_step() -> None:
-    data, label = counted(6, 2), counted(6, 3)
-    reference = linear()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2], [2, 1]) as module:
-        module.bind((6, 2), (6, 3))
-        module.init_params()
-        module.init_optimizer("device", "sgd", {"learning_rate": 0.01, "momentum": 0.9})
-        for _ in range(3):
-            module.forward(data, label)
-            module.backward()
-            module.update()
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(reference(data), label)
-            loss.backward()
-            optimizer.step()
-            assert float(module.get_loss()) == pytest.approx(loss.item(), rel=1e-6)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-6
-
-
 def test_a_second_backward_before_update_adds_and_the_one_after_begins_anew() -> None:
     data, label = counted(4, 2), counted(4, 3)
     reference = linear()
@@ -115,40 +94,6 @@ def test_backward_from_given_gradients_of_the_outputs() -> None:
         module.forward(data)
         with pytest.raises(ValueError, match="out_grads has 4 samples, but the batch has 5"):
             module.backward(out_grads[:4])
-
-
-def test_parameters_that_got_no_gradient_are_left_alone() -> None:
-    class Branch(nn.Module):
-        """Network in which the data decide which layer runs."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.low, self.high, self.never = (nn.Linear(1, 1) for _ in range(3))
-
-        def forward(self, data: torch.Tensor) -> Any:
-            return self.low(data) if float(data[0]) < 2 else self.high(data)
-
-    network = Branch()
-    before = copy.deepcopy(network.state_dict())
-    data, label = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.ones(4, 1)
-    with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.init_optimizer("device", "sgd", {"lr": 0.1, "wd": 0.5, "momentum": 0.9})
-        module.forward_backward_update(data, label)  # each layer ran on one of the two replicas
-        after = module.get_params()
-        assert all(not torch.equal(after[name], before[name]) for name in ("low.weight", "high.weight"))
-        module.forward_backward_update(data[:2], label[:2])  # low alone
-        last = module.get_params()
-        assert not torch.equal(last["low.weight"], after["low.weight"])
-        assert torch.equal(last["high.weight"], after["high.weight"])
-        assert torch.equal(last["never.weight"], before["never.weight"])
-
-
-def test_fixed_parameters_stay() -> None:
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2], fixed_param_names=["bias"]) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1, "wd": 0.1})
-        module.forward_backward_update(counted(4, 2), counted(4, 3))
-        assert torch.equal(module.get_params()["bias"], linear().bias)
-        assert not torch.equal(module.get_params()["weight"], linear().weight)
 
 
 def test_an_idle_context_holds_no_replica() -> None:
@@ -426,6 +371,13 @@ def test_what_a_training_module_holds(contexts: int, copies: int, store: str) ->
         ({"work_load_list": [True, 1]}, TypeError, r"work_load_list\[0\] is True"),
         ({"work_load_list": "31"}, ValueError, "work_load_list is '31'; expected one number per context, or 'auto'"),
         ({"autocast": torch.float64}, ValueError, "autocast is torch.float64; expected torch.bfloat16"),
+        ({"autocast": "bfloat16"}, ValueError, "autocast is 'bfloat16'; expected torch.bfloat16"),
+        ({"random": "batch"}, ValueError, "random is 'batch'; expected 'context' or 'sample'"),
+        (
+            {"shard": "weights", "context": cpu(), "work_load_list": "auto"},
+            ValueError,
+            "work_load_list='auto' is not available with shard='weights'; set GANGLINE_WORK_LOAD_LIST=auto",
+        ),
         ({"fixed_param_names": ["gain"]}, ValueError, r"\['gain'\], which are no parameters; they are \['weight'"),
         ({"fixed_param_names": "bias"}, TypeError, "expected a list of names"),
         ({"loss": 3}, TypeError, "loss is 3"),
@@ -531,6 +483,9 @@ def test_wrong_optimizers_and_stores_are_named(arguments: Any, error: type[Excep
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
         ({"batch_end_callback": 3}, TypeError, "callback is 3"),
         ({"begin_epoch": True}, TypeError, "begin_epoch is True"),
+        ({"accumulate": 0}, ValueError, "accumulate is 0; expected"),
+        ({"accumulate": True}, TypeError, "accumulate is True; expected"),
+        ({"accumulate": None}, TypeError, "accumulate is None; expected"),
     ],
 )
 def test_wrong_options_of_fit_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -55,21 +55,6 @@ def overflowing(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     return data * 1e4, label
 
 
-def plainly(network: nn.Module, half: torch.dtype, steps: int, **arguments: Any) -> torch.amp.GradScaler:
-    """Run a plain torch loop under autocast."""
-    optimizer = torch.optim.SGD(network.parameters(), **arguments)
-    scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
-    for step in range(steps):
-        data, label = batch(seed=step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            loss = F.cross_entropy(network(data), label)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler
-
-
 def state_of(module: Module) -> dict[str, torch.Tensor]:
     return module.get_params() | {f"state {name}": value for name, value in module.optimizer_state().tensors.items()}
 
@@ -98,20 +83,6 @@ def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, 
             module.update()
         module.forward_backward_update(*batch())
         assert {value.dtype for value in state_of(module).values()} == {torch.float32}
-
-
-@halves
-@counts
-def test_contexts_train_as_torchs_plain_loop_under_autocast(half: torch.dtype, count: int) -> None:
-    network = perceptron()
-    reference = copy.deepcopy(network)
-    plainly(reference, half, steps=4, lr=0.1, momentum=0.9)
-    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
-        for step in range(4):
-            module.forward_backward_update(*batch(seed=step))
-        # gradients are rounded to half precision once per replica, not once per batch
-        assert distance(module.get_params(), reference.state_dict()) < 8 * torch.finfo(half).eps * 4 * 0.1
 
 
 @halves
@@ -163,12 +134,6 @@ def test_an_autocast_around_the_users_own_steps_works_on(half: torch.dtype, coun
         assert distance(moved, expected) < 4 * torch.finfo(half).eps  # type: ignore[arg-type]
         module.forward(data, label)
         assert module.get_outputs().dtype is torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, "bfloat16", True])
-def test_types_that_autocast_does_not_compute_in_are_named(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"autocast is .*; expected torch\.bfloat16, torch\.float16 or None"):
-        Module(perceptron(), nn.CrossEntropyLoss(), cpu(), autocast=dtype)
 
 
 def test_only_float16_has_a_loss_scale() -> None:
@@ -251,30 +216,6 @@ def test_an_overflow_on_one_replica_alone_skips_the_step_for_all(count: int) -> 
         assert finite == [True] * (count - 1) + [False]
         module.update()
         assert same_bits(state_of(module), before)
-
-
-@counts
-def test_the_optimizer_sees_gradients_without_the_scale(count: int) -> None:
-    """Clipping each element, which a scale would spoil, and the scale itself are as in torch's loop."""
-    network = perceptron()
-    reference = copy.deepcopy(network)
-    scaler = torch.amp.GradScaler("cpu")
-    data, label = batch()
-    plain = torch.optim.SGD(reference.parameters(), lr=1.0)
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(reference(data), label)
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    scaler.unscale_(plain)
-    nn.utils.clip_grad_value_(reference.parameters(), 0.05)
-    scaler.step(plain)
-    scaler.update()
-    with Module(network, nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
-        module.init_optimizer("local", "sgd", {"lr": 1.0, "clip_gradient": 0.05})
-        module.forward_backward_update(data, label)
-        assert module.loss_scale is not None
-        assert module.loss_scale.value == scaler.get_scale() == FIRST
-        assert distance(module.get_params(), reference.state_dict()) < 1e-3
-        assert float(module.get_loss()) == pytest.approx(loss.item(), rel=1e-3)
 
 
 @counts

@@ -1,6 +1,7 @@
-"""Equivalence guarantee: k contexts, equal or not, train as one device does.
+"""Equivalence guarantee: any road and any split of workers, ranks and contexts trains as one device does.
 
-The reference is a plain torch loop over the whole batches, without gangline's code.
+The reference is a plain torch loop over the whole batches, without gangline's code. The first test draws combinations
+of all features on all roads, see `matrix`; the others look at losses and optimizers of Module, and at corners.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from matrix import COMPRESSIONS, Case, Jobs, plainly
+from matrix import LOSSES as MATRIX_LOSSES
 from measure import distance
 from torch import nn
 
@@ -121,6 +124,121 @@ def gradients_of(module: Module) -> dict[str, torch.Tensor]:
         if any(grad is not None for grad in grads):
             found[name] = sum(grad for grad in grads if grad is not None)
     return found  # type: ignore[return-value]
+
+
+# Every feature on every road
+
+
+EVERYWHERE = ("branch", "unused", "eval", "checkpoint", "tied", "inplace", "frozen", "two networks")
+FEATURES_OF = {
+    "Module": (*EVERYWHERE, "sparse", "batchnorm", "dropout"),
+    "Trainer": (*EVERYWHERE, "sparse"),
+    "DistributedOptimizer": (*EVERYWHERE, "sparse"),
+    "DDP": (*EVERYWHERE, "batchnorm"),
+    "FSDP2": (*sorted({*EVERYWHERE} - {"branch"}), "batchnorm"),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn, road: str) -> Case:
+    """Draw a job; leave out what has no meaning on the road, but not what the product refuses."""
+    is_wrapped = road in ("DDP", "FSDP2")
+    workers = draw(st.integers(2 if is_wrapped else 1, 3))
+    features = set(draw(st.frozensets(st.sampled_from(FEATURES_OF[road]), max_size=4)))
+    shard = None if is_wrapped else draw(st.sampled_from([None, None, "optimizer", "weights"]))
+    contexts = st.just(1) if road != "Module" or (shard == "weights" and workers > 1) else st.integers(1, 5 - workers)
+    load = st.sampled_from([1, 2, 3, 0.5, 7])
+    counts = [draw(contexts) for _ in range(workers)]
+    loads = tuple(tuple(draw(st.lists(load, min_size=count, max_size=count))) for count in counts)
+    compression = None if is_wrapped else draw(st.sampled_from([None, None, *COMPRESSIONS]))
+    half = road not in ("Trainer", "FSDP2") and draw(st.sampled_from([False, False, False, True]))
+    clips = [None, "clip_global_norm"]
+    if road in ("Module", "Trainer") or (road != "FSDP2" and shard != "weights"):
+        clips += ["clip_norm", "clip_gradient"]
+    if road == "DistributedOptimizer" and "sparse" in features:
+        clips = [None]  # torch's functions clip dense gradients only
+    if "eval" in features or compression or half:
+        features.discard("batchnorm")  # a share's rounded gradient has no meaning by itself if it passes others'
+    if shard == "weights":
+        features.discard("branch")  # workers run the same layers
+    if (loads == ((loads[0][0],),) and road == "Module") or compression:
+        half, compression = half and not compression, compression if sum(map(len, loads)) > 1 else None
+    if road == "DistributedOptimizer":  # alone it is torch's optimizer; GradScaler needs whole gradients
+        half, compression = half and shard != "weights", compression if workers > 1 else None
+    loss = draw(st.sampled_from(sorted(MATRIX_LOSSES)))
+    if loss == "sum" and ((road == "Module" and "inplace" in features) or (road == "DistributedOptimizer" and half)):
+        loss = "mean"  # a loss of the user's own is a mean; a loop that averages sums multiplies them, and rounds so
+    batch = draw(st.integers(6, 13) if "batchnorm" in features else st.integers(1, 13))
+    return Case(
+        road,
+        loads,
+        store=draw(st.sampled_from(["local", "device"])),
+        features=frozenset(features),
+        loss=loss,
+        optimizer="plain sgd" if "sparse" in features else draw(st.sampled_from(["sgd", "adamw"])),
+        clip=draw(st.sampled_from(clips)),
+        compression=compression,
+        half=half,
+        shard=shard,
+        accumulate=1 if half and is_wrapped else draw(st.integers(1, 3)),
+        way=draw(st.sampled_from(["early", "late", "fit"] if road == "Module" else ["early", "late"])),
+        batch=batch,
+        last=draw(st.integers(4 if "batchnorm" in features else 1, batch)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def refusal(case: Case) -> str | None:
+    """Return what the error says of a combination that is refused."""
+    alone = len(case.loads) == 1
+    if case.is_wrapped and case.batch < len(case.loads):
+        return f"global_batch is {case.batch}; expected an int with at least one sample for each of"
+    if case.road == "Module" and case.shard == "weights":
+        if len(case.loads[0]) > 1:
+            return "divides the weights among workers, and this one has"
+        for refused, words in (
+            (case.compression, "compression_params is not available"),
+            ("batchnorm" in case.features, "sync_batchnorm=True is not available"),
+            (case.half, "autocast=torch.float16 is not available"),
+        ):
+            if refused:
+                return f"{words} with shard='weights'"
+    if case.road == "Module" and {"dropout", "checkpoint"} <= case.features:
+        return "which activation checkpointing runs twice"
+    if case.shard == "weights" and not alone and (case.compression or "sparse" in case.features):
+        return "are not compressed|has a sparse gradient; expected a dense one"
+    if case.road == "DistributedOptimizer" and case.compression and not alone:
+        return "are not compressed"
+    if case.road == "DistributedOptimizer" and "sparse" in case.features and not alone:
+        return "have sparse gradients, which are not averaged here"
+    return None
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    made = Jobs()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("road", sorted(FEATURES_OF))
+@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
+@given(data=st.data())
+def test_every_combination_of_features_trains_as_one_plain_loop(road: str, data: st.DataObject, jobs: Jobs) -> None:
+    case = data.draw(cases(road))
+    if words := refusal(case):
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            jobs.run(case)
+        return
+    first, *others = jobs.run(case)
+    apart = distance(first, plainly(case))
+    note(f"distance {apart:.1e}")
+    assert apart <= (1e-5 if case.half else 1e-11)
+    for other in others:
+        assert all(torch.equal(first[name], value) for name, value in other.items())
+
+
+# Losses and optimizers of Module
 
 
 @dataclass

@@ -422,42 +422,6 @@ class Branches(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-SIGNS = {"none": [-1, -1], "first": [1, -1], "second": [-1, 1], "all": [1, 1]}
-
-
-@small_buckets
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    "steps",
-    [
-        ["all", "none", "first", "none", "second", "all"],
-        ["none", "all", "none", "second", "first"],
-        ["second", "none", "first", "all"],
-    ],
-    ids="-".join,
-)
-def test_parameters_that_a_step_does_not_use_are_left_alone(steps: list[str], optimizer: str) -> None:
-    network = Branches().double()
-    reference = copy.deepcopy(network)
-    plain = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer](
-        reference.parameters(), **OPTIMIZERS[optimizer]
-    )
-    for store in ("local", "device"):
-        with Module(copy.deepcopy(network), nn.MSELoss(), contexts(2)) as module:
-            module.init_optimizer(store, optimizer, OPTIMIZERS[optimizer])
-            for number, step in enumerate(steps):
-                data, label = doubles(6, number)
-                data[:, 0] = data[:, 0].abs() * torch.tensor(SIGNS[step]).repeat_interleave(3)
-                module.forward_backward_update(data, label)
-                if store == "local":
-                    plain.zero_grad()
-                    F.mse_loss(reference(data), label).backward()
-                    plain.step()
-            agree(module)
-            assert distance(module.get_params(), reference.state_dict()) < 1e-12
-            assert torch.equal(module.get_params()["unused.weight"], network.unused.weight)
-
-
 @small_buckets
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_backward_of_the_users_own_between_steps_reaches_no_store(rounds: int) -> None:
@@ -857,26 +821,6 @@ def test_two_modules_train_one_network_one_after_the_other(close_first: bool) ->
     for module in modules:
         module.close()
     assert not hooks_of(network)
-
-
-@small_buckets
-@pytest.mark.parametrize("stores", [("local", "local"), ("local", "device"), ("device", "local")])
-@pytest.mark.parametrize("count", [1, 2])
-def test_init_optimizer_again_keeps_the_weights_and_resets_the_state(stores: tuple[str, str], count: int) -> None:
-    network = perceptron().double()
-    reference = copy.deepcopy(network)
-    with Module(network, nn.MSELoss(), contexts(count)) as module:
-        for lr, store in zip((0.1, 0.05), stores, strict=True):
-            module.init_optimizer(store, "sgd", {"lr": lr, "momentum": 0.9})
-            plain = torch.optim.SGD(reference.parameters(), lr=lr, momentum=0.9)
-            for step in range(3):
-                data, label = doubles(5, step)
-                module.forward_backward_update(data, label)
-                plain.zero_grad()
-                F.mse_loss(reference(data), label).backward()
-                plain.step()
-        agree(module)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-12
 
 
 # -- a weight with two gradients in one backward --------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gangline import Communicator, Module, cpu, create, spawn
+from gangline import Module, cpu
 from gangline.models.sample_dropout import ReplicaDropout, SampleDropout
 
 
@@ -41,40 +41,6 @@ def trained(count: int, loads: list[float] | None = None, network: nn.Module | N
     weights = module.get_params()
     module.close()
     return weights
-
-
-@pytest.mark.parametrize(("count", "loads"), [(2, None), (3, None), (3, [5.0, 1.0, 2.0]), (2, [0.0, 1.0])])
-def test_any_number_and_split_of_contexts_gives_the_weights_of_one(count: int, loads: list[float] | None) -> None:
-    one, several = trained(1), trained(count, loads)
-    for name, weight in one.items():
-        assert torch.allclose(weight, several[name], rtol=0, atol=1e-11), name
-
-
-def in_workers(communicator: Communicator, sizes: list[int]) -> dict[str, torch.Tensor]:
-    """Return the weights after the steps of `trained`, of a worker that has some of each batch's samples."""
-    torch.manual_seed(0)
-    store = create("allreduce", communicator=communicator)
-    module = Module(Network().double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], random="sample")
-    module.init_optimizer(store, "adam", {"learning_rate": 0.01})
-    generator = torch.Generator().manual_seed(1)
-    begin = sum(sizes[: store.rank])
-    part = slice(begin, begin + sizes[store.rank])
-    for _ in range(20):
-        data = torch.randn(13, 1, 8, 8, generator=generator, dtype=torch.float64)[part]
-        label = torch.randint(0, 5, (13,), generator=generator)[part]
-        module.forward_backward_update(*((data, label) if len(data) else (None, None)))
-    weights = module.get_params()
-    module.close()
-    store.close()
-    return weights
-
-
-@pytest.mark.parametrize("sizes", [[9, 4], [0, 13], [5, 0, 8]])
-def test_workers_in_step_give_the_weights_of_one(sizes: list[int]) -> None:
-    one = trained(1)
-    for found in spawn(in_workers, len(sizes), sizes, threads=1):
-        for name, weight in one.items():
-            assert torch.allclose(weight, found[name], rtol=0, atol=1e-11), name
 
 
 def test_without_it_contexts_draw_masks_of_their_own() -> None:
@@ -173,11 +139,6 @@ def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool) -> N
     network.reentrant = reentrant
     with pytest.raises(RuntimeError, match="activation checkpointing"):
         trained(1, network=network)
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="random is 'batch'; expected 'context' or 'sample'"):
-        Module(Network(), nn.CrossEntropyLoss(), cpu(), random="batch")
 
 
 # -- dropout by context ---------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import distance
 from torch import nn
@@ -179,24 +178,6 @@ loads = st.lists(st.one_of(st.integers(0, 5), st.sampled_from([0.5, 0.001, 7.3])
 # -- equal to plain torch -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
-@given(
-    loads=loads,
-    store=st.sampled_from(["local", "device"]),
-    network=st.sampled_from(sorted(NETWORKS)),
-    optimizer=st.sampled_from(["sgd", "adagrad"]),
-    batch_size=st.integers(1, 13),
-    last=st.integers(1, 13),
-    seed=st.integers(0, 1000),
-)
-def test_float64_weights_after_20_steps_are_those_of_one_device(
-    loads: list[float], store: str, network: str, optimizer: str, batch_size: int, last: int, seed: int
-) -> None:
-    sizes = [batch_size, batch_size, min(last, batch_size)]
-    job = Job(network, optimizer, OPTIMIZERS[optimizer][1], sizes, seed=seed)
-    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
-
-
 @pytest.mark.parametrize("store", ["local", "device"])
 @pytest.mark.parametrize("loads", [[1], [1, 1], [3, 0, 1, 2]])
 def test_sparseadam_trains_a_network_of_tables_as_torch_does(loads: list[float], store: str) -> None:
@@ -210,15 +191,6 @@ def test_sparseadam_beside_dense_layers_names_the_first_that_does_not_fit() -> N
             ValueError, match=r"'sparseadam' takes row-sparse gradients only, but that of key '(last|h)"
         ):
             Job("words", "sparseadam", {"lr": 0.1}, [6]).by_module(loads)
-
-
-@pytest.mark.parametrize("name", ["device", "local"])
-@pytest.mark.parametrize("optimizer", sorted(LAZY))
-def test_one_context_gives_the_same_bits_with_and_without_a_store(name: str, optimizer: str) -> None:
-    job = Job("words", optimizer, LAZY[optimizer], [7, 4])
-    with create(name) as store:
-        by_store = job.by_module([1], store)
-    assert all(torch.equal(by_store[key], value) for key, value in job.by_module([1]).items())
 
 
 # -- momentum and decay, lazily -------------------------------------------------------------------------------------
@@ -348,30 +320,6 @@ class TablesPadded(nn.Module):
 
 
 # -- micro-steps and checkpoints ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_accumulated_sparse_gradients_are_those_of_the_mean_over_all_batches(count: int) -> None:
-    torch.manual_seed(0)
-    network = Two().double()
-    reference = copy.deepcopy(network)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.2)
-    loss = nn.CrossEntropyLoss(ignore_index=-1)
-    with Module(network, loss, [cpu(index) for index in range(count)]) as module:
-        module.bind((4, LENGTH), grad_req="add")
-        module.init_optimizer("device", "sgd", {"lr": 0.2})
-        for _ in range(5):
-            batches = [(torch.randint(ROWS, (size, LENGTH)), torch.randint(CLASSES, (size,))) for size in (8, 3, 1)]
-            batches[0][1][:5] = -1
-            for words, label in batches:
-                module.forward_backward(words, label)
-            module.update()
-            replicas_are_equal(module)
-            plain.zero_grad()
-            words, label = torch.cat([words for words, _ in batches]), torch.cat([label for _, label in batches])
-            loss(reference(words), label).backward()
-            plain.step()
-        assert distance(module.get_params(), reference.state_dict()) <= 1e-11
 
 
 class Cut(BaseException):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -44,10 +43,6 @@ def arrays(ignore: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     return data, label
 
 
-def weighted() -> nn.Module:
-    return nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.2], dtype=torch.float64))
-
-
 def regression() -> tuple[torch.Tensor, torch.Tensor]:
     data, label = arrays()
     return data, nn.functional.one_hot(label, CLASSES).double()
@@ -55,10 +50,7 @@ def regression() -> tuple[torch.Tensor, torch.Tensor]:
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
     "arrays": (arrays, nn.CrossEntropyLoss, {"batch_size": 8}),
-    "ignored-labels": (lambda: arrays(ignore=True), nn.CrossEntropyLoss, {"batch_size": 5}),
-    "class-weights": (lambda: arrays(ignore=True), weighted, {"batch_size": 8}),
     "elements": (regression, nn.MSELoss, {"batch_size": 7}),
-    "sums": (arrays, lambda: nn.CrossEntropyLoss(reduction="sum"), {"batch_size": 12}),
     "own-loss": (arrays, lambda: lambda output, label: nn.functional.cross_entropy(output, label), {"batch_size": 8}),
     "dataset": (lambda: TensorDataset(*arrays()), nn.CrossEntropyLoss, {"batch_size": 8}),
     "tiny-batches": (arrays, nn.CrossEntropyLoss, {"batch_size": 2}),
@@ -71,14 +63,13 @@ def trained(case: str, kvstore: Any, contexts: list[float], epochs: int) -> Para
     make, loss, options = CASES[case]
     loads = contexts or [1.0]
     with Module(network(), loss(), [cpu(i) for i in range(len(loads))], loads) as module:
-        rate = 0.02 if case == "sums" else 0.1
         module.fit(
             make(),
             num_epoch=epochs,
             seed=5,
             kvstore=kvstore,
             optimizer="sgd",
-            optimizer_params={"learning_rate": rate, "momentum": 0.9, "wd": 1e-3},
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3},
             eval_metric="loss",
             **options,
         )
@@ -112,11 +103,10 @@ def trained_alone(case: str) -> Params:
     ("count", "loads", "contexts", "cases"),
     [
         (2, "3,1", [], list(CASES)),
-        (3, None, [], ["ignored-labels", "elements", "tiny-batches", "accumulated"]),
-        pytest.param(2, "1,2.5", [2, 1, 0], ["class-weights", "dataset", "tiny-batches"], marks=pytest.mark.slow),
+        pytest.param(2, "1,2.5", [2, 1, 0], ["elements", "dataset", "tiny-batches"], marks=pytest.mark.slow),
         (3, "0,1,2", [], ["arrays"]),
     ],
-    ids=["3,1", "three", "contexts", "idle-rank-0"],
+    ids=["3,1", "contexts", "idle-rank-0"],
 )
 def test_workers_train_as_one_process_does(
     count: int, loads: str | None, contexts: list[float], cases: list[str]
@@ -126,84 +116,6 @@ def test_workers_train_as_one_process_does(
         for params in of_workers:
             assert distance(params, trained_alone(case)) <= 1e-11, case
         assert all(torch.equal(params[name], of_workers[0][name]) for params in of_workers for name in params), case
-
-
-class Branches(nn.Module):
-    """Network with two branches that run for some samples, and a third that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(3))
-        self.shared = nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = x[:, :CLASSES]
-        for way, takes in zip(self.ways, (x[:, :1] > 0.5, x[:, :1] < -0.5), strict=False):
-            if takes.any():
-                found = found + takes * way(x)
-        return self.shared(found)
-
-
-class Words(nn.Module):
-    """Network with a table with sparse gradients and one with dense ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sparse = nn.Embedding(20, 4, sparse=True)
-        self.dense = nn.Embedding(20, 4)
-        self.out = nn.Linear(4, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.sparse(x).mean(1) + self.dense(x).mean(1))
-
-
-def words() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(SAMPLES * 3).view(SAMPLES, 3) * 7 % 20, torch.arange(SAMPLES) % CLASSES
-
-
-def made(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return kind().double()
-
-
-def stepped(kind: type[nn.Module], batches: list[Any], store: Any, rank: int, count: int, verbs: str) -> Params:
-    """Return each batch's samples distributed to the workers in turn."""
-    with Module(made(kind), nn.CrossEntropyLoss(), cpu()) as module:
-        module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9 if kind is Branches else 0.0})
-        for data, label in batches:
-            own = (data[rank::count], label[rank::count]) if len(data) > rank else (None, None)
-            if verbs == "early":
-                module.forward_backward_update(*own)
-            else:
-                module.forward_backward(*own)
-                module.update()
-        return module.get_params()
-
-
-SIZES = {"all-at-first": [9, 1, 2, 1, 12, 1, 4, 7], "some-later": [1, 2, 9, 1, 12, 4, 1, 7]}
-"""Batch sizes: a parameter unused by a single sample is in a bucket already, or is not yet."""
-
-
-def batches_of(kind: type[nn.Module], sizes: list[int]) -> list[Any]:
-    data, label = arrays() if kind is Branches else words()
-    return [(part, of_part) for part, of_part in zip(data.split(sizes), label.split(sizes), strict=True)]
-
-
-def steps_in_a_job(comm: Communicator) -> dict[tuple[str, str, str], Params]:
-    found = {}
-    for kind, order, verbs in product((Branches, Words), SIZES, ("early", "late")):
-        with create("allreduce", communicator=comm) as store:
-            params = stepped(kind, batches_of(kind, SIZES[order]), store, comm.rank, comm.size, verbs)
-            found[kind.__name__, order, verbs] = params
-    return found
-
-
-def test_parameters_without_gradients_stay_and_rows_are_sent_as_rows() -> None:
-    everybody = spawn(steps_in_a_job, 2)
-    for kind, order in product((Branches, Words), SIZES):
-        alone = stepped(kind, batches_of(kind, SIZES[order]), None, 0, 1, "early")
-        for found, verbs in product(everybody, ("early", "late")):
-            assert distance(found[kind.__name__, order, verbs], alone) <= 1e-11, (kind, order, verbs)
 
 
 def own_batches(rank: int) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gangline import Module
-from gangline.collectives import Communicator, spawn
+from gangline.collectives import Communicator
 from gangline.kvstore import KVStore, create
 from gangline.models.data.datasets import digits
 from tests.kvstore.parameter_server.processes import run_job
@@ -74,15 +74,6 @@ def test_servers_give_the_same_result_as_one_process(
     store: str, workers: int, servers: int, alone: tuple[float, State]
 ) -> None:
     results = run_job(train, workers, servers, store)
-    for accuracy, weights in results:
-        assert accuracy == pytest.approx(alone[0], abs=1e-6)
-        assert apart(weights, alone[1]) < 1e-9
-        assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
-
-
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_collectives_give_the_same_result_as_one_process(workers: int, alone: tuple[float, State]) -> None:
-    results = spawn(over_collectives, workers)
     for accuracy, weights in results:
         assert accuracy == pytest.approx(alone[0], abs=1e-6)
         assert apart(weights, alone[1]) < 1e-9
