@@ -357,3 +357,50 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", capsys.readouterr().out)
     assert accuracy
     assert float(accuracy[1]) > 0.9
+
+
+def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() -> None:
+    torch.manual_seed(2)
+    network = nn.Linear(FEATURES, CLASSES)
+    data, label = arrays()
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], autocast=torch.float16) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 1.0, "clip_global_norm": 0.01})
+        skipped, moved = 0, []
+        for factor in (1e4, 1.0, 1.0):
+            before = module.get_params()
+            assert module.loss_scale is not None
+            scale = module.loss_scale.value
+            module.forward_backward_update((data * factor).float(), label)
+            skipped += module.loss_scale.value < scale
+            moved.append(float(torch.cat([(v - before[k]).flatten() for k, v in module.get_params().items()]).norm()))
+    assert skipped == 1
+    assert moved == [0.0, pytest.approx(0.01, rel=1e-3), pytest.approx(0.01, rel=1e-3)]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"clip_gradient": 1.0, "clip_norm": 2.0},
+            "clip_gradient=1.0 and clip_norm=2.0 are given; expected at most",
+        ),
+        ({"clip_norm": 0}, "clip_norm is 0; expected a number above 0"),
+        ({"clip_global_norm": float("nan")}, "clip_global_norm is nan; expected a number above 0"),
+    ],
+)
+def test_bad_thresholds_are_refused_before_training(params: dict[str, float], message: str) -> None:
+    with Module(made("branches"), nn.CrossEntropyLoss()) as module, pytest.raises(ValueError, match=message):
+        module.fit(arrays(), num_epoch=1, batch_size=BATCH, optimizer_params=params)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_gpus_train_as_a_torch_loop_that_clips(name: str, store: str) -> None:
+    for contexts in ([gpu(0), gpu(0)], [gpu(0), cpu(0)]):
+        for kind in ("branches", "words"):
+            assert distance(trained(name, store, [2, 1], kind, contexts=contexts), plainly(name, kind)) <= 1e-11
+
+
+# Workers

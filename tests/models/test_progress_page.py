@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -732,3 +734,55 @@ def test_a_browser_draws_unusual_records(tmp_path: Path) -> None:
     assert drawn.texts["stopped"] == ["stopped: OSError: <disk>"]
     path.write_text(page({**base, **more, **Record().data(), "points": Record([point(1)]).data()["points"]}))
     assert dumped(path, tmp_path / "profile").root["data-drawn"] == "5"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[[list[str]], tuple[str, list[str]]]]:
+    """Loopback server that serves a sequence of pages at one address and records requests; the last page stays."""
+    servers: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
+
+    def serve(pages: list[str]) -> tuple[str, list[str]]:
+        asked: list[str] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/page":
+                    asked.append(self.path)
+                text = pages[min(len(asked), len(pages)) - 1].encode() if self.path == "/page" else b""
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_address[1]}/page", asked
+
+    yield serve
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+@browser
+def test_a_browser_reloads_a_page_until_training_has_ended(
+    tmp_path: Path, served: Callable[[list[str]], tuple[str, list[str]]]
+) -> None:
+    pages = []
+    for state, steps in [("running", 2), ("running", 3), ("ended", 4)]:
+        record = Record([point(step) for step in range(1, steps + 1)])
+        data = {"format": FORMAT, "title": "one", "state": state, "reason": "", "written": time.time(), "elapsed": 1.0}
+        data |= {"every_seconds": 1, "settings": {}, "now": {"epoch": 0, "batch": steps, "batches": 4}, **record.data()}
+        pages.append(page(data))
+    address, asked = served(pages)
+    drawn = dumped(address, tmp_path / "profile", "--virtual-time-budget=30000")
+    assert len(asked) == 3  # and no further request in thirty seconds
+    assert drawn.texts["ended"] == ["ended"]
+    assert len(spots(drawn.curves["loss"]["each batch"])) == 4
