@@ -391,16 +391,3 @@ def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() 
 def test_bad_thresholds_are_refused_before_training(params: dict[str, float], message: str) -> None:
     with Module(made("branches"), nn.CrossEntropyLoss()) as module, pytest.raises(ValueError, match=message):
         module.fit(arrays(), num_epoch=1, batch_size=BATCH, optimizer_params=params)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_gpus_train_as_a_torch_loop_that_clips(name: str, store: str) -> None:
-    for contexts in ([gpu(0), gpu(0)], [gpu(0), cpu(0)]):
-        for kind in ("branches", "words"):
-            assert distance(trained(name, store, [2, 1], kind, contexts=contexts), plainly(name, kind)) <= 1e-11
-
-
-# Workers
