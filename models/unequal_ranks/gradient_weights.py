@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
+from gangline.models.unequal_ranks.reduction import Reduction
 from gangline.models.unequal_ranks.torch_internals import flat_parameters
 
 _balanced: Any = WeakTensorKeyDictionary()
@@ -46,6 +47,8 @@ class GradientWeights:
         check_not_balanced(networks)
         _check_batchnorm(networks)
         self._weight: float | None = None  # of the current batch; None between batches
+        self.reduction: Reduction | None = None
+        """Counts the gradients that arrive."""
         self._networks = list(networks)
         self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -137,6 +140,8 @@ def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
 def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
     weights = owner()
     weight = None if weights is None else weights._weight
+    if weights is not None and weights.reduction is not None:
+        weights.reduction.note_gradient()
     if weight is None or weight == 1.0:
         return None
     if weight == NOTHING_COUNTS and not gradient.is_sparse:

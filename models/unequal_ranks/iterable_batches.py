@@ -67,6 +67,9 @@ class IterableBatches:
         samples = _Samples(loader)
         return self._of_same(samples) if self._is_same else self._of_own(samples)
 
+    def read_ahead(self) -> None:
+        """Do nothing: each rank reads its stream alone."""
+
     def length(self, loader: DataLoader[Any]) -> int:
         """Return the number of global batches of an epoch.
 
