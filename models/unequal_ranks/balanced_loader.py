@@ -8,7 +8,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +32,7 @@ from gangline.models.unequal_ranks.gradient_weights import GradientWeights, chec
 from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.unequal_ranks.lockstep import Lockstep, Share, Signal
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
-from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, unprepared
+from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
 from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
@@ -56,7 +56,7 @@ class BalancedLoader:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        loader: DataLoader[Any],
+        loader: Any,
         *,
         loads: Sequence[float] | Literal["auto"] = "auto",
         global_batch: int | None = None,
@@ -89,17 +89,20 @@ class BalancedLoader:
             prepared, samples = unprepared(loader), global_batch
             if prepared is not None:
                 loader, samples = prepared.loader, global_batch or prepared.global_batch
-            if stream is None and not isinstance(loader.dataset, IterableDataset):
+            is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
+            if stream is None and is_cut:
                 order, self.global_batch = order_of(loader, self._exchange, samples)
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
+            dataset = getattr(loader, "dataset", None)
             settings = {
-                "the type of the data set": type(loader.dataset).__name__,
-                "the length of the data set": length_of(loader.dataset),
-                "the batch sampler": type(loader.batch_sampler).__name__,
+                "the type of the data set": type(dataset).__name__,
+                "the length of the data set": length_of(dataset),
+                "the loader": type(loader).__name__,
+                "the batch sampler": type(getattr(loader, "batch_sampler", None)).__name__,
                 "the sampler": type(sampler_of(loader)).__name__,
                 "the global batch": self.global_batch,
-                "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+                "drop_last": _drops_last(loader),
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
@@ -137,7 +140,7 @@ class BalancedLoader:
         self._is_prepared = prepared is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
         self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
-        self._smallest = self.global_batch if order is None and loader.drop_last else 1
+        self._smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
         self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
         reduction = None
         if self._weights is not None and self._trains_as_read:
@@ -179,7 +182,8 @@ class BalancedLoader:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
         self.epoch = epoch
         loader = self._user_loader
-        owners: list[Any] = [sampler_of(loader), loader.batch_sampler, loader.dataset]
+        names = ("batch_sampler", "dataset")
+        owners = [loader, sampler_of(loader), *(getattr(loader, name, None) for name in names)]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
@@ -425,7 +429,7 @@ class _Steps:
 
 def balance(
     model: nn.Module | Sequence[nn.Module],
-    loader: DataLoader[Any],
+    loader: Iterable[Any],
     *,
     loads: Sequence[float] | Literal["auto"] = "auto",
     global_batch: int | None = None,
@@ -447,7 +451,7 @@ def balance(
     Args:
         model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
         loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
-            samplers that know no ranks draw on rank 0 for all.
+            samplers that know no ranks draw on rank 0 for all. Others that return batches need ``stream``.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
         count: function of a batch that returns how much the mean of its loss counts, such as the number of labels that
@@ -458,8 +462,9 @@ def balance(
             memory of a process: before the first batch from growing batches, later from peaks; None: no limits.
         call: runs a batch through the model, for the trial of its memory, such as
             ``lambda model, batch: model(batch["image"])``; None: derived from the batch and the signature of forward.
-        stream: required for an IterableDataset: "own" if each rank reads samples of its own, "same" if all ranks read
-            the same samples in the same order. Its batches are joined and cut to shares.
+        stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
+            reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
+            joined and cut to shares.
         group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
 
     Raises:
@@ -505,9 +510,14 @@ def _check_starts(starts: list[dict[str, Any]]) -> None:
                 )
 
 
-def _drawn_ahead(loader: DataLoader[Any]) -> int:
+def _drops_last(loader: Any) -> bool:
+    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
+
+
+def _drawn_ahead(loader: Any) -> int:
     """Return how many batches a DataLoader draws before they are needed."""
-    return int(loader.num_workers * (loader.prefetch_factor or 0)) if loader.num_workers else 0
+    workers = getattr(loader, "num_workers", 0)
+    return int(workers * (getattr(loader, "prefetch_factor", None) or 0))
 
 
 def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:

@@ -219,9 +219,9 @@ def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) ->
     return global_batch
 
 
-def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that a loader's batches come from."""
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that a loader's batches come from; None: it has none."""
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
 def length_of(items: Any) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from gangline.collectives.nan_check import not_finite
 from gangline.models.unequal_ranks.rank_exchange import GatheredNumbers, RankExchange
 from gangline.models.unequal_ranks.reduction import Reduction
 
@@ -348,10 +349,7 @@ class Lockstep:
         for rank, row in enumerate(rows):
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
-                raise RuntimeError(
-                    f"balance: the gradient of {reduction.name_of(int(row[2]))} is not finite on rank {rank} in global "
-                    f"batch {share.number} (GANGLINE_NAN_CHECK)"
-                )
+                raise not_finite(reduction.name_of(int(row[2])), rank, f" in global batch {share.number}")
         skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
         if not skipped:
             return

@@ -43,6 +43,8 @@ class Reduction:
         """False if a gradient of zeros differs from none: parameters may be unused on all ranks."""
         self.listener: Callable[[], Listener | None] = lambda: None
         """Returns who is told of the ends of backward passes."""
+        self.not_finite = 0
+        """Number, from 1, of the first parameter whose gradient was found not to be finite; 0: all are."""
         self._is_completing = False
         self.has_trained = False
         """True if gradients have been reduced, so that in each batch other ranks are expected to run forward."""
@@ -61,8 +63,6 @@ class Reduction:
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
-        self.not_finite = 0
-        """Number, from 1, of the first parameter whose gradient is not finite; 0: all are."""
 
     @property
     def has_begun(self) -> bool:
@@ -79,6 +79,10 @@ class Reduction:
         if self._arrived == self._expected and self._model.require_backward_grad_sync:
             # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
             Variable._execution_engine.queue_callback(self._end_backward)
+
+    def note_not_finite(self, name: str) -> None:
+        """Note that the gradient of a parameter is not finite."""
+        self.not_finite = self.not_finite or 1 + self._names.index(name)
 
     def _end_backward(self) -> None:
         if (listener := self.listener()) is not None:
