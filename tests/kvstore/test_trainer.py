@@ -376,7 +376,7 @@ def test_gradients_leave_during_the_trainers_backward(reduction: str) -> None:
 def test_a_skipped_step_drops_what_a_failed_backward_left() -> None:
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    trainer = gangline.Trainer(model, "sgd", {"learning_rate": 1.0})
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0})
     weights = []
     for x, fails in ((1.0, False), (2.0, True), (3.0, False)):
         trainer.zero_grad()
