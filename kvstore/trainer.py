@@ -216,6 +216,36 @@ class Trainer:
                 batch_size,
             )
 
+    def skip(self) -> None:
+        """Take part in a step without gradients, where this worker's forward or backward has failed.
+
+            try:
+                loss_function(model(data), label).backward()
+            except torch.OutOfMemoryError:
+                trainer.skip()
+            else:
+                trainer.step(len(data))
+
+        The update uses the mean over the other workers' samples. Gradients that a failed backward left are dropped;
+        those of `no_sync` stay. Collective: the other workers call `step` or `skip`.
+
+        Raises:
+            RuntimeError: if `backward` has sent a part of the gradients, or with ``shard="weights"``.
+        """
+        if self._sharded is not None:
+            raise RuntimeError(
+                "with shard='weights' the others need this worker's weights in each forward; expected a backward on "
+                "any data and step(0) in place of skip()"
+            )
+        if isinstance(self._reducer, Reducer) and self._reducer.has_pushed():
+            raise RuntimeError(
+                "backward() sent a part of this step's gradients before it failed, so the step cannot be skipped; "
+                "expected loss.backward(), which sends none before step()"
+            )
+        self._early_samples = None
+        self.zero_grad()
+        self.step(0)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients: `step` calls in this context add up, and the next step outside updates once.

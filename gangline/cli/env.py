@@ -171,6 +171,12 @@ VARIABLES = (
         "60",
         "Seconds after which a call that waits logs a warning with the ranks that are missing.",
     ),
+    Variable(
+        "GANGLINE_NAN_CHECK",
+        "0",
+        "1 checks each gradient of balanced networks and of stores before it is summed, and raises an error with the "
+        "rank and parameter of the first one that is not finite. With a GradScaler infinite gradients are normal.",
+    ),
     Variable("GANGLINE_HEARTBEAT", "1", "Seconds between two heartbeats."),
     Variable(
         "GANGLINE_HEARTBEAT_LIMIT",

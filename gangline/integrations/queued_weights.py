@@ -22,6 +22,7 @@ class QueuedWeights(BalancedLoader):
     """BalancedLoader whose loop says when it trains the next batch; batches are trained in the order of iteration."""
 
     _queue: deque[QueuedWeight]
+    _trains_as_read = False
 
     def next_weight(self) -> QueuedWeight:
         """Begin to train the next batch, and return its weight."""

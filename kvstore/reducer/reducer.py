@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.work import Work
@@ -107,6 +108,7 @@ class Reducer:
         self._repeated: set[Key] = set()  # parameters whose gradient arrives more than once
         self._warned: set[Key] = set()
         self._handed_back: set[Key] = set()  # parameters that are no views until the next step, see hand_back
+        self._checks_finite = checks_finite()
         self._lock = threading.Lock()
         self._push_lock = threading.Lock()
         self._hooks = [
@@ -141,8 +143,14 @@ class Reducer:
             waits = not push_early or self._repeated.intersection(state.keys)
             state.pending = {} if waits else {index: set(state.keys) for index in self._active}
 
+    def has_pushed(self) -> bool:
+        """Return True if a bucket of this step has been pushed."""
+        return any(state.push is not None for state in self._buckets)
+
     def _on_gradient(self, index: int, key: Key, parameter: torch.Tensor) -> None:
         """Count a gradient that autograd has just accumulated; runs in the autograd thread."""
+        if self._checks_finite and not _is_finite(parameter.grad):
+            raise not_finite(key, self._store.rank)
         state = self._bucket_of.get(key)
         if state is None:
             if not self._buckets and self._active and index == self._active[0]:
@@ -437,6 +445,13 @@ def _copy_to_bucket(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
         view.copy_(gradient)
         parameter.grad = view.detach()  # a separate tensor object: a user's ``grad.data = ...`` must not move the view
     return True
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    values = gradient._values() if is_sparse(gradient) else gradient
+    return bool(values.isfinite().all())
 
 
 def is_sparse(gradient: torch.Tensor | None) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -25,15 +30,17 @@ from gangline.models.unequal_ranks.global_order import (
 )
 from gangline.models.unequal_ranks.gradient_weights import GradientWeights, check_not_balanced
 from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.unequal_ranks.lockstep import Share, in_lockstep
+from gangline.models.unequal_ranks.lockstep import Lockstep, Share, Signal
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
-from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, unprepared
+from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
 from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
+from gangline.models.unequal_ranks.reduction import reduction_of
 from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
 
 LossReduction = Literal["mean", "sum", "normalized"]
+_END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
 
 
@@ -44,10 +51,12 @@ class BalancedLoader:
     the loader that it was made of.
     """
 
+    _trains_as_read = True  # the loop trains each batch before it asks for the next
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        loader: DataLoader[Any],
+        loader: Any,
         *,
         loads: Sequence[float] | Literal["auto"] = "auto",
         global_batch: int | None = None,
@@ -80,17 +89,20 @@ class BalancedLoader:
             prepared, samples = unprepared(loader), global_batch
             if prepared is not None:
                 loader, samples = prepared.loader, global_batch or prepared.global_batch
-            if stream is None and not isinstance(loader.dataset, IterableDataset):
+            is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
+            if stream is None and is_cut:
                 order, self.global_batch = order_of(loader, self._exchange, samples)
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
+            dataset = getattr(loader, "dataset", None)
             settings = {
-                "the type of the data set": type(loader.dataset).__name__,
-                "the length of the data set": length_of(loader.dataset),
-                "the batch sampler": type(loader.batch_sampler).__name__,
+                "the type of the data set": type(dataset).__name__,
+                "the length of the data set": length_of(dataset),
+                "the loader": type(loader).__name__,
+                "the batch sampler": type(getattr(loader, "batch_sampler", None)).__name__,
                 "the sampler": type(sampler_of(loader)).__name__,
                 "the global batch": self.global_batch,
-                "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+                "drop_last": _drops_last(loader),
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
@@ -103,8 +115,8 @@ class BalancedLoader:
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings)
         self._loss_reduction, self._count = loss_reduction, count
-        # Lockstep reads one batch more than the DataLoader, ahead of the one that is trained, and accelerate one more.
-        self.controller = SplitController(given, max(aheads) + 3, caps)
+        # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
+        self.controller = SplitController(given, max(aheads) + 1 + (prepared is not None), caps)
         self._measured = MeasuredLoads(
             rank,
             size,
@@ -125,10 +137,17 @@ class BalancedLoader:
                 order.length = None if None in lengths else max(lengths)
             self._source = ShareSampler(order, self.controller, rank, max(aheads))
             self._loader = _with_batches(loader, self._source)
-        self._steps = _Steps(self)
+        self._is_prepared = prepared is not None
+        self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
         self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
-        self._smallest = self.global_batch if order is None and loader.drop_last else 1
+        self._smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
         self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
+        reduction = None
+        if self._weights is not None and self._trains_as_read:
+            self._weights.reduction = reduction = reduction_of(networks)
+        self._lockstep = Lockstep(self._exchange, reduction, is_mean=loss_reduction == "mean")
+        weakref.finalize(self, self._measured.close)
+        _open.add(self._lockstep)
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
@@ -137,6 +156,7 @@ class BalancedLoader:
         self._share: Share | None = None
         self._weight = 1.0
         self._iterations = 0
+        self._is_closed = False
 
     @property
     def samples(self) -> int:
@@ -162,13 +182,22 @@ class BalancedLoader:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
         self.epoch = epoch
         loader = self._user_loader
-        owners: list[Any] = [sampler_of(loader), loader.batch_sampler, loader.dataset]
+        names = ("batch_sampler", "dataset")
+        owners = [loader, sampler_of(loader), *(getattr(loader, name, None) for name in names)]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return this rank's batches of an epoch. Collective."""
+        """Return this rank's batches of an epoch. Collective.
+
+        A break or an error in the loop ends the epoch on all ranks, after the same batch.
+        """
+        if self._is_closed:
+            raise RuntimeError("the balanced loader is closed; call balance() again to go on")
+        self._iterations += 1
+        iteration = self._iterations
+        self._lockstep.begin_epoch()
         skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
         if self._seed is None:
@@ -188,16 +217,47 @@ class BalancedLoader:
         self._seed = starts[0]["seed"]
         self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
         self._consumed = self._source.skip
-        self._iterations += 1
-        iteration = self._iterations
-        for batch in self._outer:
-            if self._iterations != iteration:
-                raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
-            self._begin_batch(self._steps.shares.popleft())
-            yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+        batches = iter(self._outer)
+        try:
+            while (batch := next(batches, _END)) is not _END:
+                self._begin_batch(self._steps.shares.popleft())
+                yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+                if self._iterations != iteration:
+                    raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
+                if self._is_prepared and not self._lockstep.go_on():  # accelerate has read the next batch already
+                    break
+        finally:
+            if self._iterations == iteration:
+                self._lockstep.leave()
         self._end_batch()
-        self.epoch += 1
-        self._consumed = 0
+        if not self._lockstep.was_left:
+            self.epoch += 1
+            self._consumed = 0
+
+    def stop(self) -> None:
+        """End the epoch on all ranks after the batch that is trained now; any rank may call it."""
+        self._lockstep.is_stopping = True
+
+    def skip(self) -> None:
+        """Give this rank's share of the current batch no weight, where its forward or backward has failed.
+
+            try:
+                loss_function(model(images), labels).backward()
+            except torch.OutOfMemoryError:
+                loader.skip()
+            optimizer.step()  # on this rank too
+
+        The gradient becomes that of the mean over the samples of the other ranks. Where it cannot be, all ranks warn
+        and drop it: backward has failed after some gradients, or gradients are accumulated. After an error of memory
+        the rank gets at most half of the samples from then on.
+
+        Raises:
+            RuntimeError: if the network is not in DistributedDataParallel, or has run backward in this batch already.
+        """
+        error = sys.exception()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
+        self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     def _begin_epoch(self) -> None:
         """Look at speeds and memory while no batch is drawn."""
@@ -226,6 +286,7 @@ class BalancedLoader:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
         self._weight = self._weight_of(share)
+        self._lockstep.begin_batch(share)
         self._begin_training(self._weight, self.samples)
 
     def _begin_training(self, weight: float, samples: int) -> None:
@@ -242,6 +303,10 @@ class BalancedLoader:
         set_current_batch(None)
         if self._weights is not None:
             self._weights.end()
+        while self._lockstep.skips:
+            skip = self._lockstep.skips.pop()
+            self._measured.discard_batch({rank: skip.share.counts[rank] // 2 for rank in skip.out_of_memory})
+            self.controller.set_loads(self._measured.loads, self._measured.caps, skip.share.number + 1)
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size
@@ -278,11 +343,38 @@ class BalancedLoader:
             raise AttributeError(name)
         return getattr(self._user_loader, name)
 
+    def __enter__(self) -> BalancedLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Close the loader; after an error the other ranks raise one as well when they iterate."""
+        if error is not None and not self._is_closed:
+            self._lockstep.leave(Signal.FAILED)
+        self.close()
+
     def close(self) -> None:
-        """Remove the hooks of the networks."""
+        """Remove the hooks of the networks, and end the process group of the loader's messages."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._lockstep.leave()
+        _open.discard(self._lockstep)
         self._measured.close()
         if self._weights is not None:
             self._weights.close()
+        self._exchange.close()
+
+
+_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
+"""Loaders that are not closed."""
+
+
+@atexit.register
+def _tell_of_error() -> None:
+    """Tell the other ranks that an error ends this process."""
+    if getattr(sys, "last_value", None) is not None and dist.is_initialized():
+        for lockstep in list(_open):
+            lockstep.leave(Signal.FAILED)
 
 
 class _TimedLoader:
@@ -319,10 +411,9 @@ class _Steps:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         owner = self._owner
-        pieces = owner._source.pieces(_TimedLoader(owner._loader, owner._measured.add_loading))
-        smallest = owner._smallest
-        for share, batch in in_lockstep(
-            pieces, owner._source.first, owner._exchange, counter=owner._count, smallest=smallest
+        timed = _TimedLoader(owner._loader, owner._measured.add_loading)
+        for share, batch in owner._lockstep.batches(
+            owner._source, timed, owner._source.first, owner._count, owner._smallest
         ):
             self.shares.append(share)
             yield batch
@@ -338,7 +429,7 @@ class _Steps:
 
 def balance(
     model: nn.Module | Sequence[nn.Module],
-    loader: DataLoader[Any],
+    loader: Iterable[Any],
     *,
     loads: Sequence[float] | Literal["auto"] = "auto",
     global_batch: int | None = None,
@@ -360,7 +451,7 @@ def balance(
     Args:
         model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
         loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
-            samplers that know no ranks draw on rank 0 for all.
+            samplers that know no ranks draw on rank 0 for all. Others that return batches need ``stream``.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
         count: function of a batch that returns how much the mean of its loss counts, such as the number of labels that
@@ -371,8 +462,9 @@ def balance(
             memory of a process: before the first batch from growing batches, later from peaks; None: no limits.
         call: runs a batch through the model, for the trial of its memory, such as
             ``lambda model, batch: model(batch["image"])``; None: derived from the batch and the signature of forward.
-        stream: required for an IterableDataset: "own" if each rank reads samples of its own, "same" if all ranks read
-            the same samples in the same order. Its batches are joined and cut to shares.
+        stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
+            reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
+            joined and cut to shares.
         group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
 
     Raises:
@@ -418,9 +510,14 @@ def _check_starts(starts: list[dict[str, Any]]) -> None:
                 )
 
 
-def _drawn_ahead(loader: DataLoader[Any]) -> int:
+def _drops_last(loader: Any) -> bool:
+    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
+
+
+def _drawn_ahead(loader: Any) -> int:
     """Return how many batches a DataLoader draws before they are needed."""
-    return int(loader.num_workers * (loader.prefetch_factor or 0)) if loader.num_workers else 0
+    workers = getattr(loader, "num_workers", 0)
+    return int(workers * (getattr(loader, "prefetch_factor", None) or 0))
 
 
 def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:

@@ -22,7 +22,6 @@ from gangline.models.unequal_ranks.rank_exchange import RankExchange
 from gangline.models.unequal_ranks.split_controller import SplitController
 
 _CHUNK = 64  # global batches whose indices one message carries
-_END = object()
 
 
 class GlobalOrder(Protocol):
@@ -220,9 +219,9 @@ def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) ->
     return global_batch
 
 
-def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that a loader's batches come from."""
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+def sampler_of(loader: Any) -> Any:
+    """Return the sampler that a loader's batches come from; None: it has none."""
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
 def length_of(items: Any) -> int | None:
@@ -294,6 +293,7 @@ class ShareSampler(Sampler[list[Any]]):
         self._order, self._controller, self._rank, self._ahead = order, controller, rank, ahead
         self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
+        self._batches: Iterator[list[Any]] = iter(())
         self._is_complete = False
         self.seed = 0
         """Seed of the next epoch."""
@@ -314,20 +314,15 @@ class ShareSampler(Sampler[list[Any]]):
         self._known.clear()
         self._drawn.clear()
         self._is_complete = False
-        order = self._order.batches(self.seed, self.skip)
-        for _ in range(self._ahead):
-            self._read(order)
-        batches: Iterator[Any] | None = None
-        while True:
-            self._read(order)
-            batches = iter(loader) if batches is None else batches
-            batch = next(batches, _END)
-            if batch is _END:
-                return
+        self._batches = self._order.batches(self.seed, self.skip)
+        for _ in range(self._ahead + 1):
+            self.read_ahead()
+        for batch in loader:
             yield Piece(self._drawn[0][0], batch, self._drawn.popleft()[1])
 
-    def _read(self, order: Iterator[list[Any]]) -> None:
-        batch = next(order, None)
+    def read_ahead(self) -> None:
+        """Read the next global batch of the order. Collective."""
+        batch = next(self._batches, None)
         if batch is None:
             self._is_complete = True
         else:

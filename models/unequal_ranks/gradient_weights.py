@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
+from gangline.models.unequal_ranks.reduction import Reduction
 from gangline.models.unequal_ranks.torch_internals import flat_parameters
 
 _balanced: Any = WeakTensorKeyDictionary()
@@ -46,6 +49,8 @@ class GradientWeights:
         check_not_balanced(networks)
         _check_batchnorm(networks)
         self._weight: float | None = None  # of the current batch; None between batches
+        self.reduction: Reduction | None = None
+        """Counts the gradients that arrive."""
         self._networks = list(networks)
         self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -68,23 +73,24 @@ class GradientWeights:
     def add_new_parameters(self) -> None:
         """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
         for network in self._networks:
-            for parameter in (*network.parameters(), *flat_parameters(network)):
+            flat = (("of a flattened unit", parameter) for parameter in flat_parameters(network))
+            for name, parameter in (*network.named_parameters(), *flat):
                 if parameter not in _balanced:
-                    self._add(parameter)
+                    self._add(name, parameter)
 
     def _add_to_gathered(self, unit: FSDPModule) -> None:
         """Add hooks to the whole parameters of an FSDP2 unit: their gradients are reduced into those of the shards."""
         assert isinstance(unit, nn.Module)
         shards = {id(parameter): parameter for parameter in unit.parameters()}
         unit.unshard()
-        for parameter in unit.parameters():
+        for name, parameter in unit.named_parameters():
             if shards.pop(id(parameter), None) is None:
-                self._add(parameter)
+                self._add(name, parameter)
         unit.reshard()
         for parameter in shards.values():
             _balanced[parameter] = weakref.ref(self)
 
-    def _add(self, parameter: Tensor) -> None:
+    def _add(self, name: str, parameter: Tensor) -> None:
         if is_lazy(parameter):
             raise ValueError("the network has parameters without a shape; run a batch through it before balance()")
         _balanced[parameter] = weakref.ref(self)
@@ -93,9 +99,12 @@ class GradientWeights:
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter takes a hook only so, and may be unfrozen later
         hook = parameter.register_hook(partial(_weighted, weakref.ref(self)))  # type: ignore[no-untyped-call]
+        self._hooks.append(hook)
+        if checks_finite():
+            check = partial(_check_finite, weakref.ref(self), name)
+            self._hooks.append(parameter.register_hook(check))  # type: ignore[no-untyped-call]
         if is_frozen:
             parameter.requires_grad_(False)
-        self._hooks.append(hook)
 
     def _check_step(self, optimizer: Optimizer) -> None:
         """Check that an optimizer that steps in a batch has no parameters whose gradients lack the batch's weight."""
@@ -137,11 +146,25 @@ def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
 def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
     weights = owner()
     weight = None if weights is None else weights._weight
+    if weights is not None and weights.reduction is not None:
+        weights.reduction.note_gradient()
     if weight is None or weight == 1.0:
         return None
     if weight == NOTHING_COUNTS and not gradient.is_sparse:
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the mean of nothing
     return weighted(gradient, weight)
+
+
+def _check_finite(owner: weakref.ref[GradientWeights], name: str, gradient: Tensor) -> None:
+    weights = owner()
+    if weights is None or weights._weight is None:
+        return
+    values = gradient._values() if gradient.is_sparse else gradient
+    if values.isfinite().all():
+        return
+    if weights.reduction is None:
+        raise not_finite(name, dist.get_rank())
+    weights.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
 
 
 def _check_step(owner: weakref.ref[GradientWeights], optimizer: Optimizer, *_: Any) -> None:

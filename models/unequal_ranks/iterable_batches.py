@@ -11,39 +11,45 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from gangline.models.unequal_ranks.global_order import check_global_batch, length_of
 from gangline.models.unequal_ranks.lockstep import Piece
+from gangline.models.unequal_ranks.prepared_loader import own_iteration
 from gangline.models.unequal_ranks.split_controller import SplitController
 
 Stream = Literal["own", "same"]
 
 
-def check_stream(loader: DataLoader[Any], stream: str | None, global_batch: int | None, ranks: int) -> int:
+def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
     """Return the number of samples of a global batch of a stream.
 
     Raises:
         ValueError: if the arguments do not say how to cut the stream; the text says what to write.
     """
-    kind = type(loader.dataset).__name__
-    if not isinstance(loader.dataset, IterableDataset):
-        raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
+    own = own_iteration(loader)
+    if own is None:
+        kind = type(loader.dataset).__name__
+        if not isinstance(loader.dataset, IterableDataset):
+            raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
+        own = f"the {kind} is an IterableDataset"
     if stream not in ("own", "same"):
         raise ValueError(
-            f'stream is {stream!r}, but the {kind} is an IterableDataset; write balance(..., stream="own") if each '
-            'rank reads samples of its own, or stream="same" if all ranks read the same samples in the same order'
+            f'stream is {stream!r}, but {own}, whose batches are cut as they come; write balance(..., stream="own") if '
+            'each rank reads samples of its own, or stream="same" if all ranks read the same samples in the same '
+            "order; or give a plain DataLoader over a map-style data set"
         )
-    if loader.batch_size is None and global_batch is None:
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None and global_batch is None:
         raise ValueError(
-            f"the {kind} makes batches itself (batch_size=None), so the size of a global batch is not known; write "
-            "balance(..., global_batch=) with the samples of all ranks in a step"
+            f"{own} without a batch_size, so the size of a global batch is not known; write balance(..., "
+            "global_batch=) with the samples of all ranks in a step"
         )
-    return check_global_batch(global_batch, ranks, loader.batch_size or 1)
+    return check_global_batch(global_batch, ranks, batch_size or 1)
 
 
 class IterableBatches:
-    """Cuts the batches of a DataLoader over an IterableDataset to shares."""
+    """Cuts the batches of a loader to shares as they come."""
 
     def __init__(self, is_same: bool, size: int, controller: SplitController, rank: int) -> None:
         """Cut a stream.
@@ -67,17 +73,25 @@ class IterableBatches:
         samples = _Samples(loader)
         return self._of_same(samples) if self._is_same else self._of_own(samples)
 
-    def length(self, loader: DataLoader[Any]) -> int:
+    def read_ahead(self) -> None:
+        """Do nothing: each rank reads its stream alone."""
+
+    def length(self, loader: Any) -> int:
         """Return the number of global batches of an epoch.
 
         Raises:
             TypeError: if it is not known.
         """
-        samples = length_of(loader.dataset) if self._is_same else None
+        batch_size = getattr(loader, "batch_size", None) or 1
+        samples: int | None = None
+        if self._is_same and own_iteration(loader) is None:
+            samples = length_of(loader.dataset)
+            if samples is not None and loader.drop_last:
+                return samples // batch_size * batch_size // self._size
+        elif self._is_same and not self._size % batch_size:  # its last batch may be smaller, which changes nothing
+            samples = None if (batches := length_of(loader)) is None else batches * batch_size
         if samples is None:
             raise TypeError("the streams have no length, so the number of batches is not known")
-        if loader.drop_last:
-            return samples // (loader.batch_size or 1) * (loader.batch_size or 1) // self._size
         return -(-samples // self._size)
 
     def _of_same(self, samples: _Samples) -> Iterator[Piece]:
@@ -114,9 +128,9 @@ class IterableBatches:
 class _Samples:
     """Samples of a stream of batches: pytrees of tensors, arrays and lists, with one entry for each sample."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Any) -> None:
         self._batches = iter(loader)
-        self._batch_size = loader.batch_size
+        self._batch_size = getattr(loader, "batch_size", None)
         self._left: deque[tuple[int, Any]] = deque()  # (samples, batch)
         self._lists: set[str] = set()  # names of lists with one tensor or container for each sample
 

@@ -1,18 +1,28 @@
-"""Lockstep: every rank takes the same step at the same time, and an error of one rank ends the step on all."""
+"""Lockstep: every rank takes the same step at the same time, and what ends it on one rank ends it on all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from gangline.collectives.nan_check import not_finite
 from gangline.models.unequal_ranks.rank_exchange import GatheredNumbers, RankExchange
+from gangline.models.unequal_ranks.reduction import Reduction
 
-_FAILED = -1.0
+LEAVE_SECONDS = 60.0
+"""Time for other ranks to finish the batch in which this one left the loop without a gradient."""
+EXIT_SECONDS = 5.0
+"""Time for other ranks to take the last message of a process that an error ends."""
 
 Count = Callable[[Any], float | Tensor]
 """Returns what the mean of the loss counts in a batch."""
@@ -43,71 +53,343 @@ class Share:
     """What the loss's mean counts on each rank."""
 
 
-def in_lockstep(
-    pieces: Iterator[Piece], first: int, exchange: RankExchange, *, counter: Count | None, smallest: int = 1
-) -> Iterator[tuple[Share, Any]]:
-    """Return the batches of an epoch with the shares of all ranks. Collective.
+@dataclass(frozen=True)
+class Skip:
+    """A step in which some ranks had no gradient; the same on all ranks."""
 
-    A batch is read, and the ranks exchange its counts, while the one before it is trained: one small message a step,
-    for which nobody waits. The epoch ends when no rank has a sample.
+    share: Share
+    ranks: list[int]
+    out_of_memory: list[int]
+    """Those of the ranks that ran out of memory."""
 
-    Args:
-        pieces: this rank's; a rank that has no more samples ends, or goes on with pieces of 0 samples.
-        first: number of the first global batch.
-        exchange: connects the ranks.
-        counter: what the loss's mean counts in a batch; None: samples.
-        smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
 
-    Raises:
-        Exception: if reading or counting failed on this rank.
-        RuntimeError: if it failed on another rank, or the ranks read different samples.
-        ValueError: if ``counter`` returned an invalid number on any rank.
+class Source(Protocol):
+    """Cuts batches to this rank's pieces."""
+
+    def pieces(self, loader: Any) -> Iterator[Piece]:
+        """Return the pieces of an epoch; a rank that has no more samples ends, or goes on with pieces of 0 samples."""
+
+    def read_ahead(self) -> None:
+        """Get from other ranks what the next piece needs. Collective."""
+
+
+class Signal(IntEnum):
+    """What a rank does next: the first number of its messages."""
+
+    EPOCH = 0
+    """It begins an epoch."""
+    BATCH = 1
+    """It has read the next batch: samples, what they count, and `Piece.whole` follow."""
+    UNREAD = 2
+    """It could not read the next batch."""
+    NEXT = 3
+    """It asks for the next batch, which was exchanged before."""
+    STOP = 4
+    """It ends the epoch, and asks the others to do the same."""
+    REDUCED = 5
+    """It waits for the sum of gradients: `Reduction.adds`, and the number of a parameter that is not finite, follow."""
+    SKIPPED = 6
+    """It has no gradient in this step: `Reduction.adds`, and 1 if it ran out of memory, follow."""
+    LOST = 7
+    """As SKIPPED, but a part of its gradient may be in the sum already."""
+    LEFT = 8
+    """Its loop ended before the epoch."""
+    FAILED = 9
+    """An error ends its process or its ``with`` block."""
+
+
+_IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
+_Rows = Sequence[Sequence[float]]
+
+
+class Lockstep:
+    """Messages by which ranks keep step: one when the loop asks for a batch, and one while its gradient is reduced.
+
+    All ranks send equally many. Each says what its rank does next, and from all of them every rank concludes the same.
     """
-    ahead = _Step(pieces, exchange, counter)
-    for number in count(first):
-        step = ahead
-        counts, counted = step.wait(exchange, number)
-        if sum(counts) < max(smallest, 1):
-            return
-        ahead = _Step(pieces, exchange, counter)
-        yield Share(number, counts, sum(counts), counted), step.piece.batch
 
+    def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:
+        """Keep step.
 
-class _Step:
-    """A piece that was read ahead."""
+        Args:
+            exchange: connects the ranks.
+            reduction: sum of the gradients of all ranks; None: it cannot be followed, and steps cannot be skipped.
+            is_mean: the gradient is that of a mean over what counts in the global batch; else of a sum.
+        """
+        self._exchange, self._reduction, self._is_mean = exchange, reduction, is_mean
+        self.is_open = False
+        """True while this rank is in an epoch."""
+        self.was_left = False
+        """True if another rank left the epoch that ended last."""
+        self.is_stopping = False
+        """True if this rank shall end the epoch when the loop asks for the next batch."""
+        self.skips: list[Skip] = []
+        """Steps in which a rank had no gradient, until they are taken from this list."""
+        self._share: Share | None = None  # of the current batch
+        self._message: GatheredNumbers | None = None  # sent last
+        self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
+        if reduction is not None:
+            reduction.listener = weakref.ref(self)
 
-    def __init__(self, pieces: Iterator[Piece], exchange: RankExchange, counter: Count | None) -> None:
-        self.piece = Piece(0, None)
-        self._error: Exception | None = None
+    def begin_epoch(self) -> None:
+        """Meet the other ranks before an epoch. Collective.
+
+        Raises:
+            RuntimeError: if another rank has failed, or is not at the start of an epoch.
+        """
+        self.leave()
+        self._share = None
+        self.was_left = self.is_stopping = self._is_left = False
+        self._ask(Signal.EPOCH)
+
+    def batches(
+        self, source: Source, loader: Any, first: int, counter: Count | None, smallest: int = 1
+    ) -> Iterator[tuple[Share, Any]]:
+        """Return the batches of an epoch with the shares of all ranks. Collective.
+
+        A batch is read, and the ranks exchange its counts, when the loop asks for it: they have just met to reduce
+        gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
+
+        Args:
+            source: cuts the batches.
+            loader: returns them.
+            first: number of the first global batch.
+            counter: what the loss's mean counts in a batch; None: samples.
+            smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
+
+        Raises:
+            Exception: if reading or counting failed on this rank.
+            RuntimeError: if it failed on another rank, or the ranks read different samples.
+            ValueError: if ``counter`` returned an invalid number on any rank.
+        """
+        self.is_open = True
         try:
-            self.piece = next(pieces, self.piece)
-            samples = float(self.piece.samples)
-            counted = float(counter(self.piece.batch)) if counter is not None and samples else samples
-        except Exception as raised:  # noqa: BLE001  raised on all ranks when the step begins
-            samples, counted, self._error = _FAILED, 0.0, raised
-        self._numbers: GatheredNumbers = exchange.start_gather([samples, counted, self.piece.whole])
+            pieces = source.pieces(loader)
+            for number in count(first):
+                share_and_batch = self._next(pieces, number, counter, max(smallest, 1))
+                if share_and_batch is None:
+                    return
+                source.read_ahead()
+                yield share_and_batch
+        except Exception:
+            self.is_open = False  # on all ranks
+            raise
 
-    def wait(self, exchange: RankExchange, number: int) -> tuple[list[int], list[float]]:
-        """Return the samples of all ranks, and what the loss's mean counts on each."""
-        rows = self._numbers.wait()
-        if any(samples == _FAILED for samples, _, _ in rows):
-            exchange.all_gather_results(self._raise, f"reading global batch {number}")
-        for rank, (_, counted, whole) in enumerate(rows):
+    def _next(
+        self, pieces: Iterator[Piece], number: int, counter: Count | None, smallest: int
+    ) -> tuple[Share, Any] | None:
+        """Read a batch and exchange its counts; None: the epoch has ended."""
+        if self.is_stopping:
+            self._ask(Signal.STOP)
+            return None
+        piece, row, error = Piece(0, None), (Signal.UNREAD, 0.0, 0.0, 0.0), None
+        try:
+            piece = next(pieces, piece)
+            counted = float(piece.samples if counter is None or not piece.samples else counter(piece.batch))
+            row = (Signal.BATCH, float(piece.samples), counted, float(piece.whole))
+        except Exception as raised:  # noqa: BLE001  raised on all ranks
+            error = raised
+        rows = self._ask(*row)
+        if rows is None:
+            return None
+        if any(row[0] == Signal.UNREAD for row in rows):
+            try:
+                self._exchange.all_gather_results(_raiser(error), f"reading global batch {number}")
+            finally:
+                del error  # else it keeps its traceback's frames until garbage is collected
+        for rank, (_, _, counted, whole) in enumerate(rows):
             if not (0 <= counted < math.inf):
                 raise ValueError(
                     f"count= returned {counted} on rank {rank} for global batch {number}; expected a number, 0 or more"
                 )
-            if whole != rows[0][2]:
+            if whole != rows[0][3]:
                 raise RuntimeError(
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
-        return [int(samples) for samples, _, _ in rows], [counted for _, counted, _ in rows]
+        counts = [int(row[1]) for row in rows]
+        if sum(counts) < smallest:
+            self.is_open = False
+            return None
+        return Share(number, counts, sum(counts), [row[2] for row in rows]), piece.batch
 
-    def _raise(self) -> None:
-        error, self._error = self._error, None
+    def go_on(self) -> bool:
+        """Ask for a batch that was exchanged before. Collective.
+
+        Returns:
+            False if the epoch ends: a rank has stopped or left it.
+        """
+        return self._ask(Signal.STOP if self.is_stopping else Signal.NEXT) is not None
+
+    def begin_batch(self, share: Share) -> None:
+        """Begin to train a batch."""
+        self._share = share
+        if self._reduction is not None:
+            self._reduction.begin_batch()
+
+    def skip(self, *, out_of_memory: bool) -> None:
+        """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too.
+
+        Raises:
+            RuntimeError: if there is no step that could be skipped.
+        """
+        reduction = self._reduction
+        if reduction is None or not self.is_open or self._share is None or reduction.is_ended:
+            raise RuntimeError(
+                "balance: skip() takes the place of one backward in the current batch, for one network in "
+                "DistributedDataParallel without static_graph, layers that wait for other ranks, or "
+                'loss_reduction="normalized"; this batch has none, or its backward has ended'
+            )
+        reduction.enter_forward()
+        signal = Signal.LOST if reduction.has_begun else Signal.SKIPPED
+        rows = self._exchange.start_gather([signal, reduction.adds, out_of_memory, 0.0]).wait()
+        if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
+            reduction.complete()
+        reduction.is_ended = True
+        self._end_step(rows)
+
+    def leave(self, signal: Signal = Signal.LEFT) -> None:
+        """Tell the other ranks that this one has left the epoch.
+
+        It waits for them only if it has no gradient in the current batch, for which they wait in vain.
+        """
+        if not self.is_open and signal is Signal.LEFT:
+            return
+        is_in_step = self.is_open and self._share is not None
+        is_in_step = is_in_step and self._reduction is not None and not self._reduction.is_ended
+        self.is_open = False
+        with suppress(RuntimeError):  # of processes that have ended
+            self._message = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
+            if is_in_step and self._reduction is not None and self._reduction.has_trained:
+                self._reduction.enter_forward()
+            if is_in_step or signal is Signal.FAILED:
+                deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
+                while not self._message.is_complete() and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                if self._reduction is not None and is_in_step and self._message.is_complete():
+                    self._release(self._message.wait())
+
+    def _release(self, rows: _Rows) -> None:
+        """Complete the reduction in which other ranks wait for a gradient of this one."""
+        if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
+            self._reduction.complete()
+
+    def _ask(self, signal: Signal, *numbers: float) -> _Rows | None:
+        """Exchange what the ranks do next; None: the epoch ends.
+
+        Raises:
+            RuntimeError: if another rank has failed, or is in the middle of a step.
+        """
+        reduction = self._reduction
+        if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
+            reduction.enter_forward()  # of ranks that train a batch that this one did not
+        while not self._is_left:
+            rows = self._exchange.start_gather([signal, *(numbers or (0.0, 0.0, 0.0))]).wait()
+            self._release(rows)
+            signals = self._checked(rows)
+            if Signal.SKIPPED in signals or Signal.LOST in signals:
+                self._end_step(rows)
+                if Signal.LEFT not in signals:
+                    continue
+            if Signal.LEFT in signals:
+                if not self.is_open:
+                    continue  # the rank left an epoch that has ended here
+                self._warn_of_left(signals)
+                break
+            if Signal.STOP in signals:
+                self.is_open = False
+                return None
+            if Signal.EPOCH in signals and any(each is not Signal.EPOCH for each in signals):
+                self.is_open = False
+                raise RuntimeError(
+                    f"balance: {_listed(signals, Signal.EPOCH)} begins an epoch that others have not ended"
+                )
+            return rows
+        self.is_open, self.was_left = False, True
+        return None
+
+    def _checked(self, rows: _Rows) -> list[Signal]:
+        """Return the signals of all ranks.
+
+        Raises:
+            RuntimeError: if a rank has failed, or some ranks wait for gradients of ranks that have none.
+        """
+        signals = [Signal(int(row[0])) for row in rows]
+        batch = "" if self._share is None else f" in global batch {self._share.number}"
+        if Signal.FAILED in signals:
+            self.is_open = False
+            raise RuntimeError(f"balance: {_listed(signals, Signal.FAILED)} ended with an error{batch}; see its output")
+        if Signal.REDUCED in signals and any(signal not in _IN_STEP for signal in signals):
+            self.is_open = False
+            left, absent = _listed(signals, Signal.LEFT), [s for s in Signal if s not in (*_IN_STEP, Signal.LEFT)]
+            what = f"{left} left the loop" if left else f"{_listed(signals, *absent)} went on to the next batch"
+            raise RuntimeError(
+                f"balance: {what} without a backward{batch}, while {_listed(signals, Signal.REDUCED)} ran it; expected "
+                "the same on all ranks, or loader.skip() where a rank has no gradient"
+            )
+        return signals
+
+    def end_backward(self) -> None:
+        """Say that this rank has computed its gradient, while it is reduced."""
+        reduction = self._reduction
+        if self.is_open and reduction is not None:
+            self._message = self._exchange.start_gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])
+
+    def end_reduction(self) -> None:
+        """Conclude the step, now that the gradient is the mean over the ranks."""
+        if self.is_open and self._message is not None:
+            self._end_step(self._message.wait())
+
+    def _end_step(self, rows: _Rows) -> None:
+        """Correct the gradient for the ranks that had none."""
+        reduction, share = self._reduction, self._share
+        assert reduction is not None
+        assert share is not None
+        signals = self._checked(rows)
+        for rank, row in enumerate(rows):
+            if row[0] == Signal.REDUCED and row[2]:
+                self.is_open = False
+                raise not_finite(reduction.name_of(int(row[2])), rank, f" in global batch {share.number}")
+        skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
+        if not skipped:
+            return
+        counted = share.counted
+        left = sum(counted) - sum(counted[rank] for rank in skipped)
+        is_exact = Signal.LOST not in signals and not any(row[1] for row in rows if row[0] in _IN_STEP)
+        is_exact = is_exact and all(signal in _IN_STEP for signal in signals) and reduction.is_exact
+        if is_exact and left > 0:
+            reduction.multiply(sum(counted) / left if self._is_mean else 1.0)
+        else:
+            reduction.drop()
+            warnings.warn(
+                f"balance: {_listed(signals, Signal.SKIPPED, Signal.LOST)} skipped global batch {share.number} "
+                "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
+                stacklevel=2,
+            )
+        out_of_memory = [rank for rank in skipped if rows[rank][2]]
+        self.skips.append(Skip(share, skipped, out_of_memory))
+        if Signal.LEFT in signals:
+            self._warn_of_left(signals)
+
+    def _warn_of_left(self, signals: Sequence[Signal]) -> None:
+        self._is_left = True
+        batch = "" if self._share is None else f" after global batch {self._share.number}"
+        warnings.warn(
+            f"balance: {_listed(signals, Signal.LEFT)} left the loop{batch}, so this rank ends its epoch there too; "
+            "loader.stop() on any rank ends it on all",
+            stacklevel=2,
+        )
+
+
+def _raiser(error: Exception | None) -> Callable[[], None]:
+    def call() -> None:
         if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else it keeps its traceback's frames until garbage is collected
+            raise error
+
+    return call
+
+
+def _listed(signals: Sequence[Signal], *wanted: Signal) -> str:
+    """Return the ranks with one of these signals, as text; empty if there is none."""
+    ranks = [str(rank) for rank, signal in enumerate(signals) if signal in wanted]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""

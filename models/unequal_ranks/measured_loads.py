@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,6 +105,23 @@ class MeasuredLoads:
         if is_full:
             self._counts_of_full = self._counts
         return changed
+
+    def discard_batch(self, limits: Mapping[int, int]) -> None:
+        """Leave out the current batch, which some ranks skipped. All ranks call it alike.
+
+        Args:
+            limits: samples that ranks get at most from now on: they ran out of memory.
+        """
+        self._is_counted = False
+        for rank, samples in limits.items():
+            cap = self._given_caps[rank]
+            self._given_caps[rank] = max(1, samples if cap is None else min(cap, samples))
+        caps = [
+            min(pair, key=lambda cap: math.inf if cap is None else cap)
+            for pair in zip(self.caps, self._given_caps, strict=True)
+        ]
+        if None in caps or sum(cap for cap in caps if cap is not None) >= self._full:
+            self.caps = caps
 
     def add_loading(self, seconds: float) -> None:
         """Add the time that this rank took to load a batch."""

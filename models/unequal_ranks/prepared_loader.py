@@ -53,6 +53,18 @@ def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **{**settings, **changes})
 
 
+_ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
+
+
+def own_iteration(loader: Any) -> str | None:
+    """Return what a loader does in place of a torch DataLoader's iteration, as text; None: nothing."""
+    kind = type(loader)
+    if not isinstance(loader, DataLoader):
+        return f"the {kind.__name__} is not a torch DataLoader"
+    changed = [name for name in _ITERATION if getattr(kind, name) is not getattr(DataLoader, name)]
+    return f"the {kind.__name__} is a DataLoader with a {changed[0]} of its own" if changed else None
+
+
 def unprepared(loader: Any) -> PreparedLoader | None:
     """Return the DataLoader inside a loader that accelerate prepared; None for other loaders.
 

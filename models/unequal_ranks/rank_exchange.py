@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +44,9 @@ class RankExchange:
         ranks = None if found is dist.group.WORLD else dist.get_process_group_ranks(found)
         backend = "gangline" if "gangline" in dist.get_backend(found) else "gloo"
         self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=ranks is not None)
+        self._works: list[dist.Work] = []  # that of the last message
+        self.close = weakref.finalize(self, _destroy, self._group, self._works)
+        """Destroy the process group; also called when this object is collected, and at the end of the process."""
 
     def all_gather(self, data: Any) -> list[Any]:
         """Return every rank's data in rank order. Collective."""
@@ -91,6 +97,11 @@ class GatheredNumbers:
         self._rows = torch.zeros(exchange.size, len(numbers), dtype=torch.float64)
         self._rows[exchange.rank] = torch.tensor(numbers, dtype=torch.float64)
         self._work: dist.Work | None = dist.all_reduce(self._rows, group=exchange._group, async_op=True)
+        exchange._works[:] = [] if self._work is None else [self._work]
+
+    def is_complete(self) -> bool:
+        """Return True if all ranks have started to gather them, or one has failed."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> list[list[float]]:
         """Return the numbers in rank order, once all ranks have started to gather them."""
@@ -98,6 +109,14 @@ class GatheredNumbers:
             self._work.wait()
             self._work = None
         return cast(list[list[float]], self._rows.tolist())
+
+
+def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+    if all(work.is_completed() for work in works):
+        with suppress(ValueError, AssertionError):  # if torch.distributed has ended before
+            dist.destroy_process_group(group)
+    else:  # gloo's destructor would wait for the other ranks, which may wait for the end of this process
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def check_same(gathered: Sequence[Mapping[str, Any]]) -> None:

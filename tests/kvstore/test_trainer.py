@@ -263,3 +263,16 @@ def test_gradients_leave_during_the_trainers_backward(reduction: str) -> None:
     for found, before_step in spawn(_early, 2, sizes, reduction, threads=1):
         assert distance(found, weights(plain)) <= 1e-12
         assert before_step == [0, 3, 3, 3, 3, 3]  # buckets
+
+
+def test_a_skipped_step_drops_what_a_failed_backward_left() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0})
+    weights = []
+    for x, fails in ((1.0, False), (2.0, True), (3.0, False)):
+        trainer.zero_grad()
+        model(torch.full((1, 1), x).double()).sum().backward()
+        trainer.skip() if fails else trainer.step(1)
+        weights.append(float(model.weight.detach()))
+    assert weights == [-1, -1, -4]

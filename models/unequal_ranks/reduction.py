@@ -1,0 +1,150 @@
+"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
+from gangline.models.unequal_ranks.torch_internals import complete_reduction, enter_forward, reduced_parameters
+
+
+class Listener(Protocol):
+    """Is told of the ends of backward passes."""
+
+    def end_backward(self) -> None:
+        """Called when this rank has computed its gradient, before it waits for the sum."""
+
+    def end_reduction(self) -> None:
+        """Called when the gradient is the mean over the ranks."""
+
+
+class Reduction:
+    """Follows the backward passes that reduce gradients, and takes part in one without a gradient.
+
+    `note_gradient` must be called for each gradient that a backward pass brings to a parameter, before it is summed.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        """Follow a network."""
+        self._model = model
+        named = reduced_parameters(model)
+        self._names, self._parameters = list(named), list(named.values())
+        # Which parameters a backward uses is not known with find_unused_parameters: its first gradient counts.
+        self._expected = 1 if model.find_unused_parameters else len(named)
+        self.is_exact = not model.find_unused_parameters
+        """False if a gradient of zeros differs from none: parameters may be unused on all ranks."""
+        self.listener: Callable[[], Listener | None] = lambda: None
+        """Returns who is told of the ends of backward passes."""
+        self.not_finite = 0
+        """Number, from 1, of the first parameter whose gradient was found not to be finite; 0: all are."""
+        self._is_completing = False
+        self.has_trained = False
+        """True if gradients have been reduced, so that in each batch other ranks are expected to run forward."""
+        # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
+        if model.broadcast_buffers and any(True for _ in model.buffers()):
+            this = weakref.ref(self)
+            hook = model.module.register_forward_pre_hook(partial(_note_forward, this))
+            weakref.finalize(self, hook.remove)
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Begin a batch, in which no gradient has arrived yet."""
+        self._arrived = 0
+        self._has_entered = False  # into the forward of the network
+        self.is_ended = False
+        """True if a backward of this batch has reduced gradients."""
+        self.adds = False
+        """True if the parameters had gradients before those of this batch."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a backward has brought some of its gradients, but has not ended."""
+        return self._arrived > 0
+
+    def note_gradient(self) -> None:
+        """Count a gradient that a backward pass brings to a parameter."""
+        if self._is_completing:
+            return
+        if not self._arrived:
+            self.adds = self._parameters[0].grad is not None
+        self._arrived += 1
+        if self._arrived == self._expected and self._model.require_backward_grad_sync:
+            # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def note_not_finite(self, name: str) -> None:
+        """Note that the gradient of a parameter is not finite."""
+        self.not_finite = self.not_finite or 1 + self._names.index(name)
+
+    def _end_backward(self) -> None:
+        if (listener := self.listener()) is not None:
+            listener.end_backward()
+        Variable._execution_engine.queue_callback(self._end_reduction)
+
+    def _end_reduction(self) -> None:
+        self._arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
+        if (listener := self.listener()) is not None:
+            listener.end_reduction()
+
+    def enter_forward(self) -> None:
+        """Take part in what DistributedDataParallel exchanges before forward, if this rank did not run it.
+
+        It is the model's buffers, and once, in the second step, the order of buckets.
+        """
+        if not (self.is_ended or self._has_entered or self._arrived):
+            enter_forward(self._model)
+            self._has_entered = True
+
+    def complete(self) -> None:
+        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought.
+
+        Raises:
+            RuntimeError: if a failed backward had reduced all gradients.
+        """
+        self.enter_forward()
+        self._is_completing = True
+        try:
+            complete_reduction(self._model, arrived=self._arrived)
+        finally:
+            self._is_completing = False
+            self._arrived, self.is_ended = 0, True
+
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradient."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a parameter by its number, from 1."""
+        return self._names[number - 1]
+
+    def drop(self) -> None:
+        """Remove the gradient, so that the optimizer does nothing."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
+    """Return the reduction of the only network, if it is one of DistributedDataParallel that can be followed."""
+    model = getattr(networks[0], "_orig_mod", networks[0])  # inside torch.compile
+    if len(networks) != 1 or not isinstance(model, DistributedDataParallel):
+        return None
+    waits_inside = any(isinstance(module, DistributedBatchNorm) for module in model.modules())
+    if model.static_graph or waits_inside or model.parameters_to_ignore or model.mixed_precision is not None:
+        return None
+    return Reduction(model)
+
+
+def _note_forward(owner: weakref.ref[Reduction], *_: object) -> None:
+    if (reduction := owner()) is not None:
+        reduction._has_entered = True
