@@ -36,7 +36,7 @@ def reduced_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 def enter_forward(model: DistributedDataParallel) -> None:
     """Run what DistributedDataParallel does before forward."""
-    model._pre_forward(torch.zeros(()))  # with an input, which it moves to a GPU
+    model._pre_forward(torch.zeros(()))  # with an input, which it moves to a GPU  # type: ignore[no-untyped-call]
 
 
 def complete_reduction(model: DistributedDataParallel, *, arrived: int) -> None:
