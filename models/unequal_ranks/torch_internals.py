@@ -36,7 +36,8 @@ def reduced_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 def enter_forward(model: DistributedDataParallel) -> None:
     """Run what DistributedDataParallel does before forward."""
-    model._pre_forward(torch.zeros(()))  # with an input, which it moves to a GPU  # type: ignore[no-untyped-call]
+    tensor = torch.zeros(())  # an input, which it moves to a GPU
+    model._pre_forward(tensor)  # type: ignore[no-untyped-call]
 
 
 def complete_reduction(model: DistributedDataParallel, *, arrived: int) -> None:
