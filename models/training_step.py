@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gangline.collectives.workload import split_batch
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
@@ -57,6 +58,7 @@ class TrainingStep:
         """
         self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
         self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
+        self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)
         self.grad_req = "write"
         self.inputs_need_grad = False
         self.optimizer: OptimizerBinding | None = None
@@ -78,6 +80,7 @@ class TrainingStep:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
         self.optimizer = optimizer
         self.workers = optimizer.workers if optimizer is not None else Workers()
+        self.workers.minimum = self._minimum
         self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
         if self.workers.count > 1:
             self._bound.executor.start_timers()
@@ -97,7 +100,7 @@ class TrainingStep:
             self._begin_batch(data)
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
-            slices = split_batch(num_samples(data, "data"), self.loads)
+            slices = split_batch(num_samples(data, "data"), self.loads, self._minimum)
             run = partial(self._run_forward, data, label, train=train)
             if self._load_balancer is not None and not train:
                 self._shares = self._load_balancer.run_micro_steps(slices, self._bound.executor, run)
@@ -357,7 +360,8 @@ class TrainingStep:
         with self._discarding_gradients_on_error():
             if data is not None:
                 run = partial(self._run_micro_step, data, label, divisor)
-                self._shares = load_balancer.run_micro_steps(split_batch(samples, self.loads), executor, run, restore)
+                slices = split_batch(samples, self.loads, self._minimum)
+                self._shares = load_balancer.run_micro_steps(slices, executor, run, restore)
         self.normalizer = self._normalizer_of(self._shares)
         if not self._loss.is_sum:
             accumulation.count(self.normalizer)
@@ -420,7 +424,7 @@ class TrainingStep:
         """Run forward and backward of each replica in one thread task."""
         self._begin_batch(data)
         self._shares = []
-        slices = split_batch(num_samples(data, "data"), self.loads)
+        slices = split_batch(num_samples(data, "data"), self.loads, self._minimum)
         self._weight = None if self._loss.is_sum else normalizer
         active = self._bound.executor.active_replicas(slices)
         optimizer.begin_backward(active, push_early=True, weight=self._weight)
