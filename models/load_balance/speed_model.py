@@ -169,9 +169,9 @@ class SpeedModel:
     def _floors(self, size: int) -> list[int]:
         """Return the smallest shares that what was measured speaks for."""
         floors = [min((int(n) for n, *_ in context.points), default=0) // _SMALLEST_PART for context in self._contexts]
-        if not self._may_idle:
-            floors = [max(floor, self._minimum) for floor in floors]
-        return floors if sum(floors) <= size else [0] * len(floors)
+        least = 0 if self._may_idle else self._minimum
+        floors = [max(floor, least) for floor in floors]
+        return floors if sum(floors) <= size else [least] * len(floors)
 
     def _error(self) -> float:
         """Return the relative error of the contexts' times that is not to be taken for a difference of speeds."""
