@@ -135,7 +135,7 @@ class SpeedModel:
         counts = self._better_split(size, before)
         if changed := counts != before:
             self._set_counts(counts)
-        if changed or any(context.differs for context in self._contexts):
+        if changed or any(context.suspect for context in self._contexts):
             self.interval = max(self.interval // 2, _MIN_INTERVAL)
         else:
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
@@ -303,8 +303,8 @@ class _ContextSpeed:
     """Shares since the last update."""
     proportion: float = 1.0
     """Part of a share's time that is proportional to its samples, as far as shares of several sizes have shown."""
-    differs: bool = False
-    """The last point differs from those before: the speed has changed if the next one does too."""
+    suspect: _Point | None = None
+    """The last point if it is slower than those before: the speed has changed if the next one is like it."""
 
     def record(self, size: int, samples: int, seconds: float | None) -> bool:
         """Record a share; return False if it does not count."""
@@ -327,9 +327,14 @@ class _ContextSpeed:
         samples = statistics.mean(share.samples for share in full)
         rate = statistics.mean(rates) if averages else statistics.median_low(rates)
         point = _Point(samples, samples * rate, float(min(len(full), _MAX_BATCHES)), _standard_error(rates) / rate)
-        differed, self.differs = self.differs, bool(self.points) and not _is_consistent(self.points[-1], point)
-        if differed:
-            self.points, self.differs = self.points[-1:], False
+        suspect, self.suspect = self.suspect, None
+        if suspect is not None and _is_consistent(suspect, point):
+            self.points = [suspect]
+        elif self.points and not _is_consistent(self.points[-1], point):
+            if point.seconds > self.points[-1].seconds * max(1.0, samples / self.points[-1].samples):
+                self.suspect = point  # other work may have disturbed it
+                return True
+            self.points = []
         self.points = [*(old._replace(weight=_DECAY * old.weight) for old in self.points[-7:]), point]
         fit = self.fit()
         known = fit.per_sample * samples / fit.seconds(samples)
