@@ -37,16 +37,18 @@ def _checked(work_load_list: Sequence[float], count: int | None = None) -> list[
     return loads
 
 
-def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
+def split_batch(batch_size: int, work_load_list: Sequence[float], minimum: int = 1) -> list[slice]:
     """Split a batch over contexts, in order and without gaps.
 
     Quotas are exact fractions of the loads as printed, rounded by largest remainder (ties to the larger load, then the
-    lower index). Then contexts that have a load but no sample get one each from the fullest context, as long as that
-    one has two. An idle context (load 0) gets an empty slice.
+    lower index). Then contexts that have a load but fewer than ``minimum`` samples get more from the fullest context. A
+    batch that is too small for that goes to the contexts with the largest loads. An idle context (load 0) gets an empty
+    slice.
 
     Args:
         batch_size: samples in the batch, at least 1.
         work_load_list: one load per context, as accepted by `check_work_load_list`.
+        minimum: smallest share that is not empty; a smaller batch is one share.
 
     Raises:
         ValueError: if ``batch_size`` is below 1 or the loads are invalid.
@@ -56,16 +58,59 @@ def split_batch(batch_size: int, work_load_list: Sequence[float]) -> list[slice]
         raise TypeError(f"batch_size is {batch_size!r}; expected an int")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    return list(_split(batch_size, tuple(_checked(work_load_list))))
+    return list(_split(batch_size, tuple(_checked(work_load_list)), minimum))
 
 
 @functools.lru_cache  # batches of an epoch have one or two sizes, and fractions take 40 us
-def _split(batch_size: int, work_load_list: tuple[float, ...]) -> tuple[slice, ...]:
-    loads = [_exact(load) for load in work_load_list]
-    counts = _largest_remainder(batch_size, loads)
-    _fill_empty(counts, loads)
+def _split(batch_size: int, work_load_list: tuple[float, ...], minimum: int) -> tuple[slice, ...]:
+    counts = _counts(batch_size, [_exact(load) for load in work_load_list], minimum)
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def split_within(
+    batch_size: int, loads: Sequence[float], caps: Sequence[int | None] | None = None, minimum: int = 1
+) -> list[int]:
+    """Return the sizes of shares as `split_batch` has them; what exceeds the cap of a share goes to the others by load.
+
+    Args:
+        batch_size: samples in the batch, at least 1.
+        loads: one load per share.
+        caps: maximum of each share, None where there is no limit. Caps that do not hold the batch are its proportions.
+        minimum: smallest share that is not empty.
+    """
+    limits = holding(caps or [None] * len(loads), batch_size)
+    free, counts = [_exact(load) for load in _checked(loads)], [0] * len(loads)
+    while True:
+        left = batch_size - sum(counts)
+        wanted = _counts(left, free, minimum) if left and any(free) else [0] * len(counts)
+        full = [index for index, cap in enumerate(limits) if cap is not None and wanted[index] > cap]
+        for index in full or range(len(counts)):
+            counts[index] += (limits[index] or 0) if full else wanted[index]
+            free[index] = Fraction(0)
+        if not full:
+            return counts
+
+
+def holding(caps: Sequence[int | None], batch_size: int) -> list[int | None]:
+    """Return the caps of shares, raised in proportion if together they do not hold the batch."""
+    known = [cap for cap in caps if cap is not None]
+    if len(known) < len(caps) or sum(known) >= batch_size:
+        return list(caps)
+    return list(_counts(batch_size, [Fraction(cap) for cap in known], 1))
+
+
+def _counts(batch_size: int, loads: list[Fraction], minimum: int) -> list[int]:
+    able = max(1, batch_size // minimum)
+    if sum(map(bool, loads)) > able:
+        largest = sorted(range(len(loads)), key=lambda index: (-loads[index], index))[:able]
+        loads = [load if index in largest else Fraction(0) for index, load in enumerate(loads)]
+    counts = _largest_remainder(batch_size, loads)
+    while short := [index for index, load in enumerate(loads) if load and counts[index] < min(minimum, batch_size)]:
+        fullest = max(range(len(counts)), key=lambda index: (counts[index], -loads[index], index))
+        counts[fullest] -= 1
+        counts[max(short, key=lambda index: (loads[index], -index))] += 1
+    return counts
 
 
 def _exact(load: float) -> Fraction:
@@ -81,14 +126,3 @@ def _largest_remainder(total: int, loads: list[Fraction]) -> list[int]:
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
     return counts
-
-
-def _fill_empty(counts: list[int], loads: list[Fraction]) -> None:
-    contexts = range(len(counts))
-    while True:
-        empty = [i for i in contexts if loads[i] and not counts[i]]
-        fullest = max(contexts, key=lambda i: (counts[i], -loads[i], i))
-        if not empty or counts[fullest] < 2:
-            return
-        counts[fullest] -= 1
-        counts[max(empty, key=lambda i: (loads[i], -i))] += 1

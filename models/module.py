@@ -21,7 +21,7 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
-from gangline.models.batchnorm.distributed_batchnorm import warn_of_batchnorm
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
 from gangline.models.executor.bound_network import BoundNetwork
@@ -122,7 +122,8 @@ class Module:
         if isinstance(work_load_list, str):
             if work_load_list != "auto":
                 raise ValueError(f"work_load_list is {work_load_list!r}; expected one number per context, or 'auto'")
-            self.load_balancer = LoadBalancer(self.contexts, self.logger)
+            minimum = 1 if sync_batchnorm else smallest_share(network)
+            self.load_balancer = LoadBalancer(self.contexts, self.logger, minimum)
             work_load_list = self.load_balancer.loads
         loads = check_work_load_list(work_load_list, len(self.contexts))
         self._compression = parse(compression_params).params if compression_params is not None else None

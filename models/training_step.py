@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gangline.collectives.workload import split_batch
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
@@ -62,6 +63,7 @@ class TrainingStep:
         """
         self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
         self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
+        self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)
         self.grad_req = "write"
         self.inputs_need_grad = False
         self.optimizer: OptimizerBinding | None = None
@@ -84,6 +86,7 @@ class TrainingStep:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
         self.optimizer = optimizer
         self.workers = optimizer.workers if optimizer is not None else Workers()
+        self.workers.minimum = self._minimum
         self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
         if self.workers.count > 1:
             self._bound.executor.start_timers()
@@ -126,7 +129,7 @@ class TrainingStep:
         return [share for slices in micro_steps for share in self._run_forward(data, label, slices, train=False)]
 
     def _slices(self, data: Batch) -> list[slice]:
-        return split_batch(num_samples(data, "data"), self.loads)
+        return split_batch(num_samples(data, "data"), self.loads, self._minimum)
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
         """Return data and label as batches, for bound replicas; data may be None on one of several workers."""

@@ -44,6 +44,8 @@ class Workers:
         self.count = self._store.num_workers if self._store is not None else 1
         self.in_step = self._store is not None and not self._store.is_async
         """True if there are other workers, and every worker takes part in every step."""
+        self.minimum = 1
+        """Smallest share of a batch that is not empty."""
         self.stop: str | None = None
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None
@@ -71,7 +73,8 @@ class Workers:
             samples: number of samples in the batch.
             batch: index of the batch in its epoch; None: split by the newest loads.
         """
-        return split_batch(samples, self.loads if batch is None else self.loads_of(batch))[self.rank]
+        loads = self.loads if batch is None else self.loads_of(batch)
+        return split_batch(samples, loads, self.minimum)[self.rank]
 
     def loads_of(self, batch: int) -> list[float]:
         """Return the loads that split the batch with this index in the current epoch."""

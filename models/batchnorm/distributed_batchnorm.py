@@ -120,6 +120,12 @@ def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, nu
     return new
 
 
+def smallest_share(*networks: nn.Module) -> int:
+    """Return the samples of a share that these networks can train on: one sample has no variance to normalize by."""
+    layers = [layer for network in networks for layer in network.modules() if isinstance(layer, _BatchNorm)]
+    return 1 if all(isinstance(layer, (nn.SyncBatchNorm, DistributedBatchNorm)) for layer in layers) else 2
+
+
 def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -> None:
     """Log a warning if unequal loads meet layers that normalize each share by itself; look once at a network.
 

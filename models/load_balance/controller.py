@@ -15,10 +15,18 @@ from gangline.models.load_balance.speed_model import SpeedModel
 class LoadBalancer:
     """Measures the contexts of a module while it trains, and derives loads and micro-steps from that."""
 
-    def __init__(self, contexts: Sequence[Context], logger: logging.Logger) -> None:
-        """Start with equal loads and no memory limits."""
+    def __init__(self, contexts: Sequence[Context], logger: logging.Logger, minimum: int = 1) -> None:
+        """Start with equal loads and no memory limits.
+
+        Args:
+            contexts: contexts of the module.
+            logger: receives one line per change of the loads, and a warning per limit of memory.
+            minimum: smallest share that is not empty.
+        """
         self._contexts = list(contexts)
-        self._speeds = SpeedModel([str(context) for context in contexts], logger)
+        on_one_device = len({context.torch_device for context in contexts}) == 1
+        names = [str(context) for context in contexts]
+        self._speeds = SpeedModel(names, logger, minimum=minimum, on_one_device=on_one_device)
         self.limits = MemoryLimits(contexts, logger)
         """Numbers of samples that fit into the contexts' memory."""
         self._pending: list[tuple[list[int], list[ElapsedTime]]] = []  # (samples, times) of batches not yet evaluated

@@ -1,24 +1,34 @@
-"""Speed model: loads of contexts from measured times of their shares."""
+"""Speed model: loads of contexts, workers or ranks from measured times of their shares."""
 
 from __future__ import annotations
 
 import heapq
 import logging
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gangline.collectives.workload import split_batch
+from gangline.collectives.workload import holding, split_batch, split_within
 
-_MIN_GAIN = 0.015  # relative gain in step time that a new split must promise; without it splits would not settle
+_MIN_GAIN = 0.03  # relative gain in step time that a new split must promise; without it splits would not settle
+_MIN_GAIN_ON_ONE_DEVICE = 0.25  # the same over the equal split, on one device: one share 1.5 times slower than another
+_GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differs from an equal one
+_CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
+_STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
+_SMALLEST_PART = 2  # a share shrinks at most to this part of the smallest one that was measured
 _DECAY = 0.7  # weight of a measurement relative to the next update's
 _MAX_BATCHES = 16  # batches per update that add weight to its measurement
-_ORIGIN_WEIGHT = 0.002  # weight of the assumption that an empty share takes no time
-_OUTLIERS_FROM = 4  # batches from which the slowest one counts as the second slowest in sums
-_MIN_SLOPE = 0.05  # part of a share's time that always counts as proportional to its samples
+_ORIGIN_WEIGHT = 0.002  # weight of the assumption about the part of a time that is proportional to samples
+_LEAST_ORIGIN_WEIGHT = 0.0001  # the same where times have no error
+_FORGOTTEN = 0.05  # part of what is known of that part that is lost from one update to the next
+_OUTLIERS_FROM = 4  # batches from which the slowest one counts as the second slowest in averages
+_MIN_SLOPE = 0.02  # part of a share's time that always counts as proportional to its samples
 _CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
-_UPDATE_INTERVAL = 64  # maximum number of counted batches between two updates
+_MIN_INTERVAL, _MAX_INTERVAL = 2, 64  # counted batches between two updates
+_BLOCKS = 4  # parts of an update's batches whose averages tell how times vary
 _TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
 
@@ -29,37 +39,43 @@ class SpeedModel:
     A step takes as long as its slowest share, so the best split is the one whose shares finish together. The time of a
     share of n samples is modelled as fixed + per_sample * n: for each context a least-squares line through its
     measurements, with decaying weights. (After the functional performance models of Lastovetsky and Reddy, IJHPCA
-    21(1), 2007.) A context on which a single sample would delay the others is left idle, and is tried again at the
-    start of epochs.
+    21(1), 2007.) The split stays equal until another one promises a gain above the error of the measurements, and
+    becomes equal again if it promises none. A context on which a single sample would delay the others is left idle, and
+    is tried again at the start of epochs.
 
     Call `record` after each batch, `begin_epoch` before each epoch, and `update_loads` when `due` is True.
     """
 
     loads: list[float]
     """Fractions of the batch, one per context, rounded to 4 digits, for `split_batch`."""
+    interval: int
+    """Number of counted batches from the last update to the next one."""
 
     def __init__(
         self,
         names: Sequence[str],
         logger: logging.Logger | None,
-        least: int = 0,
-        min_gain: float = _MIN_GAIN,
         *,
+        minimum: int = 1,
+        may_idle: bool = True,
         averages: bool = False,
+        on_one_device: bool = False,
     ) -> None:
         """Start with equal loads.
 
         Args:
             names: names of the contexts, for logs and checkpoints.
             logger: receives one line per update of the loads; None: the caller logs.
-            least: minimum number of samples of each context; 0: contexts may idle.
-            min_gain: relative gain in step time that a new split must promise.
-            averages: the time of a context is that of `totals` since the last update; False: the median.
+            minimum: smallest share that is not empty.
+            may_idle: False: every context has a share.
+            averages: the time of a context is its average since the last update, without the worst of one stall; a
+                process with a CPU quota runs at full speed in most batches and pauses in some. False: the median.
+            on_one_device: the contexts share the cores of one CPU, or one GPU. None of them is faster, though threads
+                wait for each other; they stay equal unless one is much slower.
         """
         self._logger = logger
-        self._least = least
-        self._min_gain = min_gain
-        self._averages = averages
+        self._minimum, self._may_idle, self._averages = minimum, may_idle, averages
+        self._on_one_device = on_one_device and len(names) > 1
         self.caps: list[int | None] = [None] * len(names)
         """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
         self._contexts = [_ContextSpeed(name) for name in names]
@@ -68,8 +84,8 @@ class SpeedModel:
     def _reset(self) -> None:
         self.loads = [round(1 / len(self._contexts), 4)] * len(self._contexts)
         self._sizes = [0, 0]  # largest batch before the last update, and since
-        self._counted = 0
-        self._next_update = 2
+        self._counted = 0  # batches
+        self._next_update = self.interval = _MIN_INTERVAL
         self._since_trial = 0
         self._is_unlogged = True
 
@@ -90,26 +106,13 @@ class SpeedModel:
         ]
         self._counted += any(counted)
 
-    def record_totals(
-        self, size: int, batches: Sequence[int], samples: Sequence[int], seconds: Sequence[float]
-    ) -> None:
-        """Record sums over several batches, none of them warm-up.
-
-        Args:
-            size: samples in a batch, over all contexts.
-            batches: number of measured batches of each context; 0: none was measured.
-            samples: samples of each context in these batches.
-            seconds: time of each context for these batches.
-        """
+    def record_of(self, context: int, size: int, shares: Sequence[tuple[int, float]]) -> None:
+        """Record (samples, seconds) of shares of one context in batches of ``size``, none of them warm-up."""
         self._sizes[-1] = max(self._sizes[-1], size)
-        for context, count, n, took in zip(self._contexts, batches, samples, seconds, strict=True):
-            if count and n and took > 0:
-                context.recorded.append(_Recorded(size, n / count, took / count, count))
-        self._counted += max(batches)
-        self._since_trial += max(batches)
+        self._contexts[context].recorded += [_Recorded(size, n, took) for n, took in shares if n and took > 0]
 
     def due(self) -> bool:
-        """Return True if the loads should be updated: after 2, 4, 8, ..., 64 counted batches, then after each 64."""
+        """Return True if the loads should be updated: after 2, 4, 8, ..., 64 batches more, earlier after changes."""
         return self._counted >= self._next_update
 
     def begin_epoch(self) -> None:
@@ -121,26 +124,61 @@ class SpeedModel:
         """Derive the loads from what was recorded since the last update; log them the first time and if they change.
 
         Returns:
-            True if they changed; they stay unless another split promises a noticeably shorter step.
+            True if they changed.
         """
-        self._next_update = next_update(self._counted)
         size = max(self._sizes)
         measured = [context.add_point(size, averages=self._averages) for context in self._contexts]
         if not any(measured):
             return False
         self._sizes = [self._sizes[-1], 0]
-        fits = self._fits()
-        best = shortest_step(size, fits, self._least, self.caps)
-        current = self._split(size)
-        changed = step_seconds(best, fits) * (1 + self._min_gain) < step_seconds(current, fits) or any(
-            cap is not None and n > cap for n, cap in zip(current, self.caps, strict=True)
-        )
-        if changed:
-            self._set_counts(best)
+        before = self._split(size)
+        counts = self._better_split(size, before)
+        if changed := counts != before:
+            self._set_counts(counts)
+        if changed or any(context.suspect for context in self._contexts):
+            self.interval = max(self.interval // 2, _MIN_INTERVAL)
+        else:
+            self.interval = min(2 * self.interval, _MAX_INTERVAL)
+        self._next_update = self._counted + self.interval
         if self._logger is not None and (changed or self._is_unlogged):
             self._is_unlogged = False
-            self._log(self._logger, self._split(size))
+            self._log(self._logger, size)
         return changed
+
+    def _better_split(self, size: int, before: list[int]) -> list[int]:
+        """Return the split that promises a noticeably shorter step than the equal one and the present one."""
+        fits, caps = self._fits(), holding(self.caps, size)
+        equal = split_within(size, [1] * len(fits), caps, self._minimum)
+        best = shortest_step(size, fits, self._floors(size), caps)
+        if self._minimum > 1:
+            best = split_within(size, best, caps, self._minimum)
+        seconds = [step_seconds(counts, fits) for counts in (equal, before, best)]
+        over_equal, over_present = (other / seconds[2] - 1 for other in seconds[:2])
+        least, errors = (_MIN_GAIN_ON_ONE_DEVICE, 2) if self._on_one_device else (_MIN_GAIN, 1)
+        shift = max(abs(n - of_equal) / max(of_equal, 1) for n, of_equal in zip(best, equal, strict=True))
+        required = max(_MIN_GAIN, errors * self._error())
+        least = max(required, least, _GAIN_PER_SHIFT * min(shift, 1.0))
+        if any(cap is not None and n > cap for n, cap in zip(before, caps, strict=True)):
+            return best
+        if before == equal:
+            return best if over_equal > least else before
+        if over_equal <= min(least / 2, _CLEAR_GAIN):
+            return equal
+        return best if over_present > required else before
+
+    def _floors(self, size: int) -> list[int]:
+        """Return the smallest shares that what was measured speaks for."""
+        floors = [min((int(n) for n, *_ in context.points), default=0) // _SMALLEST_PART for context in self._contexts]
+        least = 0 if self._may_idle else self._minimum
+        floors = [max(floor, least) for floor in floors]
+        return floors if sum(floors) <= size else [least] * len(floors)
+
+    def _error(self) -> float:
+        """Return the relative error of the contexts' times that is not to be taken for a difference of speeds."""
+        known = [context for context in self._contexts if context.points]
+        weights = sum(point.weight for context in known for point in context.points)
+        squares = statistics.mean(context.squared_error() for context in known)
+        return _STANDARD_ERRORS * (1 + 4 / max(1.0, weights - len(known))) * math.sqrt(squares)
 
     def state(self) -> dict[str, Any]:
         """Return loads and measurements as plain data."""
@@ -166,7 +204,7 @@ class SpeedModel:
         self.loads = [float(load) for load in state["loads"]]
         self._sizes[0] = int(state["batch_size"])
         for context, points in zip(self._contexts, state["points"], strict=True):
-            context.points = [(float(n), float(took), float(weight)) for n, took, weight in points]
+            context.points = [_Point(*map(float, point)) for point in points]
 
     def _fits(self) -> list[LinearFit]:
         """Return the fit of each context; a context without measurements gets the average of the others."""
@@ -175,42 +213,46 @@ class SpeedModel:
         return [context.fit() if context.points else average for context in self._contexts]
 
     def _split(self, size: int) -> list[int]:
-        return [part.stop - part.start for part in split_batch(size, self.loads)]
+        return [part.stop - part.start for part in split_batch(size, self.loads, self._minimum)]
 
     def _set_counts(self, counts: Sequence[int]) -> None:
-        self.loads = [max(round(n / sum(counts), 4), 0.0001) if n else 0.0 for n in counts]
+        is_equal = max(counts) - min(counts) <= 1
+        parts = [1] * len(counts) if is_equal else counts
+        self.loads = [max(round(n / sum(parts), 4), 0.0001) if n else 0.0 for n in parts]
         for context in self._contexts:
             context.warm = False  # shares of another size run other kernels and allocate memory
 
     def _try_idle_contexts(self) -> None:
-        """Give idle contexts one sample for a few batches, unless waiting for them would cost too much."""
+        """Give idle contexts a smallest share for a few batches, unless waiting for them would cost too much."""
         if all(self.loads) or not self._counted:
             return
         fits, size = self._fits(), max(self._sizes)
         counts = self._split(size)
         step = step_seconds(counts, fits)
-        trial = max(fit.seconds(1) for fit, load in zip(fits, self.loads, strict=True) if not load)
+        trial = max(fit.seconds(self._minimum) for fit, load in zip(fits, self.loads, strict=True) if not load)
         if _TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
             return
-        counts[counts.index(max(counts))] -= counts.count(0)
-        self._set_counts([n or 1 for n in counts])
+        counts[counts.index(max(counts))] -= self._minimum * counts.count(0)
+        self._set_counts([n or self._minimum for n in counts])
         self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
 
     def expected_seconds(self, counts: Sequence[int]) -> float:
         """Return the expected time of a step with these samples per context; 0 before the first update."""
         return step_seconds(counts, self._fits()) if any(context.points for context in self._contexts) else 0.0
 
-    def rates(self, counts: Sequence[int]) -> list[float]:
-        """Return the samples per second of each context alone with this share; empty before the first update."""
+    def rates(self, size: int) -> list[float]:
+        """Return the samples per second of each context alone, with the whole batch; empty before the first update."""
         if not any(context.points for context in self._contexts):
             return []
-        return [max(n, 1) / fit.seconds(max(n, 1)) for n, fit in zip(counts, self._fits(), strict=True)]
+        return [size / fit.seconds(size) for fit in self._fits()]
 
-    def _log(self, logger: logging.Logger, counts: Sequence[int]) -> None:
+    def _log(self, logger: logging.Logger, size: int) -> None:
         shares = ", ".join(
             f"{context.name} {load:.3g}" for context, load in zip(self._contexts, self.loads, strict=True)
         )
-        logger.info("work_load_list auto: %s (alone %s samples/s)", shares, listed_rates(self.rates(counts)))
+        is_equal = self._on_one_device and len(set(self.loads)) == 1
+        stays = "; contexts on one device stay equal unless one is much slower" if is_equal else ""
+        logger.info("work_load_list auto: %s (alone %s samples/s)%s", shares, listed_rates(self.rates(size)), stays)
 
 
 def listed_rates(rates: Sequence[float]) -> str:
@@ -226,18 +268,27 @@ class LinearFit:
     fixed: float
     per_sample: float
 
-    def seconds(self, samples: int) -> float:
+    def seconds(self, samples: float) -> float:
         """Return the time of a share; an empty one takes none."""
         return self.fixed + self.per_sample * samples if samples else 0.0
 
 
 class _Recorded(NamedTuple):
-    """A measured share, or the average of several."""
+    """A measured share."""
 
     size: int  # samples in the batch
-    samples: float  # in the share
+    samples: int  # in the share
     seconds: float  # of the share
-    batches: int = 1
+
+
+class _Point(NamedTuple):
+    """The shares of a context between two updates."""
+
+    samples: float
+    seconds: float
+    weight: float
+    error: float = 0.0
+    """Standard error of the time, relative to it."""
 
 
 @dataclass
@@ -245,11 +296,15 @@ class _ContextSpeed:
     """Measurements of one context."""
 
     name: str
-    points: list[tuple[float, float, float]] = field(default_factory=list)
-    """(samples, seconds, weight), one per update of the loads, the latest last."""
+    points: list[_Point] = field(default_factory=list)
+    """One per update of the loads, the latest last."""
     warm: bool = False
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
+    proportion: float = 1.0
+    """Part of a share's time that is proportional to its samples, as far as shares of several sizes have shown."""
+    suspect: _Point | None = None
+    """The last point if it is slower than those before: the speed has changed if the next one is like it."""
 
     def record(self, size: int, samples: int, seconds: float | None) -> bool:
         """Record a share; return False if it does not count."""
@@ -266,39 +321,83 @@ class _ContextSpeed:
         self.recorded = []
         if not full:
             return False
-        if averages:
-            samples, seconds = (total / len(full) for total in totals([(each.samples, each.seconds) for each in full]))
-        else:
-            samples = float(statistics.median_low(share.samples for share in full))
-            seconds = samples * statistics.median_low(share.seconds / share.samples for share in full)
-        if self.points and not self._is_consistent(samples, seconds):
+        rates = [share.seconds / share.samples for share in full]
+        if len(rates) >= _OUTLIERS_FROM:  # one stall
+            rates[rates.index(max(rates))] = sorted(rates)[-2]
+        samples = statistics.mean(share.samples for share in full)
+        rate = statistics.mean(rates) if averages else statistics.median_low(rates)
+        point = _Point(samples, samples * rate, float(min(len(full), _MAX_BATCHES)), _standard_error(rates) / rate)
+        suspect, self.suspect = self.suspect, None
+        if suspect is not None and _is_consistent(suspect, point):
+            self.points = [suspect]
+        elif self.points and not _is_consistent(self.points[-1], point):
+            if point.seconds > self.points[-1].seconds * max(1.0, samples / self.points[-1].samples):
+                self.suspect = point  # other work may have disturbed it
+                return True
             self.points = []
-        decayed = [(n, took, _DECAY * weight) for n, took, weight in self.points[-7:]]
-        self.points = [*decayed, (samples, seconds, float(min(sum(share.batches for share in full), _MAX_BATCHES)))]
+        self.points = [*(old._replace(weight=_DECAY * old.weight) for old in self.points[-7:]), point]
+        fit = self.fit()
+        known = fit.per_sample * samples / fit.seconds(samples)
+        self.proportion = known + _FORGOTTEN * (1 - known)
         return True
 
-    def _is_consistent(self, samples: float, seconds: float) -> bool:
-        """Return True if the time is between those predicted from the last point by fixed or proportional cost."""
-        before, took, _ = self.points[-1]
-        bounds = sorted((took, took * samples / before))
-        return bounds[0] / _CHANGED_SPEED <= seconds <= bounds[1] * _CHANGED_SPEED
-
     def fit(self) -> LinearFit:
-        """Fit a line to the points."""
-        return fit_line(self.points)
+        """Fit a line to the points; the larger their errors, the more it relies on `proportion`."""
+        origin = max(_LEAST_ORIGIN_WEIGHT, 4 * self._within())
+        return fit_line([point[:3] for point in self.points], origin, self.proportion)
+
+    def _within(self) -> float:
+        """Return the squared error of the average time, relative to it, from the points' own errors."""
+        weights = sum(point.weight for point in self.points)
+        return sum((point.weight * point.error) ** 2 for point in self.points) / weights**2
+
+    def squared_error(self) -> float:
+        """Return the squared error of the fit, relative to it, from the points' errors and from their deviations."""
+        fit, weights = self.fit(), sum(point.weight for point in self.points)
+        if len(self.points) < 2:
+            return self._within()
+        squares = sum(point.weight * (point.seconds / fit.seconds(point.samples) - 1) ** 2 for point in self.points)
+        number = weights**2 / sum(point.weight**2 for point in self.points)
+        return max(self._within(), squares / weights / max(number - 1, 0.5))
 
 
-def fit_line(points: Sequence[tuple[float, float, float]]) -> LinearFit:
+def _is_consistent(last: _Point, point: _Point) -> bool:
+    """Return True if a time is between those predicted from the last one by fixed or proportional cost."""
+    bounds = sorted((last.seconds, last.seconds * point.samples / last.samples))
+    tolerance = max(_CHANGED_SPEED, 1 + _STANDARD_ERRORS * math.hypot(last.error, point.error))
+    return bounds[0] / tolerance <= point.seconds <= bounds[1] * tolerance
+
+
+def _standard_error(rates: Sequence[float]) -> float:
+    """Return the standard error of the average of successive rates, which may be slow for several batches in a row."""
+    if len(rates) < 2:
+        return 0.0
+    error = statistics.stdev(rates) / math.sqrt(len(rates))
+    if len(rates) < _BLOCKS**2:
+        return error
+    cuts = [len(rates) * block // _BLOCKS for block in range(_BLOCKS + 1)]
+    blocks = [statistics.mean(rates[begin:end]) for begin, end in pairwise(cuts)]
+    return max(error, statistics.stdev(blocks) / math.sqrt(_BLOCKS))
+
+
+def fit_line(
+    points: Sequence[tuple[float, float, float]], origin: float = _ORIGIN_WEIGHT, proportion: float = 1.0
+) -> LinearFit:
     """Fit a line to (samples, seconds, weight) by least squares.
 
-    Shares of similar size do not determine the slope; a small weight on a line through the origin then does.
+    Shares of similar size do not determine the slope; a small weight on an assumed one then does.
+
+    Args:
+        points: what was measured.
+        origin: weight of the assumption.
+        proportion: part of the time that is assumed to be proportional to samples; 1: a line through the origin.
     """
     weights = sum(weight for *_, weight in points)
     samples = sum(weight * n for n, _, weight in points) / weights
     seconds = sum(weight * took for _, took, weight in points) / weights
     variance = sum(weight * (n - samples) ** 2 for n, _, weight in points) / weights
     covariance = sum(weight * (n - samples) * (took - seconds) for n, took, weight in points) / weights
-    slope = (covariance + _ORIGIN_WEIGHT * samples * seconds) / (variance + _ORIGIN_WEIGHT * samples**2)
+    slope = (covariance + origin * proportion * samples * seconds) / (variance + origin * samples**2)
     slope = min(max(slope, _MIN_SLOPE * seconds / samples), seconds / samples)
     return LinearFit(seconds - slope * samples, slope)
 
@@ -309,7 +408,10 @@ def step_seconds(counts: Sequence[int], fits: Sequence[LinearFit]) -> float:
 
 
 def shortest_step(
-    size: int, fits: Sequence[LinearFit], least: int = 0, caps: Sequence[int | None] | None = None
+    size: int,
+    fits: Sequence[LinearFit],
+    floors: Sequence[int] | None = None,
+    caps: Sequence[int | None] | None = None,
 ) -> list[int]:
     """Return the split of a batch of ``size`` whose slowest share finishes first.
 
@@ -318,14 +420,16 @@ def shortest_step(
     Args:
         size: samples in the batch.
         fits: models of the contexts' times.
-        least: minimum of a share, if the batch is large enough; 0: shares may be empty.
+        floors: minimum of each share, if together they are no more than the batch; None: shares may be empty.
         caps: maximum of each share, None where there is no limit; None: no limits.
 
     Raises:
         ValueError: if the caps do not hold the batch.
     """
     most = [None] * len(fits) if caps is None else caps
-    counts = [least if least * len(fits) <= size else 0] * len(fits)
+    counts = [0] * len(fits)
+    if floors is not None and sum(floors) <= size:
+        counts = [floor if cap is None else min(floor, cap) for floor, cap in zip(floors, most, strict=True)]
     ends = [
         (fit.seconds(n + 1), index)
         for index, (fit, n, cap) in enumerate(zip(fits, counts, most, strict=True))
@@ -342,21 +446,3 @@ def shortest_step(
         else:
             heapq.heapreplace(ends, (fits[index].seconds(counts[index] + 1), index))
     return counts
-
-
-def next_update(counted: int) -> int:
-    """Return the number of counted batches after which the next update is due: 2, 4, 8, ..., 64, 128, 192, ..."""
-    return max(2, min(2 * counted, counted + _UPDATE_INTERVAL))
-
-
-def totals(measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the sums of samples and seconds, without the worst of one stall.
-
-    They are sums and not medians: a process with a CPU quota runs at full speed in most batches and pauses in some.
-    """
-    samples = sum(n for n, _ in measured)
-    seconds = sum(took for _, took in measured)
-    if len(measured) >= _OUTLIERS_FROM:
-        *_, (second, _), (worst, n) = sorted((took / n, n) for n, took in measured)
-        seconds -= (worst - second) * n
-    return samples, seconds

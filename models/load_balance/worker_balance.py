@@ -75,7 +75,8 @@ class WorkerBalance:
         self._speeds: SpeedModel | None = None
         if workers.is_auto:
             names = [f"worker {rank}" for rank in range(workers.count)]
-            self._speeds = SpeedModel(names, logger if workers.is_first else _SILENT, averages=True)
+            log = logger if workers.is_first else _SILENT
+            self._speeds = SpeedModel(names, log, minimum=workers.minimum, averages=True)
         self._pending: deque[_Batch] = deque()  # batches that a GPU may still compute
         self._unsent: deque[tuple[int, int, float]] = deque(maxlen=_SENT)  # (step, samples, seconds)
         self._received: dict[int, dict[int, tuple[int, float]]] = {}  # by step and rank

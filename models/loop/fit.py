@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -94,7 +94,7 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
     module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
     _initialize(module, train, options)
     try:
-        with _log_to_stderr():
+        with log_to_stderr():
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException:
         if module.workers.count > 1:
@@ -262,26 +262,6 @@ def _locked_prefixes(module: Trainable, savers: Iterable[Checkpoint]) -> Iterato
 
         module.workers.run_on_first(lock, "fit")
         yield
-
-
-@contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Print the lines of logger "gangline" inside the block, if the program has not configured logging."""
-    logger = logging.getLogger("gangline")
-    if logger.hasHandlers():
-        yield
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    if level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:

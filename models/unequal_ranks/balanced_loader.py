@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 import traceback
 import weakref
 from collections import deque
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.workload import check_work_load_list
-from gangline.models.batchnorm.distributed_batchnorm import warn_of_batchnorm
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 from gangline.models.unequal_ranks.global_order import (
     GlobalOrder,
@@ -34,7 +33,6 @@ from gangline.models.unequal_ranks.lockstep import Lockstep, Share, Signal
 from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
 from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
 from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
-from gangline.models.unequal_ranks.rank_memory import Call, RankMemory
 from gangline.models.unequal_ranks.rank_timer import RankTimer
 from gangline.models.unequal_ranks.reduction import reduction_of
 from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
@@ -63,7 +61,6 @@ class BalancedLoader:
         count: Callable[[Any], float | Tensor] | None = None,
         loss_reduction: LossReduction = "mean",
         memory: Sequence[int] | Literal["auto"] | None = "auto",
-        call: Call | None = None,
         stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -76,6 +73,7 @@ class BalancedLoader:
         caps: list[int | None] | None = None
         prepared: PreparedLoader | None = None
         self.global_batch = 0
+        minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None]:
             """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
@@ -83,7 +81,6 @@ class BalancedLoader:
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = _checked_loads(loads, size)
-            caps = None if memory is None or memory == "auto" else checked_caps(memory, size)
             if loss_reduction != "normalized":
                 check_not_balanced(networks)
             prepared, samples = unprepared(loader), global_batch
@@ -95,6 +92,7 @@ class BalancedLoader:
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
             dataset = getattr(loader, "dataset", None)
+            caps = None if memory is None or memory == "auto" else checked_caps(memory, size, self.global_batch)
             settings = {
                 "the type of the data set": type(dataset).__name__,
                 "the length of the data set": length_of(dataset),
@@ -108,6 +106,7 @@ class BalancedLoader:
                 "loss_reduction": loss_reduction,
                 "memory": memory if memory is None or memory == "auto" else list(memory),
                 "count": "given" if count is not None else "samples",
+                "the smallest share": minimum,
             }
             settings |= {} if order is None else order.settings
             return settings, _drawn_ahead(loader), getattr(order, "length", None)
@@ -116,18 +115,14 @@ class BalancedLoader:
         check_same(settings)
         self._loss_reduction, self._count = loss_reduction, count
         # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
-        self.controller = SplitController(given, max(aheads) + 1 + (prepared is not None), caps)
-        self._measured = MeasuredLoads(
-            rank,
-            size,
-            self._exchange.all_gather,
-            RankTimer(networks[0]) if loads == "auto" else None,
-            RankMemory(networks[0], call) if memory == "auto" else None,
-            given,
-            caps,
-        )
-        self._is_memory_tried = False
         self._networks = networks
+        self.controller = SplitController(given, max(aheads) + 1 + (prepared is not None), caps, minimum)
+        timer = RankTimer(networks) if loads == "auto" else None
+        parameters = (parameter for network in networks for parameter in network.parameters())
+        device = next((parameter.device for parameter in parameters), None) if memory == "auto" else None
+        self._measured = MeasuredLoads(
+            rank, given, self._exchange.all_gather, timer, device=device, caps=caps, minimum=minimum
+        )
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
@@ -146,7 +141,6 @@ class BalancedLoader:
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
         self._lockstep = Lockstep(self._exchange, reduction, is_mean=loss_reduction == "mean")
-        weakref.finalize(self, self._measured.close)
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
@@ -217,13 +211,18 @@ class BalancedLoader:
         self._seed = starts[0]["seed"]
         self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
         self._consumed = self._source.skip
+        timer = self._measured.timer
         batches = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
                 self._begin_batch(self._steps.shares.popleft())
+                if timer is not None:
+                    timer.start()
                 yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
                 if self._iterations != iteration:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
+                if timer is not None:
+                    timer.pause()
                 if self._is_prepared and not self._lockstep.go_on():  # accelerate has read the next batch already
                     break
         finally:
@@ -260,20 +259,9 @@ class BalancedLoader:
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     def _begin_epoch(self) -> None:
-        """Look at speeds and memory while no batch is drawn."""
-        changed = self._measured.begin_epoch()
-        if not self._is_memory_tried:
-            is_stream = isinstance(self._source, IterableBatches)
-            self._measured.try_memory(None if is_stream else self._read, self.global_batch)
-            self._is_memory_tried = changed = True
-        if changed:
+        """Look at the speeds while no batch is drawn."""
+        if self._measured.begin_epoch():
             self.controller.set_loads(self._measured.loads, self._measured.caps, None)
-
-    def _read(self, samples: int) -> Any:
-        """Return a batch of the data set, read without workers."""
-        data = self._user_loader.dataset
-        batch = [data[index] for index in range(min(samples, length_of(data) or samples))]
-        return self._user_loader.collate_fn(batch)
 
     def _begin_batch(self, share: Share) -> None:
         self._end_batch()
@@ -378,20 +366,21 @@ def _tell_of_error() -> None:
 
 
 class _TimedLoader:
-    """A DataLoader, which reports how long this rank took to load each batch."""
+    """A DataLoader whose loading counts as time of this rank's steps."""
 
-    def __init__(self, loader: DataLoader[Any], report: Callable[[float], None]) -> None:
-        self._loader, self._report = loader, report
+    def __init__(self, loader: DataLoader[Any], timer: RankTimer) -> None:
+        self._loader, self._timer = loader, timer
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
         while True:
-            began = time.perf_counter()
+            self._timer.resume()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._report(time.perf_counter() - began)
+            finally:
+                self._timer.pause()
             yield batch
 
     def __getattr__(self, name: str) -> Any:
@@ -411,7 +400,8 @@ class _Steps:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         owner = self._owner
-        timed = _TimedLoader(owner._loader, owner._measured.add_loading)
+        timer = owner._measured.timer
+        timed = owner._loader if timer is None else _TimedLoader(owner._loader, timer)
         for share, batch in owner._lockstep.batches(
             owner._source, timed, owner._source.first, owner._count, owner._smallest
         ):
@@ -436,7 +426,6 @@ def balance(
     count: Callable[[Any], float | Tensor] | None = None,
     loss_reduction: LossReduction = "mean",
     memory: Sequence[int] | Literal["auto"] | None = "auto",
-    call: Call | None = None,
     stream: Stream | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> BalancedLoader:
@@ -458,10 +447,8 @@ def balance(
             are not ignored; None: its samples. A global batch in which nothing counts has no gradient.
         loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
             "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
-        memory: maximum number of samples of each rank; "auto" learns it, on GPUs and where the kernel limits the
-            memory of a process: before the first batch from growing batches, later from peaks; None: no limits.
-        call: runs a batch through the model, for the trial of its memory, such as
-            ``lambda model, batch: model(batch["image"])``; None: derived from the batch and the signature of forward.
+        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only as far as the peaks of
+            real steps predict that it fits; None: no limits.
         stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
             reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
             joined and cut to shares.
@@ -480,7 +467,6 @@ def balance(
         count=count,
         loss_reduction=loss_reduction,
         memory=memory,
-        call=call,
         stream=stream,
         group=group,
     )

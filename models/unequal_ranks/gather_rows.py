@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gangline.models.current_batch import current_batch, weighted
+from gangline.models.unequal_ranks.rank_timer import waiting_for_ranks
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -36,9 +37,10 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     if not rows.dim():
         raise ValueError("rows is a tensor of 0 dimensions; expected [rows, ...]")
-    gathered: Tensor = _GatherRows.apply(  # type: ignore[no-untyped-call]
-        rows, batch.weight, batch.has_samples, group if group is not None else batch.group
-    )
+    with waiting_for_ranks():
+        gathered: Tensor = _GatherRows.apply(  # type: ignore[no-untyped-call]
+            rows, batch.weight, batch.has_samples, group if group is not None else batch.group
+        )
     return gathered
 
 
@@ -71,7 +73,8 @@ class _GatherRows(torch.autograd.Function):
         # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's rows gets this
         # rank's weight at the parameters, so it is divided by it here.
         summed = weighted(gradient, ctx.weight)
-        dist.all_reduce(summed, group=ctx.group)
+        with waiting_for_ranks():
+            dist.all_reduce(summed, group=ctx.group)
         if ctx.begin == ctx.end:
             return gradient.new_zeros(ctx.rows, *gradient.shape[1:]), None, None, None
         return summed[ctx.begin : ctx.end] / ctx.weight, None, None, None

@@ -278,7 +278,8 @@ def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[
 class ShareSampler(Sampler[list[Any]]):
     """Batch sampler of one rank: consecutive slices of the global batches.
 
-    A rank without samples gets the batch's first sample, so that it makes the same steps; the sample has no weight.
+    A rank without samples gets the batch's first sample, twice if the network needs two, so that it makes the same
+    steps; the sample has no weight.
     """
 
     def __init__(self, order: GlobalOrder, controller: SplitController, rank: int, ahead: int) -> None:
@@ -338,7 +339,7 @@ class ShareSampler(Sampler[list[Any]]):
             counts = self._controller.counts(number, len(batch))
             begin = sum(counts[: self._rank])
             self._drawn.append((counts[self._rank], len(batch)))
-            yield batch[begin : begin + counts[self._rank]] or batch[:1]
+            yield batch[begin : begin + counts[self._rank]] or batch[:1] * self._controller.minimum
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""

@@ -104,7 +104,7 @@ class IterableBatches:
                 return
             counts = self._controller.counts(number, total)
             begin, own = sum(counts[: self._rank]), counts[self._rank]
-            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, 1)
+            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._controller.minimum)
             yield Piece(own, part, whole=total + (_checksum(samples.cut(batch, 0, 1)) << 20))
 
     def _of_own(self, samples: _Samples) -> Iterator[Piece]:
@@ -121,7 +121,7 @@ class IterableBatches:
                     f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; "
                     "expected at least one sample on each rank"
                 )
-            repeated = samples.cut(batch, 0, 1) if total else repeated
+            repeated = samples.cut(batch, 0, self._controller.minimum) if total else repeated
             yield Piece(total, batch if total else repeated)
 
 

@@ -1,161 +1,194 @@
-"""Rank timer: the compute time of this rank in a training step, without the time it waits for other ranks."""
+"""Rank timer: the time of a rank's training steps, without what it waits for other ranks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from gangline.models.executor.executor import ElapsedTime
 
 _BACKWARD = 2.0  # backward's time relative to forward's, where backward cannot be measured
+_timers: WeakSet[RankTimer] = WeakSet()
+
+
+@contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Leave the time inside the block, in which this rank may wait for others, out of its steps."""
+    running = [timer for timer in _timers if timer.pause()]
+    try:
+        yield
+    finally:
+        for timer in running:
+            timer.resume()
 
 
 @dataclass
 class RankTime:
-    """Times of a rank's forward and backward passes; those of a GPU may not be complete yet."""
+    """Time of a rank's step; that of a GPU may not be complete yet."""
 
+    counted: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
     forward: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
-    waits: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
-    """Time inside forward in which the rank may have waited for others."""
-    backward: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
-    other: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
-    """Time of the optimizer, and on a CPU of loading."""
-    backward_is_measured: bool = True
+    """Part in forward passes whose backward is not measured."""
 
     def is_complete(self) -> bool:
         """Return True if the GPU has passed all events."""
-        return all(part.is_complete() for part in (self.forward, self.waits, self.backward, self.other))
+        return self.counted.is_complete() and self.forward.is_complete()
 
     def seconds(self) -> float | None:
-        """Wait for the GPU and return the compute time; None if no training forward ran."""
-        forward = self.forward.seconds()
-        if forward is None:
-            return None
-        forward -= self.waits.seconds() or 0.0
-        backward = self.backward.seconds() or 0.0 if self.backward_is_measured else _BACKWARD * forward
-        return forward + backward + (self.other.seconds() or 0.0)
+        """Wait for the GPU and return the time; None if nothing was measured."""
+        counted = self.counted.seconds()
+        return None if counted is None else counted + _BACKWARD * (self.forward.seconds() or 0.0)
 
 
 class RankTimer:
-    """Measures the training forward and backward passes of a model on this rank, and its optimizer.
+    """A stopwatch that runs through a step, and pauses where this rank may wait for others.
 
-    Forward is the call of the module inside the wrapper: DistributedDataParallel broadcasts buffers before it. What
-    waits inside is subtracted: FSDP2's gathering of parameters before each unit, and synchronized batch normalization.
-    Backward begins when a gradient arrives at the outputs, and ends when autograd has no more work, before
-    DistributedDataParallel waits for its all-reduce. Where other ranks are waited for inside backward, or nothing is
-    known of the wrapper, backward counts as twice the time of forward.
+    The caller lets it run while it loads a batch, and from the moment a batch is handed out to the moment the next one
+    is asked for. It pauses from the end of this rank's own backward to the optimizer's step, which waits for the
+    all-reduce; without a step, as when gradients accumulate, only DistributedDataParallel's own wait is left out. It
+    pauses also while DistributedDataParallel broadcasts buffers, while FSDP2 gathers parameters, in synchronized batch
+    normalization, and in `waiting_for_ranks`. Where backward waits for other ranks, or nothing is known of the wrapper,
+    the time from the end of forward to the optimizer's step counts as twice that of forward.
 
-    On a GPU times are those between events on its current stream.
+    On a GPU the times are those between events on its current stream: what the host does counts where the GPU waits
+    for it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Add hooks to the model; `close` removes them.
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Add hooks to the models; `close` removes them.
 
         Args:
-            model: the module that the training loop calls, with its wrapper if it has one.
+            models: the modules that the training loop calls, with their wrappers if they have one.
         """
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._time = RankTime()
+        self._since: Any = None  # mark from which time counts; None: paused
+        self._was_running = self._is_after_backward = self._is_in_backward = self._is_in_forward = False
+        self._hooks: list[RemovableHandle] = []
+        for model in models:
+            self._add_hooks(model)
+        self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
+        _timers.add(self)
+
+    def _add_hooks(self, model: nn.Module) -> None:
         inner = inner_module(model)
         units = [module for module in inner.modules() if isinstance(module, FSDPModule)]
-        waiting = [module for module in inner.modules() if isinstance(module, (nn.SyncBatchNorm, DistributedBatchNorm))]
-        wrapped = inner is not model and not isinstance(model, DistributedDataParallel)
-        self._measures_backward = not (units or waiting or wrapped)
-        parameter = next(inner.parameters(), None)
-        self._device = parameter.device if parameter is not None else torch.device("cpu")
-        self._time = RankTime(backward_is_measured=self._measures_backward)
-        self._forward_began: Any = None
-        self._wait_began: Any = None
-        self._backward_began: Any = None
-        self._step_began: Any = None
-        self._parameters = {id(parameter) for parameter in inner.parameters()}
-        self._hooks: list[RemovableHandle] = []
+        layers = [module for module in inner.modules() if isinstance(module, (nn.SyncBatchNorm, DistributedBatchNorm))]
+        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        is_ddp = isinstance(wrapper, DistributedDataParallel)
         # The order of hooks matters: an FSDP2 module gathers its parameters in a pre-forward hook of its own.
         for unit in units:
             self._hooks.append(unit.register_forward_pre_hook(self._begin_wait, prepend=True))
             self._hooks.append(unit.register_forward_pre_hook(self._end_wait))
-        for module in waiting:
-            self._hooks.append(module.register_forward_pre_hook(self._begin_wait, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._end_wait, always_call=True))
-        self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
-        # Before hooks that replace the outputs: their backward may wait for other ranks' counts of labels.
-        self._hooks.append(inner.register_forward_hook(self._end_forward, prepend=True))
-        self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
-        self._hooks.append(register_optimizer_step_post_hook(self._end_step))
+        for layer in layers:
+            self._hooks.append(layer.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self._hooks.append(layer.register_forward_hook(self._end_wait, always_call=True))
+        if units or layers or (inner is not wrapper and not is_ddp):
+            self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self._hooks.append(inner.register_forward_hook(self._end_forward, always_call=True))
+        else:
+            for parameter in inner.parameters():
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_hook(self._begin_backward))  # type: ignore[no-untyped-call]
+        if inner is not wrapper and (list(inner.buffers()) or not is_ddp):
+            self._hooks.append(wrapper.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self._hooks.append(inner.register_forward_pre_hook(self._end_wait, prepend=True))
 
-    def take(self) -> RankTime:
-        """Return the times since the last call."""
-        self._backward_began = None  # set after a backward that failed
-        taken, self._time = self._time, RankTime(backward_is_measured=self._measures_backward)
-        return taken
+    def start(self) -> None:
+        """Count time from now on: a batch is handed out."""
+        self._is_after_backward = self._is_in_backward = self._is_in_forward = False
+        self._since = self._now()
 
-    def add_loading(self, seconds: float) -> None:
-        """Add time that this rank took to load a batch; on a GPU it overlaps with the step before."""
-        if self._device.type == "cpu":
-            self._time.other.on_host += seconds
+    def pause(self) -> bool:
+        """Count no time until `resume`; return False if it does not run."""
+        if self._since is None:
+            return False
+        to = [self._time.counted] + [self._time.forward] * self._is_in_forward
+        if self._device.type == "cuda":
+            event = self._now()
+            for part in to:
+                part.events.append((self._since, event))
+        else:
+            seconds = time.perf_counter() - self._since
+            for part in to:
+                part.on_host += seconds
+        self._since = None
+        return True
+
+    def resume(self) -> None:
+        """Count time again."""
+        self._since = self._now()
+
+    def take(self) -> RankTime | None:
+        """Return the time since the last call; None if the step was left before its end."""
+        is_complete = not self.pause()
+        taken, self._time = self._time, RankTime()
+        return taken if is_complete else None
 
     def close(self) -> None:
         """Remove the hooks."""
+        _timers.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _begin_forward(self, module: nn.Module, *_: object) -> None:
-        # Checkpointed layers may run forward again inside backward, which is timed already.
-        is_training = module.training and torch.is_grad_enabled() and self._backward_began is None
-        self._forward_began = self._now() if is_training else None
-
-    def _end_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._forward_began is None:
-            return
-        self._add(self._time.forward, self._forward_began)
-        self._forward_began = None
-        if self._measures_backward:
-            for leaf in _pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(partial(self._begin_backward, self._time))  # type: ignore[no-untyped-call]
+    # torch.compile leaves out hooks that return at once; other hooks would break its graph.
 
     def _begin_wait(self, *_: object) -> None:
-        if self._forward_began is not None:
-            self._wait_began = self._now()
+        if not torch.compiler.is_compiling():
+            self._was_running = self.pause()
 
     def _end_wait(self, *_: object) -> None:
-        if self._wait_began is not None:
-            self._add(self._time.waits, self._wait_began)
-            self._wait_began = None
+        if not torch.compiler.is_compiling() and self._was_running:
+            self.resume()
 
-    def _begin_backward(self, of: RankTime, *_: object) -> None:
-        """Start the backward interval of the pass that a gradient belongs to, once per call of backward."""
-        if self._backward_began is not None:
-            return
-        self._backward_began = self._now()
-        # Callbacks run in the order in which they were queued, and DistributedDataParallel queues the one that waits
-        # for its all-reduce when the last gradient is ready: this one comes first.
-        Variable._execution_engine.queue_callback(partial(self._end_backward, of))
+    def _begin_forward(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (self.pause() or self._is_after_backward):
+            self._is_in_forward, self._is_after_backward = True, False
+            self.resume()
 
-    def _end_backward(self, of: RankTime) -> None:
-        if self._backward_began is not None:
-            self._add(of.backward, self._backward_began)
-            self._backward_began = None
+    def _end_forward(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._is_in_forward:
+            self.pause()
+            self._is_in_forward, self._is_after_backward = False, True
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        """Ask autograd for a call at the end of this pass, at its first gradient."""
+        if not self._is_in_backward:
+            self._is_in_backward, self._is_after_backward = True, False
+            # Callbacks run in the order in which they were queued, and DistributedDataParallel queues the one that
+            # waits for its all-reduce when the last gradient is ready: this one comes first.
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        if self.pause():
+            Variable._execution_engine.queue_callback(self._end_all_reduce)
+
+    def _end_all_reduce(self) -> None:
+        self._is_after_backward = True
+        self.resume()
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
-        if any(id(parameter) in self._parameters for parameter in optimizer.param_groups[0]["params"][:1]):
-            self._step_began = self._now()
-
-    def _end_step(self, *_: object) -> None:
-        if self._step_began is not None:
-            self._add(self._time.other, self._step_began)
-            self._step_began = None
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self._is_after_backward and any(id(parameter) in self._parameters for parameter in parameters):
+            self._is_after_backward = False
+            self.resume()  # what has passed since the end of backward does not count
 
     def _now(self) -> Any:
         """Return the time on the host, or an event on the GPU's current stream."""
@@ -165,15 +198,9 @@ class RankTimer:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _add(self, to: ElapsedTime, began: Any) -> None:
-        if self._device.type == "cuda":
-            to.events.append((began, self._now()))
-        else:
-            to.on_host += self._now() - began
-
 
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers that hold it as ``module``, as DistributedDataParallel and DeepSpeed do."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
-    return model
+    return getattr(model, "_orig_mod", model)

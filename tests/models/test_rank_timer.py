@@ -1,39 +1,77 @@
-"""The compute time of a rank: which parts of a step count."""
+"""The time of a rank's steps: which parts of a step count."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.load_balance.speed_model import totals
-from gangline.models.unequal_ranks.rank_timer import RankTimer, inner_module
+from gangline.models.unequal_ranks.rank_timer import RankTimer, inner_module, waiting_for_ranks
+
+X = torch.ones(2, 3)
+FORWARD, BACKWARD, WAIT = 2.0, 8.0, 100.0
 
 
 class Clock:
-    """A clock that advances by 1 whenever it is read, and by 100 in `wait`."""
+    """A clock that moves only where a test spends time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("gangline.models.unequal_ranks.rank_timer.time.perf_counter", self.read)
+        self.now = 1.0
+        monkeypatch.setattr("gangline.models.unequal_ranks.rank_timer.time.perf_counter", lambda: self.now)
 
-    def read(self) -> float:
-        self.now += 1
-        return self.now
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
 
     def wait(self, *_: object) -> None:
-        self.now += 100
+        self.now += WAIT
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # its collectives take no time
+    yield
+    dist.destroy_process_group()
+
+
+class _Spending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, fails: bool) -> Tensor:
+        ctx.clock, ctx.fails = clock, fails
+        clock.spend(FORWARD)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.clock.spend(BACKWARD)
+        if ctx.fails:
+            raise ArithmeticError("backward failed")
+        return gradients[0], None, None
+
+
+class Spend(nn.Module):
+    """A linear layer that takes time in forward and, before the gradient of its weight, in backward."""
+
+    def __init__(self, clock: Clock, features: int = 1) -> None:
+        super().__init__()
+        self.linear, self.clock, self.fails = nn.Linear(3, features), clock, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Spending.apply(self.linear(x), self.clock, self.fails)  # type: ignore[no-untyped-call]
+        return output
 
 
 class Wrapper(nn.Module):
@@ -45,95 +83,146 @@ class Wrapper(nn.Module):
         return self.module(x)
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise ArithmeticError("backward failed")
-
-
-X = torch.ones(2, 3)
+def seconds_of(timer: RankTimer, step: Callable[[], object]) -> float | None:
+    """Return what counts of a step between the hand-out of its batch and the request of the next one."""
+    timer.start()
+    step()
+    timer.pause()
+    time = timer.take()
+    assert time is not None
+    return time.seconds()
 
 
-def test_forward_and_backward_count_and_what_is_between_does_not(clock: Clock) -> None:
-    model = nn.Linear(3, 1)
-    timer = RankTimer(model)
-    for _ in range(2):
-        loss = model(X).sum()
-        clock.wait()
+def sgd(*networks: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for network in networks for parameter in network.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_whole_step_counts_but_from_the_end_of_backward_to_the_optimizer(clock: Clock, training: bool) -> None:
+    network = Spend(clock).train(training)
+    optimizer, timer = sgd(network), RankTimer([network])
+
+    def step() -> None:
+        clock.spend(1)  # such as decoding
+        loss = network(X).sum()
+        clock.spend(16)
         loss.backward()
+        clock.wait()  # all-reduce by hand, clipping
+        optimizer.step()
+        clock.spend(32)
+
+    for _ in range(2):
+        assert seconds_of(timer, step) == 1 + FORWARD + 16 + BACKWARD + 32
+    assert timer.take().seconds() is None  # type: ignore[union-attr]
+
+
+def test_without_an_optimizers_step_only_the_all_reduce_is_left_out(clock: Clock) -> None:
+    network = Spend(clock)
+    timer = RankTimer([network])
+    for parameter in network.parameters():  # as DistributedDataParallel waits for its all-reduce
+        parameter.register_hook(lambda _: Variable._execution_engine.queue_callback(clock.wait))  # type: ignore
+
+    def step() -> None:
+        network(X).sum().backward()
+        clock.spend(32)
+
+    assert seconds_of(timer, step) == FORWARD + BACKWARD + 32
+
+
+def test_every_network_of_a_loop_counts(clock: Clock) -> None:
+    first, second, frozen = Spend(clock), Spend(clock), Spend(clock).requires_grad_(False)
+    optimizers, timer = [sgd(first), sgd(second)], RankTimer([first, second, frozen])
+
+    def step() -> None:
+        for network, optimizer in zip((first, second), optimizers, strict=True):
+            (network(X) + frozen(X)).sum().backward()
+            clock.wait()
+            optimizer.step()
+
+    assert seconds_of(timer, step) == 2 * (2 * FORWARD + BACKWARD)
+
+
+def test_two_backwards_of_a_step_count_with_what_is_between(clock: Clock) -> None:
+    network = Spend(clock)
+    optimizer, timer = sgd(network), RankTimer([network])
+
+    def step() -> None:
+        network(X).sum().backward()
+        clock.spend(1)
+        checkpoint(network, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
         clock.wait()
-    assert timer.take().seconds() == 4
-    assert timer.take().seconds() is None
+        optimizer.step()
+
+    assert seconds_of(timer, step) == 2 * (FORWARD + BACKWARD) + 1
 
 
-def test_evaluation_does_not_count(clock: Clock) -> None:
-    model = nn.Linear(3, 1)
-    timer = RankTimer(model)
-    with torch.no_grad():
-        model(X)
-    model.eval()
-    model(X)
-    assert timer.take().seconds() is None
-    assert clock.now == 0
+def test_time_of_loading_counts_and_time_between_steps_does_not(clock: Clock) -> None:
+    timer = RankTimer([Spend(clock)])
+    clock.wait()
+    timer.resume()
+    clock.spend(3)
+    timer.pause()
+    clock.wait()
+    assert seconds_of(timer, lambda: clock.spend(4)) == 7
 
 
-def test_backward_of_an_unknown_wrapper_counts_as_twice_its_forward(clock: Clock) -> None:
-    model = Wrapper(Wrapper(nn.Linear(3, 1)))
-    assert inner_module(model) is model.module.module
-    timer = RankTimer(model)
-    model(X).sum().register_hook(clock.wait)
-    model(X).sum().backward()
-    assert timer.take().seconds() == 6
+def test_a_step_that_the_loop_leaves_is_not_measured(clock: Clock) -> None:
+    timer = RankTimer([Spend(clock)])
+    timer.start()
+    clock.wait()
+    assert timer.take() is None
+    assert seconds_of(timer, lambda: clock.spend(4)) == 4
 
 
-def test_layers_that_backward_computes_again_count_once(clock: Clock) -> None:
-    model = nn.Linear(3, 1)
-    timer = RankTimer(model)
-    x = X.clone().requires_grad_()
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert timer.take().seconds() == 2
-    assert clock.now == 4
+def test_waits_that_are_marked_do_not_count(clock: Clock) -> None:
+    timer = RankTimer([Spend(clock)])
+
+    def step() -> None:
+        clock.spend(1)
+        with waiting_for_ranks(), waiting_for_ranks():
+            clock.wait()
+        clock.spend(2)
+
+    assert seconds_of(timer, step) == 3
+    with waiting_for_ranks():
+        clock.wait()
+    assert seconds_of(timer, lambda: None) is None
 
 
-def test_time_is_measured_again_after_a_backward_that_failed(clock: Clock) -> None:
-    model = nn.Sequential(nn.Linear(3, 1))
-    hook = model.register_forward_pre_hook(lambda _, inputs: (Failing.apply(inputs[0]),))  # type: ignore[no-untyped-call]
-    timer = RankTimer(model)
-    with pytest.raises(ArithmeticError):
-        model(X.clone().requires_grad_()).sum().backward()
-    hook.remove()
-    timer.take()
-    model(X).sum().backward()
-    assert timer.take().seconds() == 2
-    assert clock.now == 7
+def test_the_broadcast_of_buffers_does_not_count(clock: Clock, two_ranks: None) -> None:
+    network = nn.Sequential(nn.BatchNorm1d(3), Spend(clock))
+    model = DistributedDataParallel(network)
+    optimizer, timer = sgd(network), RankTimer([model])
+    model.register_forward_pre_hook(clock.wait)
+
+    def step() -> None:
+        with model.no_sync():
+            model(X).sum().backward()
+        clock.wait()
+        optimizer.step()
+
+    assert seconds_of(timer, step) == FORWARD + BACKWARD
 
 
-def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
-    model = nn.Linear(3, 1)
-    RankTimer(model).close()
-    model(X).sum().backward()
-    assert clock.now == 0
+def test_an_unknown_wrapper_counts_three_times_its_forward(clock: Clock) -> None:
+    network = Spend(clock)
+    model = Wrapper(Wrapper(network))
+    assert inner_module(model) is network
+    optimizer, timer = sgd(network), RankTimer([model])
+
+    def step() -> None:
+        clock.spend(1)
+        model(X).sum().backward()
+        optimizer.step()
+        clock.spend(16)
+
+    for _ in range(2):
+        assert seconds_of(timer, step) == 1 + 3 * FORWARD + 16
 
 
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
-        ([], (0, 0.0)),
-        ([(2, 1.0), (2, 9.0)], (4, 10.0)),
-        ([(2, 1.0), (2, 1.0), (2, 1.0), (2, 9.0)], (8, 4.0)),  # one stall does not count
-        ([(2, 1.0), (2, 9.0), (2, 1.0), (2, 9.0)], (8, 20.0)),  # pauses that repeat do
-        ([(2, 1.0), (4, 2.0), (2, 1.0), (4, 40.0)], (12, 6.0)),
-    ],
-)
-def test_sums_of_a_look(measured: list[tuple[int, float]], expected: tuple[int, float]) -> None:
-    assert totals(measured) == pytest.approx(expected)
-
-
-def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(
+    clock: Clock, two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
     gather = getattr(dist, name)
 
@@ -142,15 +231,41 @@ def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(clock: Clock, monkeypat
         return gather(*args, **options)
 
     monkeypatch.setattr(dist, name, slow_gather)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # its gathers take no time
-    try:
-        units: list[nn.Module] = [fully_shard(nn.Linear(3, 4)), fully_shard(nn.Linear(4, 1))]
-        model = nn.Sequential(*units)
-        timer = RankTimer(model)
-        for _ in range(3):
-            model(X).sum().backward()
-    finally:
-        dist.destroy_process_group()
-    found = timer.take()
-    assert found.waits.on_host == 3 * 2 * (100 + 1)  # a wait ends with one more reading of the clock
-    assert found.seconds() == 3 * (1 + 2) * 3  # backward counts as twice of what is left of forward
+    units: list[nn.Module] = [fully_shard(Spend(clock, 3)), fully_shard(Spend(clock))]
+    model = nn.Sequential(*units)
+    timer, optimizer = RankTimer([model]), sgd(model)
+
+    def step() -> None:
+        clock.spend(1)
+        model(X).sum().backward()
+        optimizer.step()
+        clock.spend(16)
+
+    for _ in range(3):
+        assert seconds_of(timer, step) == 1 + 3 * 2 * FORWARD + 16
+
+
+def test_time_is_measured_again_after_a_backward_that_failed(clock: Clock) -> None:
+    first, last = Spend(clock), nn.Linear(1, 1)
+    network = nn.Sequential(first, last)
+    timer, first.fails = RankTimer([network]), True
+    timer.start()
+    with pytest.raises(ArithmeticError):
+        network(X).sum().backward()
+    timer.take()
+    first.fails = False
+    assert seconds_of(timer, lambda: network(X).sum().backward()) == FORWARD + BACKWARD
+
+
+def test_hooks_do_not_break_the_graph_of_a_compiled_network(clock: Clock) -> None:
+    network = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = torch.compile(Wrapper(network), backend="eager", fullgraph=True)
+    timer = RankTimer([model])
+    assert seconds_of(timer, lambda: (clock.spend(1), model(X).sum().backward())) == 1
+
+
+def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
+    networks = [Wrapper(Spend(clock)), Spend(clock)]
+    RankTimer(networks).close()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for each in networks for module in each.modules())
+    assert not any(parameter._backward_hooks for each in networks for parameter in each.parameters())  # type: ignore

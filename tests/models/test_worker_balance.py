@@ -218,19 +218,19 @@ def beside_a_snail(comm: Communicator) -> tuple[dict[str, Any], list[int]]:
         patch.setattr(WorkerBalance, "receive", note)
         patch.setattr("gangline.models.load_balance.speed_model._TRIAL_COST", 100.0)
         patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # after 1, 2, 4, ... updates
-        return in_a_job(comm, ([5e-4], [4e-2]), epochs=3), exchanged
+        return in_a_job(comm, ([5e-4], [4e-2]), epochs=8), exchanged
 
 
 @pytest.mark.slow
 def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_a_short_trial() -> None:
     found, exchanges = zip(*spawn(beside_a_snail, 2), strict=True)
-    check_samples(found, 3)
+    check_samples(found, 8)
     loads = found[0]["loads"]
-    for begin in (6, 12):  # of epochs
+    for begin in (36, 42):  # of epochs
         assert [load > 0 for _, load in loads[begin : begin + 6]] == [True] * 3 + [False] * 3
     assert exchanges[0] == exchanges[1]
-    assert exchanges[0].count(3) == 2  # at the end of each trial
-    assert distance(found[1]["params"], alone(3)) <= 1e-11
+    assert exchanges[0].count(3) >= 2  # at the end of each trial
+    assert distance(found[1]["params"], alone(8)) <= 1e-11
 
 
 def accumulated(comm: Communicator) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def beside_a_load(comm: Communicator) -> Any:
         with variable("auto"), create("allreduce", communicator=comm) as store, wide() as made:
             made.fit(
                 samples(),
-                num_epoch=5,
+                num_epoch=12,
                 batch_size=BATCH,
                 kvstore=store,
                 optimizer_params=RATE,
@@ -367,7 +367,7 @@ def test_a_worker_whose_core_is_busy_gets_less_and_the_weights_stay_exact() -> N
     assert loads == same
     assert min(load for _, load in loads) < 0.4
     with wide() as made:
-        made.fit(samples(), num_epoch=5, batch_size=BATCH, kvstore=None, optimizer_params=RATE, eval_metric="loss")
+        made.fit(samples(), num_epoch=12, batch_size=BATCH, kvstore=None, optimizer_params=RATE, eval_metric="loss")
         assert distance(params, made.get_params()) <= 1e-11
 
 
