@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,18 +24,21 @@ from gangline.models.current_batch import NOTHING_COUNTS, weighted
 from gangline.models.unequal_ranks.reduction import Reduction
 from gangline.models.unequal_ranks.torch_internals import flat_parameters
 
+_log = logging.getLogger("gangline")
 _balanced: Any = WeakTensorKeyDictionary()
 """GradientWeights, weakly referenced, of each parameter."""
 
 
 class GradientWeights:
-    """Hooks on the parameters of networks that multiply what each backward pass brings by the current batch's weight.
+    """Hooks on the parameters of networks that multiply what each backward pass brings by the weight of its batch.
 
     Ranks average gradients: (1 / world size) x the sum over ranks. If a rank's loss is the mean over c of the C samples
     of the global batch, weight c x world size / C makes the average the gradient of the mean over all C. The weights
     of all ranks sum to the world size, so a term of the loss that is equal on all ranks keeps its gradient.
 
-    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
+    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses. The batch
+    of a backward pass is the current one, or that of the last forward if no gradient has arrived since: a loop may read
+    the next batch in between.
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
@@ -49,6 +54,9 @@ class GradientWeights:
         check_not_balanced(networks)
         _check_batchnorm(networks)
         self._weight: float | None = None  # of the current batch; None between batches
+        self._of_backward: float | None = None  # of the batch whose gradients arrive
+        self._is_pending = False  # no gradient has arrived since a forward in a batch
+        self._has_begun = self._is_warned = False
         self.reduction: Reduction | None = None
         """Counts the gradients that arrive."""
         self._networks = list(networks)
@@ -58,17 +66,44 @@ class GradientWeights:
         self._hooks.append(register_optimizer_step_pre_hook(partial(_check_step, this)))
         self.close = weakref.finalize(self, _remove, this, self._hooks)
         """Remove the hooks."""
+        for network in networks:
+            self._hooks.append(network.register_forward_pre_hook(partial(_begin_forward, this)))
         for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
             self._add_to_gathered(unit)
         self.add_new_parameters()
 
     def begin(self, weight: float) -> None:
-        """Use this weight for the backward passes of the next batch."""
-        self._weight = weight
+        """Begin a batch of this weight."""
+        self._has_begun = True
+        self._set(weight)
 
     def end(self) -> None:
         """End the batch: backward passes outside of batches have no weight."""
-        self._weight = None
+        self._set(None)
+
+    def _set(self, weight: float | None) -> None:
+        self._weight = weight
+        if not self._is_pending:
+            self._of_backward = weight
+
+    def _begin_forward(self) -> None:
+        if self._weight is not None and torch.is_grad_enabled():
+            self._of_backward, self._is_pending = self._weight, True
+
+    def _note_gradient(self) -> float | None:
+        """Return the weight of a gradient that has arrived."""
+        self._is_pending = False
+        if self.reduction is not None:
+            self.reduction.note_gradient()
+        if self._of_backward is None and self._has_begun and not self._is_warned:
+            self._is_warned = True
+            _log.warning(
+                "balance: a gradient arrived outside of the batches of the balanced loader and has no weight. A "
+                "prefetcher around the loader, or itertools.cycle, trains a batch while another one is current, with "
+                "the weight of that one: balance() what is around the loader. If the gradient is of other data, call "
+                "close() of the loader first"
+            )
+        return self._of_backward
 
     def add_new_parameters(self) -> None:
         """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
@@ -118,7 +153,7 @@ class GradientWeights:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
                 "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
-                "networks that the loop trains"
+                "networks that the loop trains, or call close() of the loader if it trains on other data"
             )
         self._checked[optimizer] = count
 
@@ -145,9 +180,7 @@ def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
 
 def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
     weights = owner()
-    weight = None if weights is None else weights._weight
-    if weights is not None and weights.reduction is not None:
-        weights.reduction.note_gradient()
+    weight = None if weights is None else weights._note_gradient()
     if weight is None or weight == 1.0:
         return None
     if weight == NOTHING_COUNTS and not gradient.is_sparse:
@@ -165,6 +198,12 @@ def _check_finite(owner: weakref.ref[GradientWeights], name: str, gradient: Tens
     if weights.reduction is None:
         raise not_finite(name, dist.get_rank())
     weights.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_forward(owner: weakref.ref[GradientWeights], *_: Any) -> None:
+    if (weights := owner()) is not None:
+        weights._begin_forward()
 
 
 def _check_step(owner: weakref.ref[GradientWeights], optimizer: Optimizer, *_: Any) -> None:

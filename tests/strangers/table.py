@@ -125,6 +125,7 @@ LOOPS = {
     "gradient checkpointing": Row("checkpointing", wrappers=BOTH),
     "L-BFGS": Row("lbfgs"),
     "timm loop without its loaders": Row("timm_style", (PLAIN_LOADER, ("loader = PrefetchLoader(loader)\n", ""))),
+    "nanoGPT loop": Row("nanogpt"),
     "nanoGPT loop, next batch read after backward": Row("nanogpt", READ_LATE),
     "stream": Row("stream", wrappers=BOTH),
     "early stopping by one rank": Row("early_stop"),
@@ -146,14 +147,13 @@ REFUSED = {
         page="Losses that are no means",
     ),
     "mixup within the batch": Row("mixup", page="Losses that are no means"),
-    "nanoGPT loop": Row("nanogpt", page="a loop that reads the next batch before `backward`"),
     "batches repeated by itertools.cycle": Row(
         "nanogpt",
         (*READ_LATE, ("stream = batches()", "stream = __import__('itertools').cycle(loader)")),
-        page="`itertools.cycle(loader)`",
+        warning="a gradient arrived outside of the batches",
     ),
     "timm loop, prefetcher around the loader": Row(
-        "timm_style", (PLAIN_LOADER,), page="A prefetcher around the balanced loader"
+        "timm_style", (PLAIN_LOADER,), warning="a gradient arrived outside of the batches"
     ),
     "timm loop, multi-epoch loader": Row("timm_style", refusal="MultiEpochsDataLoader"),
     "timm loop, its prefetcher given to balance": Row(
