@@ -80,6 +80,7 @@ class _Trainers:
         self._models: dict[str, nn.Module] = {}
         self._steps: dict[str, Callable[[], Any]] = {"alone": self._alone(options.batch_size), "ddp": self._ddp()}
         self._alone_with = 0  # samples of a batch of "share alone"
+        self._last_shares: list[int] = []
 
     def run(self, name: str, steps: float) -> tuple[float | list[float] | list[Step], int, list[int]]:
         if name == "renew":
@@ -93,6 +94,7 @@ class _Trainers:
         if name == "share alone" and self._alone_with != (share := self._shares()[self._options.rank]):
             self._steps[name], self._alone_with = self._alone(share), share
         step = self._steps[name]
+        self._end_balanced_batch()
         dist.barrier()
         began = time.perf_counter()
         if is_alone:
@@ -109,7 +111,16 @@ class _Trainers:
         return took, int(steps), self._shares() if name == "balanced" else []
 
     def _shares(self) -> list[int]:
-        return [] if self._balanced is None else list(self._balanced.shares)
+        """Return the samples of each rank in the last balanced batch."""
+        if self._balanced is not None:
+            self._last_shares = self._balanced.shares or self._last_shares
+        return list(self._last_shares)
+
+    def _end_balanced_batch(self) -> None:
+        """End the batch that the last balanced step left open: other candidates train on data of their own."""
+        self._shares()
+        if self._balanced is not None:
+            self._balanced._end_batch()
 
     def _trace(self, name: str, steps: int) -> list[Step]:
         """Train steps and return when each began, had its last gradient, and ended."""
@@ -124,6 +135,7 @@ class _Trainers:
             for parameter in self._models[name].parameters()
         ]
         times: list[Step] = []
+        self._end_balanced_batch()
         dist.barrier()
         for _ in range(steps):
             began = time.perf_counter()

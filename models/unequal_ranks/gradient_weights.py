@@ -153,7 +153,7 @@ class GradientWeights:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
                 "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
-                "networks that the loop trains, or call close() of the loader if it trains on other data"
+                "networks that the loop trains; if it trains on a loader of its own, balance() that as well"
             )
         self._checked[optimizer] = count
 
