@@ -440,7 +440,7 @@ def _many_registered(comm: Communicator) -> None:
     same(kept[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
 
 
-def test_registered_memory_holds_noopen_files() -> None:
+def test_registered_memory_holds_no_descriptors() -> None:
     spawn(_many_registered, 3, transport="shared_memory", timeout=60)
 
 

@@ -59,7 +59,7 @@ def test_an_error_in_a_command_carries_the_servers_traceback(
 def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
         stores = job.stores(timeout=10)
-        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(1)) for kv in stores])  # type: ignore[misc]
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(1)))
         job.expected = (ZeroDivisionError,)
         waiting = [job.later(lambda kv=kv: kv.pushpull("key", torch.ones(1), torch.ones(1))) for kv in stores[:1]]  # type: ignore[misc]
         monkeypatch.setattr(Sessions, "flush", divide_by_zero)
