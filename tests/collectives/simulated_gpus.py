@@ -349,16 +349,7 @@ class HostRank:
         self.is_destroyed = True
 
     def _call(
-        self,
-        name: str,
-        source: int,
-        given: int,
-        target: int,
-        taken: int,
-        dtype: int,
-        op: int,
-        root: int,
-        stream: int,
+        self, name: str, source: int, given: int, target: int, taken: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
         assert self._group is not None, f"{name} outside a group"
         if self.fails_at.get(self._rank) == name:

@@ -293,12 +293,7 @@ class TestBuild:
 
 
 def built(
-    collective: str,
-    name: str,
-    size: int,
-    root: int = 0,
-    segments: int = 1,
-    hosts: tuple[int, ...] | None = None,
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, hosts: tuple[int, ...] | None = None
 ) -> Schedule:
     rooted = root if collective in ROOTED else None
     return algorithms.build(collective, name, size, root=rooted, segments=segments, hosts=hosts)

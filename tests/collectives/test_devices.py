@@ -24,16 +24,7 @@ from gangline.collectives.devices.links import (
     pcie,
     read_links,
 )
-from tests.collectives.matrices import (
-    BRIDGE,
-    CUBE_MESH,
-    NONE,
-    ONE,
-    SWITCHED,
-    TWO_ROOTS,
-    NVMLError,
-    RecordedNVML,
-)
+from tests.collectives.matrices import BRIDGE, CUBE_MESH, NONE, ONE, SWITCHED, TWO_ROOTS, NVMLError, RecordedNVML
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is shown where there is no GPU; here is one")
 SYS, PHB = 50, 30
@@ -161,10 +152,7 @@ class TestShown:
         nvml = RecordedNVML([[], []], levels(2, 0), 0, [0, 0])
         lines = matrix_table(links_by_nvml(nvml, range(2))).splitlines()
         assert lines[:2] == ["        gpu(0)      gpu(1)      NUMA node", "gpu(0)  X           same board"]
-        assert lines[4:] == [
-            "  X           the GPU itself",
-            "  same board  PCIe on one board, about 7 GB/s each way",
-        ]
+        assert lines[4:] == ["  X           the GPU itself", "  same board  PCIe on one board, about 7 GB/s each way"]
 
     @pytest.mark.parametrize("machine", [NONE, ONE])
     def test_one_gpu_has_no_link_table(self, machine: LinkMatrix) -> None:
@@ -211,12 +199,4 @@ class TestShown:
         assert capsys.readouterr().out.splitlines()[-1].startswith("└")
         devices(json=Path("-"))
         (row,) = json.loads(capsys.readouterr().out)
-        assert list(row) == [
-            "context",
-            "name",
-            "memory_free",
-            "memory_total",
-            "compute_capability",
-            "display",
-            "peers",
-        ]
+        assert list(row) == ["context", "name", "memory_free", "memory_total", "compute_capability", "display", "peers"]

@@ -227,8 +227,7 @@ def pair_of(
         return ProcessMembership(rank, 2, noted, heartbeat=0.2, limit=limit, address=address)
 
     membership, other = with_exchange(
-        own,
-        lambda rank, exchange: PeerSockets(rank, 2, exchange, address=address, options={}, payload=identity),
+        own, lambda rank, exchange: PeerSockets(rank, 2, exchange, address=address, options={}, payload=identity)
     )
     try:
         ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[-1], strict_map_key=False)[1].values()]

@@ -107,9 +107,7 @@ def train_by_fsdp(rank: Rank, first: nn.Module, gloo: dist.ProcessGroup, path: s
 
 
 @pytest.mark.slow
-def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(
-    tmp_path: Path,
-) -> None:
+def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(tmp_path: Path) -> None:
     with Processes(train, 2, f"{tmp_path}/store", limit=60) as processes:
         by_ddp = processes.all_heard()
         by_fsdp = processes.all_heard()

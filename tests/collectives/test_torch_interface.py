@@ -21,11 +21,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend

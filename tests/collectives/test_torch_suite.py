@@ -23,9 +23,7 @@ SKIPPED = {
 }
 """Reasons of torch's skips, and what they mean."""
 
-BY_NAME = {
-    "test_get_backend": "asserts that the backend's name is gloo",
-}
+BY_NAME = {"test_get_backend": "asserts that the backend's name is gloo"}
 """Tests that only a backend named gloo can pass."""
 
 

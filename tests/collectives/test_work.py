@@ -197,9 +197,7 @@ def test_a_failed_operation_does_not_block_later_ones(queue: WorkQueue) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), max_size=3), st.integers(-3, 3)), max_size=10))
-def test_unblocked_operations_run_by_priority(
-    drawn: list[tuple[set[str], int]],
-) -> None:
+def test_unblocked_operations_run_by_priority(drawn: list[tuple[set[str], int]]) -> None:
     jobs = [(str(index), sorted(keys), priority) for index, (keys, priority) in enumerate(drawn)]
     waiting, expected = list(jobs), []
     while waiting:

@@ -83,12 +83,7 @@ class Both:
             if exactly:
                 assert torch.equal(got, expected), f"{(got != expected).sum()} elements of {key} differ"
             else:
-                torch.testing.assert_close(
-                    got,
-                    expected,
-                    rtol=1e-5,
-                    atol=1e-6,
-                )
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
     def states_agree(self, folder: Path, *, exactly: bool) -> None:
         """Check that both stores save the same state."""

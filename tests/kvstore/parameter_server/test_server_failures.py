@@ -86,9 +86,7 @@ class Awaited(logging.Handler):
             self.seen.set()
 
 
-def test_a_server_without_free_descriptors_accepts_connections_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     gate.set()
     receive = Listener.receive
