@@ -84,7 +84,10 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["simulate", "--size", "ten"], "--size is 'ten'; expected a number of bytes above 0"),
         (["simulate", "--size", "0"], "--size is '0'; expected a number of bytes above 0"),
         (["connect", "--calls", "connect,allgather"], "'allgather'; expected names out of connect, split, barrier"),
-        (["backend", "--calls", "ddp,fsdp"], "'fsdp'; expected names out of all_reduce, all_gather, broadcast, barr"),
+        (
+            ["backend", "--calls", "ddp,fsdp"],
+            "--calls has 'fsdp'; expected names out of all_reduce, all_gather, broadcast, barrier, ddp",
+        ),
         (["training", "-n", "1,none"], "--workers is '1,none'; expected numbers above 0"),
         (["training", "--scaling", "2", "--contexts", "2"], "leave --contexts and --gpus out"),
         (["training", "--scaling", "2", "--gpus", "0"], "leave --contexts and --gpus out"),
