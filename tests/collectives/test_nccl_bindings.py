@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any, ClassVar
@@ -18,16 +18,7 @@ from gangline.collectives import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
-from tests.collectives.simulated_gpus import at
-
-ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
-ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}
-FUNCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    0: torch.add,
-    1: torch.mul,
-    2: torch.maximum,
-    3: torch.minimum,
-}
+from tests.collectives.simulated_gpus import ELEMENTS, FUNCTIONS, at
 
 
 class HostBinding:
