@@ -100,10 +100,7 @@ def test_an_error_is_reported_with_the_rank_and_the_process_lives_on(tiny: str, 
 
 
 def test_a_process_that_exits_leaves_its_last_words(tiny: str, log: Path) -> None:
-    with (
-        RankGroup(Candidate(tiny)) as group,
-        pytest.raises(GroupError, match=r"tiny[:,] rank 0 ended: the last words"),
-    ):
+    with RankGroup(Candidate(tiny)) as group, pytest.raises(GroupError, match=r"tiny[:,] rank 0 ended: the last words"):
         group.prepare({"name": "a", "log": str(log), "end": True})
     with pytest.raises(GroupError, match="tiny did not start: OSError: nobody is here"):
         RankGroup(Candidate(tiny, env={"REFUSE": "1"}))

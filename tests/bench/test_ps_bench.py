@@ -85,34 +85,6 @@ def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"gangline-{os.getpid()}-")]
 
 
-@pytest.mark.slow
-def test_a_peer_that_is_missing_is_skipped_with_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installed, "_ROOT", tmp_path)
-    words = ["ps", "-b", "64", "-e", "64", "-n", "1", "--runs", "1", "--peers", "mxnet"]
-    done = CliRunner().invoke(bench, words, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "skipping mxnet: " in done.output
-    assert "install it with `make peers`" in done.output
-    assert "ratio_to" not in done.output
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rate", "1mbit"], "expected --hosts 2 with it"),
-        (["-b", "4K", "-e", "1K"], "-b 4K is above -e 1K"),
-        (["-b", "3", "-e", "1K"], "-b is 3; expected 4 bytes or more"),
-        (["--peers", "horovod"], "--peers has 'horovod'"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_started(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(bench, ["ps", *words])
-    assert isinstance(done.exception, ValueError)
-    assert message in str(done.exception)
-
-
 def job(workers: int, store: str = "dist_sync") -> RankGroup:
     return RankGroup(Candidate("parameter_server/gangline", workers, 1, env={"BENCH_STORE": store}, forked=True))
 

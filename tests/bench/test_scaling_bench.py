@@ -62,19 +62,3 @@ def test_speedups_are_efficiencies_of_all_workers() -> None:
         "gangline, dist_sync: 4 workers are 3.00 times as fast as one",
         "ddp, torch 2: 2 workers are 1.80 times as fast as one",
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["-n", "1,none"], "--workers is '1,none'; expected numbers above 0"),
-        (["--scaling", "2", "--contexts", "2"], "leave --contexts and --gpus out"),
-        (["--scaling", "2", "--gpus", "0"], "leave --contexts and --gpus out"),
-        (["--scaling", "2", "--network", "nosuch"], "network 'nosuch' is unknown"),
-        (["--scaling", "2", "--peers", "horovod"], "--peers has 'horovod'"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_started(words: list[str], message: str) -> None:
-    done = CliRunner().invoke(bench, ["training", *words])
-    assert isinstance(done.exception, ValueError)
-    assert message in str(done.exception)

@@ -90,17 +90,3 @@ def test_4096_ranks_on_512_hosts(tmp_path: Path) -> None:
     steps = {row["algorithm"]: row["steps"] for row in rows}
     assert (steps["ring"], steps["halving_doubling"], steps["hierarchical"]) == (8190, 24, 20)
     assert rows[0]["algorithm"] == "hierarchical"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--ranks", "4", "--hosts", "5"], "--hosts is 5 for 4 ranks; expected 1 to 4"),
-        (["--beta-between", "0"], "--beta-between is 0.0; expected more than 0 GB/s"),
-        (["--size", "ten"], "--size is 'ten'; expected a number of bytes above 0"),
-        (["--size", "0"], "--size is '0'; expected a number of bytes above 0"),
-    ],
-)
-def test_refuses_what_is_no_cluster(words: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "rows.json", *words)

@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.algorithms.simulate_training import (
-    Layer,
-    Machines,
-    _compared,
-    layers_of,
-    step_seconds,
-)
+from gangline.bench.algorithms.simulate_training import Layer, Machines, _compared, layers_of, step_seconds
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from bench.driver.hosts import obstacle
 from gangline.collectives.timeline.advice import Advice, Finding, Remedy
 from tests.cli.advise_causes import CAUSES, SMALL, environment
+from tests.cli.test_main import python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,30 +40,20 @@ def test_the_first_remedy_that_can_be_applied_to_a_command_is_verified() -> None
 
 @pytest.mark.slow
 def test_verify_runs_the_command_again_and_prints_what_it_had_predicted() -> None:
-    command = [sys.executable, "-m", "gangline", "advise", "--verify", "--"]
+    command = ["-m", "gangline", "advise", "--verify", "--"]
     command += [sys.executable, "-m", "gangline", "train", *SMALL]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True)
+    done = python(*command, code=0, **environment())
     assert re.search(r"Verify: .+: \d+ samples/s before, at most \d+ predicted, \d+ measured", done.stdout), done.stdout
 
 
-def test_verify_needs_a_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gangline", "advise", "--verify", str(tmp_path / "trace.json")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "expected -- CMD" in done.stderr
-
-
-def test_a_command_without_a_timeline_is_an_error() -> None:
-    command = [sys.executable, "-m", "gangline", "advise", "--", "true"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "wrote no timeline" in done.stderr
-
-
-def test_a_file_that_is_no_timeline_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text("{")
-    command = [sys.executable, "-m", "gangline", "advise", str(path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "is no timeline" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--verify", "trace.json"], 2, "expected -- CMD"),
+        (["--", "true"], 2, "wrote no timeline"),
+        (["other.json"], 1, "is no timeline"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_an_error(words: list[str], code: int, text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{")
+    assert text in python("-m", "gangline", "advise", *words, cwd=tmp_path, code=code, **environment()).stderr

@@ -16,8 +16,14 @@ from gangline.cli.main import main
 ROOT = Path(gangline.__file__).resolve().parent.parent
 
 
-def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+def python(
+    *arguments: object, cwd: Path | None = None, code: int | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with environment variables; check its exit code if one is given."""
+    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert code in (None, done.returncode), done.stderr
+    return done
 
 
 def test_every_public_name_exists() -> None:
@@ -53,15 +59,7 @@ def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> N
     code = (
         "from gangline import Module, Trainer, cpu, create; import gangline.bench.report; print(create('local').type)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "local\n"), done.stderr
+    assert python("-c", code, cwd=tmp_path, code=0).stdout == "local\n"
 
 
 @pytest.mark.slow
@@ -151,9 +149,7 @@ def test_a_users_own_models_package_builds_the_network(tmp_path: Path) -> None:
         "import torch\n\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
     )
     words = ["train", "--network", "models.nets:build", "--num-epochs", "1", "--cpus", "1", "--image-shape", "1,28,28"]
-    done = python("-m", "gangline", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Validation-accuracy=")
+    assert python("-m", "gangline", *words, cwd=tmp_path, code=0).stdout.startswith("Validation-accuracy=")
 
 
 def test_wrong_usage_ends_with_2() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gangline.kvstore.launch.job import free_ports
+from tests.cli.test_main import python
 
 SCRIPT = """\
 import sys
@@ -28,12 +28,6 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")
 dist.destroy_process_group()
 """
 SAID = "process groups of backend 'gloo' are created as 'gangline' (GANGLINE_REPLACE_GLOO=1)"
-
-
-def python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
 
 @pytest.fixture
@@ -60,14 +54,7 @@ def test_ranks_of_torchrun_do_so_too_and_arguments_reach_the_script(script: Path
 
 @pytest.mark.slow
 def test_a_module_runs_by_its_name(script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gangline", "run", "-m", "named_gloo"],
-        cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "gangline", "run", "-m", "named_gloo", cwd=script.parent)
     assert done.stdout == "__main__ [] gangline gangline cpu:gangline 1.0 1.0 1.0\n", done.stderr
 
 

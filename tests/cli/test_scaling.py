@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from gangline.cli.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
 from gangline.kvstore.launch.job import free_ports
 from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, fitted_sizes, refined
-from tests.kvstore.test_launch import ROOT
+from tests.cli.test_main import python
 
 SCRIPT = """
 import argparse, torch, torch.distributed as dist
@@ -36,11 +35,7 @@ ONE, TWO = times(1, 0.001, 0.0001), times(2, 0.003, 0.00005)  # they meet at 40 
 
 
 def gangline(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gangline", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done
+    return python("-m", "gangline", *arguments, code=code, OMP_NUM_THREADS="1")
 
 
 def test_two_contexts_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -> None:

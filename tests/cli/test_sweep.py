@@ -16,15 +16,12 @@ import pytest
 
 from gangline.cli.sweep import TrainTrial
 from gangline.collectives.errors import UsageError
+from tests.cli.test_main import python
 from tests.kvstore.test_launch import ROOT
 
 
 def gangline_sweep(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gangline", "sweep", "--folder", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done
+    return python("-m", "gangline", "sweep", "--folder", folder, *arguments, code=code)
 
 
 def test_each_combination_trains_and_the_best_is_named(tmp_path: Path) -> None:

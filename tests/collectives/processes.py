@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +16,18 @@ import msgpack
 import torch
 
 from gangline.collectives.processes.process_pool import ProcessPool
+from gangline.collectives.processes.spawning import Ranks
+from gangline.collectives.transports.base import BootstrapAllGather
+
+
+class Bare:
+    """Stands in for a communicator as the opener of `Ranks`: the bootstrap exchange only."""
+
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
+        self.rank, self.size, self.exchange = rank, size, exchange
+
+    def close(self) -> None:
+        pass
 
 
 class Rank:
@@ -33,6 +47,22 @@ class Rank:
 
     def hear(self) -> Any:
         return msgpack.unpackb(self._pipe.recv_bytes())
+
+
+def run_until_one_fails(calls: Iterable[tuple[str, Callable[[], None]]]) -> dict[str, str]:
+    """Run named calls up to the first that fails; return its traceback, and an empty text for those before it."""
+    outcomes = {}
+    for name, call in calls:
+        try:
+            call()
+            outcomes[name] = ""
+        except BaseException:  # noqa: BLE001  the test shows it
+            outcomes[name] = traceback.format_exc()
+            break
+    return outcomes
+
+
+bare_ranks = partial(Ranks, opener=Bare, timeout=20)
 
 
 class Processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -14,6 +15,7 @@ from torch import Tensor
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.communicator import Communicator, in_process, open_communicator
 from gangline.collectives.errors import DeadNodeError
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.tuner import SHARED_LIMIT
 from gangline.collectives.work import Work
 
@@ -50,6 +52,34 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
             results[comm.rank] = error
 
     threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in in_process(size, timeout=timeout)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def with_exchange(*functions: Callable[[int, BootstrapAllGather], Any]) -> list[Any]:
+    """Call ``function(rank, exchange)`` of each rank in a thread; return results, and errors as results."""
+    size = len(functions)
+    barrier = threading.Barrier(size)
+    blobs: list[bytes] = [b""] * size
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        def exchange(blob: bytes) -> list[bytes]:
+            blobs[rank] = blob
+            barrier.wait(30)
+            everybody = list(blobs)
+            barrier.wait(30)
+            return everybody
+
+        try:
+            results[rank] = functions[rank](rank, exchange)
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -221,3 +251,9 @@ def edge_sizes(dtype: torch.dtype) -> list[int]:
     """Return numbers of elements around a slot and around a piece of a message, and an odd one."""
     slot, piece = SLOT_BYTES // dtype.itemsize, PIECE // dtype.itemsize
     return [slot - 1, slot, slot + 1, piece - 1, piece, piece + 1, 2 * piece + 3, 100_003]
+
+
+def open_files() -> dict[str, str]:
+    """Return this process's file descriptors and what each is."""
+    names = os.listdir("/proc/self/fd")
+    return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}

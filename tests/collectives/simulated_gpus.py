@@ -24,6 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine import host_staging
 
+ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
+ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}
+FUNCTIONS = {0: torch.add, 1: torch.mul, 2: torch.maximum, 3: torch.minimum}
+"""Dtypes and operations by their numbers in NCCL."""
 aten = torch.ops.aten
 _LIMIT = 20.0
 _lock = threading.RLock()
@@ -246,20 +250,6 @@ class HostRank:
     fails_at: ClassVar[dict[int, str]] = {}
     """Call in which a rank raises an error, by rank."""
     _shared: ClassVar[defaultdict[bytes, dict[Any, Any]]] = defaultdict(lambda: defaultdict(dict))
-    _ELEMENTS: ClassVar[dict[int, torch.dtype]] = {
-        0: torch.int8,
-        1: torch.uint8,
-        2: torch.int32,
-        4: torch.int64,
-        6: torch.float16,
-        7: torch.float32,
-    }
-    _FUNCTIONS: ClassVar[dict[int, Callable[[Tensor, Tensor], Tensor]]] = {
-        0: torch.add,
-        1: torch.mul,
-        2: torch.maximum,
-        3: torch.minimum,
-    }
     _ids = iter(range(1, 1 << 20))
 
     def __init__(self, device: torch.device, unique_id: bytes, rank: int, size: int) -> None:
@@ -349,16 +339,7 @@ class HostRank:
         self.is_destroyed = True
 
     def _call(
-        self,
-        name: str,
-        source: int,
-        given: int,
-        target: int,
-        taken: int,
-        dtype: int,
-        op: int,
-        root: int,
-        stream: int,
+        self, name: str, source: int, given: int, target: int, taken: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
         assert self._group is not None, f"{name} outside a group"
         if self.fails_at.get(self._rank) == name:
@@ -385,14 +366,14 @@ class HostRank:
                 at(target, taken, dtype).copy_(torch.cat(values))
             elif name != "reduce" or self._rank == root:
                 first = self._rank * taken if name == "reduce_scatter" else 0
-                at(target, taken, dtype).copy_(reduce(self._FUNCTIONS[op], values)[first : first + taken])
+                at(target, taken, dtype).copy_(reduce(FUNCTIONS[op], values)[first : first + taken])
             return True
 
         _streams[stream].put(kernel)
 
 
 def at(address: int, count: int, dtype: int) -> Tensor:
-    element = HostRank._ELEMENTS[dtype]
+    element = ELEMENTS[dtype]
     octets = (ctypes.c_uint8 * (count * element.itemsize)).from_address(address)
     return torch.frombuffer(octets, dtype=element) if count else torch.empty(0, dtype=element)
 

@@ -175,10 +175,7 @@ def _in_a_group(comm: Communicator, path: str, way: str) -> list[Said | None]:
 
 @pytest.mark.parametrize(
     ("way", "text"),
-    [
-        ("abort", "rank 0 aborted its process group"),
-        ("timeout", "all_reduce is still running after 0.05 s"),
-    ],
+    [("abort", "rank 0 aborted its process group"), ("timeout", "all_reduce is still running after 0.05 s")],
 )
 def test_a_process_group_ends_by_abort_and_by_a_calls_own_timeout(way: str, text: str, tmp_path: Path) -> None:
     kind = "GanglineError" if way == "abort" else "StallError"

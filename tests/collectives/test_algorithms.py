@@ -84,70 +84,64 @@ def test_one_shot_sums_the_same_on_every_rank() -> None:
     assert schedule.messages() == 5 * 4
 
 
+def steps_and_bytes(size: int, segments: int) -> dict[tuple[str, str], tuple[int, float]]:
+    """Return the steps of each algorithm, and its bytes in units of the tensor's."""
+    part, log = (size - 1) / size, math.ceil(math.log2(size))
+    below_the_second = max(min(1 << power, size - (1 << power)) for power in range(log))
+    chain = (size - 2 + segments, 1.0)
+    in_segments = {
+        ("all_reduce", "ring"): (2 * (size - 1), 2 * part),
+        ("all_gather", "ring"): (size - 1, part),
+        ("reduce_scatter", "ring"): (size - 1, part),
+        ("broadcast", "ring"): chain,
+        ("reduce", "ring"): chain,
+    }
+    if segments > 1:
+        return in_segments
+    return in_segments | {
+        ("all_reduce", "halving_doubling"): (2 * log, 2 * part),
+        ("all_gather", "halving_doubling"): (log, part),
+        ("reduce_scatter", "halving_doubling"): (log, part),
+        ("all_reduce", "one_shot"): (1, size - 1),
+        ("all_reduce", "two_shot"): (2, 2 * part),
+        **{(name, "direct"): (1, part) for name in ("all_gather", "reduce_scatter", "all_to_all", "scatter")},
+        ("broadcast", "direct"): (1, size - 1),
+        ("reduce", "direct"): (1, 1),
+        ("gather", "direct"): (1, 1 / size),
+        ("broadcast", "binomial"): (log, log),
+        ("reduce", "binomial"): (log, 1),
+        ("scatter", "binomial"): (log, part),
+        ("gather", "binomial"): (log, below_the_second / size),
+        ("all_to_all", "pairwise"): (size - 1, part),
+    }
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 31])
-class TestStepsAndBytes:
-    """Closed forms for n = 840 * size bytes, a multiple of every number of chunks used here."""
+@pytest.mark.parametrize("segments", [1, 4])
+def test_steps_and_bytes_have_closed_forms(size: int, segments: int) -> None:
+    n = 840 * size  # bytes: a multiple of every number of chunks
+    for (collective, name), (steps, each) in steps_and_bytes(size, segments).items():
+        schedule = built(collective, name, size, segments=segments)
+        assert schedule.steps() == steps, (collective, name)
+        assert schedule.bytes_on_wire(n) == pytest.approx(each * n, abs=0.5), (collective, name)
+    depth = max(int(tree.depth.max()) for tree in two_trees(range(size)))
+    schedule = built("all_reduce", "double_tree", size, segments=segments)
+    assert schedule.steps() == 2 * depth + segments - 1
+    assert schedule.bytes_on_wire(n) <= 2 * n
+    below = max(int(tree.depth.max()) for tree in two_trees(range(size - 1)))
+    for collective in ("broadcast", "reduce"):
+        schedule = built(collective, "double_tree", size, segments=segments)
+        assert schedule.steps() == below + segments
+        assert schedule.bytes_on_wire(n) == n
 
-    def check(self, schedule: Schedule, steps: int, each: float) -> None:
-        """``each`` is in units of n."""
-        n = 840 * schedule.size
-        assert schedule.steps() == steps
-        assert schedule.bytes_on_wire(n) == pytest.approx(each * n, abs=0.5)
 
-    @pytest.mark.parametrize("segments", [1, 4])
-    def test_of_the_ring(self, size: int, segments: int) -> None:
-        part = (size - 1) / size
-        self.check(built("all_reduce", "ring", size, segments=segments), 2 * (size - 1), 2 * part)
-        self.check(built("all_gather", "ring", size, segments=segments), size - 1, part)
-        self.check(built("reduce_scatter", "ring", size, segments=segments), size - 1, part)
-        self.check(built("broadcast", "ring", size, segments=segments), size - 2 + segments, 1)
-        self.check(built("reduce", "ring", size, segments=segments), size - 2 + segments, 1)
-
-    def test_of_halving_and_doubling(self, size: int) -> None:
-        part, log = (size - 1) / size, math.ceil(math.log2(size))
-        self.check(built("all_reduce", "halving_doubling", size), 2 * log, 2 * part)
-        self.check(built("all_gather", "halving_doubling", size), log, part)
-        self.check(built("reduce_scatter", "halving_doubling", size), log, part)
-
-    def test_of_direct(self, size: int) -> None:
-        part = (size - 1) / size
-        self.check(built("all_reduce", "one_shot", size), 1, size - 1)
-        self.check(built("all_reduce", "two_shot", size), 2, 2 * part)
-        for collective in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):
-            self.check(built(collective, "direct", size), 1, part)
-        self.check(built("broadcast", "direct", size), 1, size - 1)
-        self.check(built("reduce", "direct", size), 1, 1)
-        self.check(built("gather", "direct", size), 1, 1 / size)
-
-    @pytest.mark.parametrize("segments", [1, 4])
-    def test_of_the_double_tree(self, size: int, segments: int) -> None:
-        depth = max(int(tree.depth.max()) for tree in two_trees(range(size)))
-        schedule = built("all_reduce", "double_tree", size, segments=segments)
-        assert schedule.steps() == 2 * depth + segments - 1
-        assert schedule.bytes_on_wire(840 * size) <= 2 * 840 * size
-        below = max(int(tree.depth.max()) for tree in two_trees(range(size - 1)))
-        for collective in ("broadcast", "reduce"):
-            schedule = built(collective, "double_tree", size, segments=segments)
-            assert schedule.steps() == below + segments
-            assert schedule.bytes_on_wire(840 * size) == 840 * size
-
-    def test_of_binomial_trees(self, size: int) -> None:
-        log = math.ceil(math.log2(size))
-        self.check(built("broadcast", "binomial", size), log, log)
-        self.check(built("reduce", "binomial", size), log, 1)
-        self.check(built("scatter", "binomial", size), log, (size - 1) / size)
-        below_the_second = max(min(1 << power, size - (1 << power)) for power in range(log))
-        self.check(built("gather", "binomial", size), log, below_the_second / size)
-
-    def test_of_the_pairwise_exchange(self, size: int) -> None:
-        self.check(built("all_to_all", "pairwise", size), size - 1, (size - 1) / size)
-
-    @pytest.mark.parametrize("places", [1, 3, 4])
-    def test_of_hierarchical_on_equal_hosts(self, size: int, places: int) -> None:
-        hosts = tuple(host for host in range(size) for _ in range(places))
-        schedule = built("all_reduce", "hierarchical", len(hosts), hosts=hosts)
-        inside = 2 if places > 1 else 0
-        self.check(schedule, inside + 2 * math.ceil(math.log2(size)), 2 * (len(hosts) - 1) / len(hosts))
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 31])
+@pytest.mark.parametrize("places", [1, 3, 4])
+def test_steps_and_bytes_of_hierarchical_on_equal_hosts(size: int, places: int) -> None:
+    hosts = tuple(host for host in range(size) for _ in range(places))
+    schedule, n = built("all_reduce", "hierarchical", len(hosts), hosts=hosts), 840 * len(hosts)
+    assert schedule.steps() == (2 if places > 1 else 0) + 2 * math.ceil(math.log2(size))
+    assert schedule.bytes_on_wire(n) == pytest.approx(2 * (len(hosts) - 1) / len(hosts) * n, abs=0.5)
 
 
 def test_hierarchical_sends_a_local_rank_s_share_of_the_ring_s_bytes_between_hosts() -> None:
@@ -211,40 +205,30 @@ class TestClosedFormsOfCosts:
 
     ALPHA, BETA, GAMMA = 3.0, 0.5, 0.25
 
-    @pytest.mark.parametrize("size", [2, 5, 8, 16])
-    def test_ring(self, size: int) -> None:
-        n, part = 840 * size, (size - 1) / size
-        expected = 2 * (size - 1) * self.ALPHA + 2 * n * part * self.BETA + n * part * self.GAMMA
-        assert self.cost("all_reduce", "ring", size) == pytest.approx(expected)
+    @pytest.mark.parametrize("size", [2, 4, 5, 8, 16, 32])
+    def test_of_equal_links(self, size: int) -> None:
+        alpha, beta, gamma = self.ALPHA, self.BETA, self.GAMMA
+        n, part, others, log = 840 * size, (size - 1) / size, size - 1, math.ceil(math.log2(size))
+        rows = others * (alpha + 840 * beta)
+        costs = {
+            ("all_reduce", "ring", 1): 2 * others * alpha + 2 * n * part * beta + n * part * gamma,
+            ("all_reduce", "one_shot", 1): others * (alpha + n * beta) + n * gamma,
+            ("all_reduce", "two_shot", 1): 2 * rows + 840 * gamma,
+            ("all_gather", "direct", 1): rows,
+            ("all_to_all", "direct", 1): rows,
+            ("all_to_all", "pairwise", 1): rows,
+            ("broadcast", "binomial", 1): log * (alpha + n * beta),
+            ("broadcast", "ring", 4): (size - 2 + 4) * (alpha + n / 4 * beta),
+        }
+        if size == 1 << log:
+            costs["all_reduce", "halving_doubling", 1] = 2 * log * alpha + 2 * n * part * beta + n * part * gamma
+        for (collective, name, segments), cost in costs.items():
+            assert self.cost(collective, name, size, segments=segments) == pytest.approx(cost), (collective, name)
 
     @pytest.mark.parametrize("segments", [2, 4])
     def test_a_ring_s_segments_hide_all_but_the_last_one_s_combining(self, segments: int) -> None:
         expected = 14 * (segments * self.ALPHA + 840 * self.BETA) + 7 * 840 / segments * self.GAMMA
         assert self.cost("all_reduce", "ring", 8, segments=segments) == pytest.approx(expected)
-
-    @pytest.mark.parametrize("size", [2, 4, 8, 32])
-    def test_halving_doubling(self, size: int) -> None:
-        n, part = 840 * size, (size - 1) / size
-        expected = 2 * math.log2(size) * self.ALPHA + 2 * n * part * self.BETA + n * part * self.GAMMA
-        assert self.cost("all_reduce", "halving_doubling", size) == pytest.approx(expected)
-
-    @pytest.mark.parametrize("size", [2, 5, 8])
-    def test_direct(self, size: int) -> None:
-        n, others = 840 * size, size - 1
-        one = others * (self.ALPHA + n * self.BETA) + n * self.GAMMA
-        assert self.cost("all_reduce", "one_shot", size) == pytest.approx(one)
-        two = 2 * others * (self.ALPHA + 840 * self.BETA) + 840 * self.GAMMA
-        assert self.cost("all_reduce", "two_shot", size) == pytest.approx(two)
-        rows = others * (self.ALPHA + 840 * self.BETA)
-        for collective, name in (("all_gather", "direct"), ("all_to_all", "direct"), ("all_to_all", "pairwise")):
-            assert self.cost(collective, name, size) == pytest.approx(rows)
-
-    @pytest.mark.parametrize("size", [2, 5, 8])
-    def test_trees_and_chains(self, size: int) -> None:
-        n, log = 840 * size, math.ceil(math.log2(size))
-        assert self.cost("broadcast", "binomial", size) == pytest.approx(log * (self.ALPHA + n * self.BETA))
-        chain = (size - 2 + 4) * (self.ALPHA + n / 4 * self.BETA)
-        assert self.cost("broadcast", "ring", size, segments=4) == pytest.approx(chain)
 
     @pytest.mark.parametrize("segments", [1, 8, 64])
     def test_the_double_tree_costs_at_most_four_messages_a_round(self, segments: int) -> None:
@@ -309,12 +293,7 @@ class TestBuild:
 
 
 def built(
-    collective: str,
-    name: str,
-    size: int,
-    root: int = 0,
-    segments: int = 1,
-    hosts: tuple[int, ...] | None = None,
+    collective: str, name: str, size: int, root: int = 0, segments: int = 1, hosts: tuple[int, ...] | None = None
 ) -> Schedule:
     rooted = root if collective in ROOTED else None
     return algorithms.build(collective, name, size, root=rooted, segments=segments, hosts=hosts)

@@ -140,26 +140,25 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
     return number
 
 
+def _counts(size: int) -> list[int]:
+    return [0, 1, size - 1, size, size + 1, 17, 16_384, 16_385, 32_769, 65_536, 100_003, 262_145]
+
+
 @pytest.mark.parametrize(
-    ("transport", "size", "counts"),
+    ("transport", "size", "counts", "timeout"),
     [
-        ("shared_memory", 2, [0, 5, 100_003]),
-        pytest.param("shared_memory", 3, [2, 70_001], marks=pytest.mark.slow),
-        ("shared_memory", 4, [20_001]),
-        pytest.param("ipc", 3, [3, 131_073], marks=pytest.mark.slow),
-        pytest.param("tcp", 2, [3, 40_011, 131_073], marks=pytest.mark.slow),
-        pytest.param("tcp", 4, [3, 20_001], marks=pytest.mark.slow),
+        ("shared_memory", 2, [0, 5, 100_003], 60),
+        ("shared_memory", 4, [20_001], 60),
+        *(
+            pytest.param(transport, size, _counts(size), 300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+            for transport in ("shared_memory", "ipc", "tcp")
+            for size in (2, 3, 4)
+        ),
     ],
+    ids=lambda value: str(value) if isinstance(value, (str, int)) else f"{len(value)} sizes",
 )
-def test_every_algorithm_leaves_the_same_bits_in_all_processes(transport: str, size: int, counts: list[int]) -> None:
-    ran = spawn(_sweep, size, transport, counts, transport=transport, timeout=60)
+def test_every_algorithm_leaves_the_same_bits_in_all_processes(
+    transport: str, size: int, counts: list[int], timeout: int
+) -> None:
+    ran = spawn(_sweep, size, transport, counts, transport=transport, timeout=timeout)
     assert ran == [len(counts) * sum(len(tuner.names(collective)) for collective in tuner.TUNED)] * size
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_algorithm_and_size_in_all_processes(transport: str, size: int) -> None:
-    counts = [0, 1, size - 1, size, size + 1, 17, 16_384, 16_385, 32_769, 65_536, 100_003, 262_145]
-    spawn(_sweep, size, transport, counts, transport=transport, timeout=300)

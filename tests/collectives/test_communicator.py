@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import DTYPES, CallSignature, encode_signature
+from gangline.collectives.call_signature import CallSignature, encode_signature
 from gangline.collectives.communicator import Communicator, in_process
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
@@ -38,6 +37,7 @@ from tests.collectives.ranks import (
 )
 
 COLLECTIVES = (*REDUCING, *MOVING)
+ones = torch.ones
 
 
 # Values
@@ -49,7 +49,7 @@ def _every_case(comm: Communicator, every: int = 1) -> None:
             check(comm, collective, count, dtype, op, root=(number + count) % comm.size)
 
 
-def _edges(comm: Communicator, every: int, sizes: int = 1) -> None:
+def _edges(comm: Communicator, every: int, sizes: int) -> None:
     for number, (collective, dtype, op) in enumerate(cases()):
         edges = edge_sizes(dtype)
         for count in (edges * 2)[number % 8 :][:sizes] if number % every == 0 else ():
@@ -64,44 +64,44 @@ def test_every_collective_dtype_and_operation_is_correct(size: int, every: int) 
     in_threads(size, _every_case, every)
 
 
-@pytest.mark.parametrize(("size", "every"), [(1, 19), (2, 7), (3, 19), (5, 61)])
-def test_values_are_correct_around_the_limits_of_slot_and_piece(size: int, every: int) -> None:
-    in_threads(size, _edges, every)
+_EVERY_LIMIT = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_values_are_correct_around_every_limit(size: int) -> None:
-    in_threads(size, _edges, 1, 8)
+@pytest.mark.parametrize(
+    ("size", "every", "sizes"),
+    [
+        *[(1, 19, 1), (2, 7, 1), (3, 19, 1), (5, 61, 1)],
+        *(pytest.param(size, 1, 8, marks=_EVERY_LIMIT) for size in range(1, 6)),
+    ],
+)
+def test_values_are_correct_around_the_limits_of_slot_and_piece(size: int, every: int, sizes: int) -> None:
+    in_threads(size, _edges, every, sizes)
 
 
 def _in_a_process(comm: Communicator, every: int, every_edge: int) -> str:
     _every_case(comm, every)
-    _edges(comm, every_edge)
+    _edges(comm, every_edge, 1)
     return comm.transport
 
 
+_EVERY_CASE = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
 @pytest.mark.parametrize(
-    ("transport", "size", "every", "every_edge"),
+    ("transport", "size", "every", "every_edge", "timeout"),
     [
-        ("shared_memory", 2, 3, 61),
-        ("shared_memory", 3, 5, 61),
-        ("shared_memory", 4, 7, 101),
-        ("ipc", 2, 7, 61),
-        ("tcp", 3, 11, 101),
+        *[("shared_memory", 2, 3, 61, 60), ("shared_memory", 3, 5, 61, 60), ("shared_memory", 4, 7, 101, 60)],
+        *[("ipc", 2, 7, 61, 60), ("tcp", 3, 11, 101, 60)],
+        *(
+            pytest.param(transport, size, 1, 3, 300, marks=_EVERY_CASE)
+            for transport in ("shared_memory", "ipc", "tcp")
+            for size in (2, 3, 4)
+        ),
     ],
 )
-def test_processes_get_the_same_values(transport: str, size: int, every: int, every_edge: int) -> None:
-    assert spawn(_in_a_process, size, every, every_edge, transport=transport, timeout=60) == [transport] * size
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_processes_get_the_same_values_in_every_case(transport: str, size: int) -> None:
-    assert spawn(_in_a_process, size, 1, 3, transport=transport, timeout=300) == [transport] * size
+def test_processes_get_the_same_values(transport: str, size: int, every: int, every_edge: int, timeout: int) -> None:
+    ranks = spawn(_in_a_process, size, every, every_edge, transport=transport, timeout=timeout)
+    assert ranks == [transport] * size
 
 
 def _odd_values(comm: Communicator, count: int) -> None:
@@ -310,9 +310,6 @@ def _in_flight(comm: Communicator) -> None:
 
 def test_async_calls_run_in_order_and_mix_with_sync_calls() -> None:
     in_threads(3, _in_flight)
-
-
-def test_async_calls_work_between_processes() -> None:
     spawn(_in_flight, 2, transport="shared_memory", timeout=60)
 
 
@@ -390,9 +387,6 @@ def _two_threads(comm: Communicator) -> None:
 
 def test_two_threads_use_a_communicator_each() -> None:
     in_threads(2, _two_threads)
-
-
-def test_two_threads_of_a_process_use_a_communicator_each() -> None:
     spawn(_two_threads, 2, transport="shared_memory", timeout=60)
 
 
@@ -530,128 +524,68 @@ def test_a_call_too_large_for_its_signature_is_refused() -> None:
         encode_signature("all_gather", 1 << 40, torch.uint8, None, None)
 
 
-REFUSED: dict[str, tuple[Callable[[Communicator], Any], type[Exception], str]] = {
-    "op": (
-        lambda c: c.all_reduce(torch.ones(2), "avg"),
-        ValueError,
-        r"op is 'avg'; expected one of sum, mean, product",
-    ),
-    "reduce's op": (lambda c: c.reduce(torch.ones(2), 0, "avg"), ValueError, r"op is 'avg'"),
-    "reduce_scatter's op": (lambda c: c.reduce_scatter(torch.ones(2), "avg"), ValueError, r"op is 'avg'"),
-    "mean of integers": (
-        lambda c: c.all_reduce(torch.ones(2, dtype=torch.int32), "mean"),
+REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
+    (lambda c: c.all_reduce(ones(2), "avg"), ValueError, r"op is 'avg'; expected one of sum, mean, product"),
+    (lambda c: c.reduce(ones(2), 0, "avg"), ValueError, r"op is 'avg'"),
+    (lambda c: c.reduce_scatter(ones(2), "avg"), ValueError, r"op is 'avg'"),
+    (
+        lambda c: c.all_reduce(ones(2, dtype=torch.int32), "mean"),
         TypeError,
         r"the mean of torch\.int32 is not a torch\.int32; use op 'sum' and divide, or convert",
     ),
-    "mean of bools": (
-        lambda c: c.reduce(torch.ones(2, dtype=torch.bool), 0, "mean"),
-        TypeError,
-        r"the mean of torch\.bool",
-    ),
-    "complex": (
-        lambda c: c.broadcast(torch.ones(2, dtype=torch.complex64)),
+    (lambda c: c.reduce(ones(2, dtype=torch.bool), 0, "mean"), TypeError, r"the mean of torch\.bool"),
+    (
+        lambda c: c.broadcast(ones(2, dtype=torch.complex64)),
         TypeError,
         r"a tensor of torch\.complex64 was given; expected one of float32, float64",
     ),
-    "list": (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
-    "sparse": (
-        lambda c: c.all_reduce(torch.ones(2).to_sparse()),
-        TypeError,
-        r"tensor is torch\.sparse_coo on cpu; expected a dense",
-    ),
-    "elsewhere": (
-        lambda c: c.all_gather(torch.ones(2, device="meta")),
-        TypeError,
-        r"tensor is torch\.strided on meta; expected",
-    ),
-    "out of another shape": (
-        lambda c: c.all_reduce(torch.ones(2), out=torch.ones(3)),
+    (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
+    (lambda c: c.all_reduce(ones(2).to_sparse()), TypeError, r"tensor is torch\.sparse_coo on cpu; expected a dense"),
+    (lambda c: c.all_gather(ones(2, device="meta")), TypeError, r"tensor is torch\.strided on meta; expected"),
+    (
+        lambda c: c.all_reduce(ones(2), out=ones(3)),
         ValueError,
         r"out has shape \(3,\) and torch\.float32; expected \(2,\) and torch\.float32",
     ),
-    "out of another dtype": (
-        lambda c: c.reduce(torch.ones(2), 0, "sum", torch.ones(2).double()),
+    (
+        lambda c: c.reduce(ones(2), 0, "sum", ones(2).double()),
         ValueError,
         r"out has shape \(2,\) and torch\.float64; expected \(2,\) and torch\.float32",
     ),
-    "out that is no tensor": (lambda c: c.all_reduce(torch.ones(2), out=[0.0, 0.0]), TypeError, r"out is a list"),  # type: ignore[arg-type]
-    "all_gather's out": (
-        lambda c: c.all_gather(torch.ones(4), torch.ones(4)),
-        ValueError,
-        r"out has shape \(4,\).*expected \(2, 4\)",
-    ),
-    "gather's out": (
-        lambda c: c.gather(torch.ones(4), 0, torch.ones(4)),
-        ValueError,
-        r"out has shape \(4,\).*expected \(2, 4\)",
-    ),
-    "all_to_all's out": (
-        lambda c: c.all_to_all(torch.ones(2), torch.ones(4)),
-        ValueError,
-        r"out has shape \(4,\).*expected \(2,\)",
-    ),
-    "rows": (
-        lambda c: c.reduce_scatter(torch.ones(3)),
-        ValueError,
-        r"tensor has shape \(3,\); expected a row for each of 2 ranks",
-    ),
-    "no rows": (
+    (lambda c: c.all_reduce(ones(2), out=[0.0, 0.0]), TypeError, r"out is a list"),  # type: ignore[arg-type]
+    (lambda c: c.all_gather(ones(4), ones(4)), ValueError, r"out has shape \(4,\).*expected \(2, 4\)"),
+    (lambda c: c.gather(ones(4), 0, ones(4)), ValueError, r"out has shape \(4,\).*expected \(2, 4\)"),
+    (lambda c: c.all_to_all(ones(2), ones(4)), ValueError, r"out has shape \(4,\).*expected \(2,\)"),
+    (lambda c: c.reduce_scatter(ones(3)), ValueError, r"tensor has shape \(3,\); expected a row for each of 2 ranks"),
+    (
         lambda c: c.all_to_all(torch.tensor(1.0)),
         ValueError,
         r"tensor has shape \(\); expected a row for each of 2 ranks",
     ),
-    "scatter's tensor": (
-        lambda c: c.scatter(torch.ones(3), torch.ones(3)),
-        ValueError,
-        r"tensor has shape \(3,\).*expected \(2, 3\)",
-    ),
-    "no tensor at the root": (
-        lambda c: c.scatter(None, torch.ones(3)),
-        TypeError,
-        r"tensor is None at the root of a scatter",
-    ),
-    "root": (lambda c: c.broadcast(torch.ones(2), 2), ValueError, r"root is 2; expected a rank from 0 to 1"),
-    "negative root": (lambda c: c.gather(torch.ones(2), -1), ValueError, r"root is -1; expected a rank from 0 to 1"),
-    "root of another type": (
-        lambda c: c.reduce(torch.ones(2), True),
-        TypeError,
-        r"root is True; expected a rank, an int",
-    ),
-    "expanded": (
-        lambda c: c.all_reduce(torch.ones(1).expand(3)),
-        ValueError,
-        r"tensor has shape \(3,\) and strides \(0,\), so that",
-    ),
-    "expanded out": (
-        lambda c: c.scatter(None, torch.ones(1).expand(3), 1),
-        ValueError,
-        r"out has shape \(3,\) and strides \(0,\)",
-    ),
-    "expanded and received": (
-        lambda c: c.recv(torch.ones(1).expand(3), 1),
-        ValueError,
-        r"tensor has shape \(3,\) and strides",
-    ),
-    "to itself": (lambda c: c.send(torch.ones(2), 0), ValueError, r"to is 0, this rank itself; expected another"),
-    "from itself": (lambda c: c.recv(torch.ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
-    "to nobody": (lambda c: c.send(torch.ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),
-    "tag": (
-        lambda c: c.send(torch.ones(2), 1, tag=-1),
-        ValueError,
-        r"tag is -1; expected a number from 0 to 2\*\*31 - 1",
-    ),
-    "large tag": (lambda c: c.recv(torch.ones(2), 1, tag=1 << 31), ValueError, r"tag is 2147483648; expected a number"),
-    "tag of another type": (lambda c: c.send(torch.ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
-    "color": (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
-    "key": (lambda c: c.split(0, 1.5), TypeError, r"key is 1\.5; expected an int or None"),  # type: ignore[arg-type]
-    "dtype of registered memory": (lambda c: c.empty(3, torch.complex64), TypeError, r"a tensor of torch\.complex64"),
-}
+    (lambda c: c.scatter(ones(3), ones(3)), ValueError, r"tensor has shape \(3,\).*expected \(2, 3\)"),
+    (lambda c: c.scatter(None, ones(3)), TypeError, r"tensor is None at the root of a scatter"),
+    (lambda c: c.broadcast(ones(2), 2), ValueError, r"root is 2; expected a rank from 0 to 1"),
+    (lambda c: c.gather(ones(2), -1), ValueError, r"root is -1; expected a rank from 0 to 1"),
+    (lambda c: c.reduce(ones(2), True), TypeError, r"root is True; expected a rank, an int"),
+    (lambda c: c.all_reduce(ones(1).expand(3)), ValueError, r"tensor has shape \(3,\) and strides \(0,\), so that"),
+    (lambda c: c.scatter(None, ones(1).expand(3), 1), ValueError, r"out has shape \(3,\) and strides \(0,\)"),
+    (lambda c: c.recv(ones(1).expand(3), 1), ValueError, r"tensor has shape \(3,\) and strides"),
+    (lambda c: c.send(ones(2), 0), ValueError, r"to is 0, this rank itself; expected another"),
+    (lambda c: c.recv(ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
+    (lambda c: c.send(ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),
+    (lambda c: c.send(ones(2), 1, tag=-1), ValueError, r"tag is -1; expected a number from 0 to 2\*\*31 - 1"),
+    (lambda c: c.recv(ones(2), 1, tag=1 << 31), ValueError, r"tag is 2147483648; expected a number"),
+    (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
+    (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
+    (lambda c: c.split(0, 1.5), TypeError, r"key is 1\.5; expected an int or None"),  # type: ignore[arg-type]
+    (lambda c: c.empty(3, torch.complex64), TypeError, r"a tensor of torch\.complex64"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_arguments_are_named_before_communication(name: str) -> None:
-    refused, kind, text = REFUSED[name]
-
+@pytest.mark.parametrize(("refused", "kind", "text"), REFUSED)
+def test_wrong_arguments_are_named_before_communication(
+    refused: Callable[[Communicator], Any], kind: type[Exception], text: str
+) -> None:
     def run(comm: Communicator) -> None:
         comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
         if comm.rank == 0:
@@ -672,65 +606,60 @@ def test_a_communicator_has_at_least_one_rank(size: int) -> None:
 
 ODD: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str, str]] = {
     "collective": (
-        lambda c: c.all_reduce(torch.ones(4)),
-        lambda c: c.all_gather(torch.ones(4)),
+        lambda c: c.all_reduce(ones(4)),
+        lambda c: c.all_gather(ones(4)),
         r"all_reduce(4 x float32, sum)",
         "all_gather(4 x float32)",
     ),
     "size": (
-        lambda c: c.all_reduce(torch.ones(4)),
-        lambda c: c.all_reduce(torch.ones(5)),
+        lambda c: c.all_reduce(ones(4)),
+        lambda c: c.all_reduce(ones(5)),
         "all_reduce(4 x float32, sum)",
         "all_reduce(5 x float32, sum)",
     ),
     "size, by a schedule": (
-        lambda c: c.all_reduce(torch.ones(LARGE)),
-        lambda c: c.all_reduce(torch.ones(LARGE + 1)),
+        lambda c: c.all_reduce(ones(LARGE)),
+        lambda c: c.all_reduce(ones(LARGE + 1)),
         f"all_reduce({LARGE} x float32, sum)",
         f"all_reduce({LARGE + 1} x float32, sum)",
     ),
     "slots and schedule": (
-        lambda c: c.all_reduce(torch.ones(4)),
-        lambda c: c.all_reduce(torch.ones(LARGE)),
+        lambda c: c.all_reduce(ones(4)),
+        lambda c: c.all_reduce(ones(LARGE)),
         "all_reduce(4 x float32, sum)",
         f"all_reduce({LARGE} x float32, sum)",
     ),
     "dtype": (
-        lambda c: c.reduce_scatter(torch.ones(c.size, 2)),
-        lambda c: c.reduce_scatter(torch.ones(c.size, 2, dtype=torch.int32)),
+        lambda c: c.reduce_scatter(ones(c.size, 2)),
+        lambda c: c.reduce_scatter(ones(c.size, 2, dtype=torch.int32)),
         "reduce_scatter(2 x float32, sum)",
         "reduce_scatter(2 x int32, sum)",
     ),
     "op": (
-        lambda c: c.all_reduce(torch.ones(LARGE), "max"),
-        lambda c: c.all_reduce(torch.ones(LARGE), "min"),
+        lambda c: c.all_reduce(ones(LARGE), "max"),
+        lambda c: c.all_reduce(ones(LARGE), "min"),
         f"all_reduce({LARGE} x float32, max)",
         f"all_reduce({LARGE} x float32, min)",
     ),
     "root": (
-        lambda c: c.broadcast(torch.ones(3), 0),
-        lambda c: c.broadcast(torch.ones(3), 1),
+        lambda c: c.broadcast(ones(3), 0),
+        lambda c: c.broadcast(ones(3), 1),
         "broadcast(3 x float32, root 0)",
         "broadcast(3 x float32, root 1)",
     ),
     "root, by a schedule": (
-        lambda c: c.broadcast(torch.ones(LARGE), 0),
-        lambda c: c.broadcast(torch.ones(LARGE), 1),
+        lambda c: c.broadcast(ones(LARGE), 0),
+        lambda c: c.broadcast(ones(LARGE), 1),
         f"broadcast({LARGE} x float32, root 0)",
         f"broadcast({LARGE} x float32, root 1)",
     ),
     "barrier": (
         lambda c: c.barrier(),
-        lambda c: c.all_gather(torch.ones(LARGE, dtype=torch.uint8)),
+        lambda c: c.all_gather(ones(LARGE, dtype=torch.uint8)),
         "barrier()",
         f"all_gather({LARGE} x uint8)",
     ),
-    "registered memory": (
-        lambda c: c.empty(8),
-        lambda c: c.empty(9),
-        "empty(8 x float32)",
-        "empty(9 x float32)",
-    ),
+    "registered memory": (lambda c: c.empty(8), lambda c: c.empty(9), "empty(8 x float32)", "empty(9 x float32)"),
 }
 
 
@@ -825,27 +754,3 @@ def test_repr_of_a_communicator() -> None:
     assert (first.rank, first.size, first.hosts, first.transport) == (0, 2, (0, 0), "in_process")
     first.close()
     second.close()
-
-
-def test_a_single_rank_needs_no_other() -> None:
-    def run(comm: Communicator) -> None:
-        for collective in COLLECTIVES:
-            for dtype in DTYPES:
-                check(comm, collective, 17, dtype, "sum", 0)
-            check(comm, collective, LARGE, torch.float32, "sum", 0)
-        comm.barrier()
-        group = comm.split(3)
-        assert group is not None
-        group.close()
-
-    in_threads(1, run)
-
-
-def _pid(comm: Communicator) -> int:
-    comm.barrier()
-    return os.getpid()
-
-
-def test_ranks_are_processes() -> None:
-    pids = spawn(_pid, 3, transport="shared_memory", timeout=60)
-    assert len({*pids, os.getpid()}) == 4

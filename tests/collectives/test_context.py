@@ -20,14 +20,12 @@ ABSENT = num_gpus()
 
 
 @pytest.mark.parametrize(("make", "kind"), [(cpu, "cpu"), (gpu, "gpu")])
-def test_a_context_knows_its_type_and_number(make: Callable[..., Context], kind: str) -> None:
+def test_a_context_knows_its_type_and_number_and_prints_as_it_is_written(
+    make: Callable[..., Context], kind: str
+) -> None:
     assert (make().device_type, make().device_id) == (kind, 0)
     assert (make(2).device_type, make(2).device_id) == (kind, 2)
     assert make(2) == Context(kind, 2)
-
-
-@pytest.mark.parametrize(("make", "kind"), [(cpu, "cpu"), (gpu, "gpu")])
-def test_a_context_prints_as_it_is_written(make: Callable[..., Context], kind: str) -> None:
     assert str(make(2)) == repr(make(2)) == f"{kind}(2)"
     assert f"{make()}" == f"{kind}(0)"
 
@@ -52,23 +50,24 @@ def test_a_context_is_frozen() -> None:
     assert context == cpu(1)
 
 
-@pytest.mark.parametrize("make", [cpu, gpu])
-@pytest.mark.parametrize("number", [True, False, 1.0, "1", None])
-def test_a_number_that_is_not_an_int_is_refused(make: Callable[..., Context], number: Any) -> None:
-    with pytest.raises(TypeError, match=f"device_id is {number!r}; expected an int"):
-        make(number)
-
-
-@pytest.mark.parametrize("make", [cpu, gpu])
-def test_a_negative_number_is_refused(make: Callable[..., Context]) -> None:
-    with pytest.raises(ValueError, match="device_id is -1; expected 0 or more"):
-        make(-1)
-
-
-@pytest.mark.parametrize("kind", ["tpu", "CPU", "cuda", "", None])
-def test_an_unknown_type_of_device_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=f"device_type is {kind!r}; expected 'cpu' or 'gpu'"):
-        Context(kind, 0)
+@pytest.mark.parametrize(
+    ("kind", "number", "error", "text"),
+    [
+        *(
+            (kind, number, TypeError, f"device_id is {number!r}; expected an int")
+            for kind in ("cpu", "gpu")
+            for number in (True, False, 1.0, "1", None)
+        ),
+        *((kind, -1, ValueError, "device_id is -1; expected 0 or more") for kind in ("cpu", "gpu")),
+        *(
+            (kind, 0, ValueError, f"device_type is {kind!r}; expected 'cpu' or 'gpu'")
+            for kind in ("tpu", "CPU", "cuda", "", None)
+        ),
+    ],
+)
+def test_a_context_of_no_device_is_refused(kind: Any, number: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        {"cpu": cpu, "gpu": gpu}.get(kind, lambda index: Context(kind, index))(number)
 
 
 # -- the words of contexts() ------------------------------------------------------------------------------------------
@@ -100,13 +99,8 @@ def test_contexts_are_a_new_list() -> None:
 
 def test_auto_is_the_first_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    expected = [gpu(0)] if num_gpus() else [cpu(0)]
-    assert contexts("auto") == expected
-    assert contexts() == expected
-
-
-def test_auto_in_a_job_is_the_workers_own_gpu_or_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in range(3):
+    assert contexts("auto") == contexts() == ([gpu(0)] if num_gpus() else [cpu(0)])
+    for rank in range(3):  # of a worker in a job
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert contexts("auto") == ([gpu(rank % num_gpus())] if num_gpus() else [cpu(0)])
 
@@ -222,18 +216,18 @@ def test_words_that_name_no_device_are_refused(words: str, culprit: str) -> None
     assert "'cpu(0),cpu(1)'" in str(caught.value)
 
 
-@pytest.mark.parametrize("spec", [[], ()])
-def test_an_empty_list_is_refused(spec: Any) -> None:
-    with pytest.raises(ValueError, match="context is empty; expected at least one"):
-        contexts(spec)
-
-
 @pytest.mark.parametrize(
-    "spec",
-    [3, None, True, 1.0, [0], ["cpu(0),cpu(1)"], [cpu(0), None], [[cpu(0)]], {cpu(0)}],
+    ("spec", "error", "text"),
+    [
+        *((spec, ValueError, "context is empty; expected at least one") for spec in ([], ())),
+        *(
+            (spec, TypeError, repr(spec))
+            for spec in (3, None, True, 1.0, [0], ["cpu(0),cpu(1)"], [cpu(0), None], [[cpu(0)]], {cpu(0)})
+        ),
+    ],
     ids=repr,
 )
-def test_other_types_than_contexts_are_refused(spec: Any) -> None:
-    with pytest.raises(TypeError, match="expected a Context") as caught:
+def test_empty_lists_and_other_types_are_refused(spec: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=r"expected (at least one|a Context)") as caught:
         contexts(spec)
-    assert repr(spec) in str(caught.value)
+    assert text in str(caught.value)

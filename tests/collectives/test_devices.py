@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gangline.cli.devices import devices
 from gangline.collectives.devices.inventory import device_table
 from gangline.collectives.devices.links import (
     SELF,
+    Link,
     LinkKind,
     LinkMatrix,
     links_by_nvml,
@@ -22,16 +24,7 @@ from gangline.collectives.devices.links import (
     pcie,
     read_links,
 )
-from tests.collectives.matrices import (
-    BRIDGE,
-    CUBE_MESH,
-    NONE,
-    ONE,
-    SWITCHED,
-    TWO_ROOTS,
-    NVMLError,
-    RecordedNVML,
-)
+from tests.collectives.matrices import BRIDGE, CUBE_MESH, NONE, ONE, SWITCHED, TWO_ROOTS, NVMLError, RecordedNVML
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is shown where there is no GPU; here is one")
 SYS, PHB = 50, 30
@@ -58,17 +51,20 @@ class TestNVML:
         )
         assert found.numa_nodes == (0, 0, 0, 0, 1, 1, 1, 1)
 
-    def test_nvlinks_to_a_switch_serve_all_peers(self) -> None:
-        nvml = RecordedNVML([["switch"] * 18] * 8, levels(8, SYS), 25_000, [0] * 8)
-        assert links_by_nvml(nvml, range(8)) == SWITCHED
-
-    def test_a_lane_that_is_down_does_not_count_from_either_end(self) -> None:
-        nvml = RecordedNVML([[1, 1, None, 1], [0, 0, None, None]], levels(2, PHB), 14_062, [1, 1])
-        assert links_by_nvml(nvml, range(2)).links[0][1] == nvlink(2, 14.062)
-
-    def test_nvlinks_to_the_cpu_join_no_gpus(self) -> None:
-        nvml = RecordedNVML([["cpu"] * 3, ["cpu"] * 3], levels(2, SYS), 25_000, [1, 2])
-        assert links_by_nvml(nvml, range(2)).links[0][1].kind is LinkKind.SYS
+    @pytest.mark.parametrize(
+        ("lanes", "level", "speed", "expected"),
+        [
+            pytest.param([["switch"] * 18] * 8, SYS, 25_000, nvlink(18, switched=True), id="a switch serves all"),
+            pytest.param([[1, 1, None, 1], [0, 0, None, None]], PHB, 14_062, nvlink(2, 14.062), id="one is down"),
+            pytest.param([["cpu"] * 3, ["cpu"] * 3], SYS, 25_000, pcie(LinkKind.SYS, 3, 8), id="those to a CPU"),
+            pytest.param(lanes_of(BRIDGE), PHB, 0, nvlink(4), id="of an unknown speed"),
+        ],
+    )
+    def test_nvlinks(self, lanes: list[list[Any]], level: int, speed: int, expected: Link) -> None:
+        size = len(lanes)
+        found = links_by_nvml(RecordedNVML(lanes, levels(size, level), speed, [1] * size), range(size))
+        assert {found.links[a][b] for a in range(size) for b in range(size) if a != b} == {expected}
+        assert found.numa_nodes == (0,) * size
 
     @pytest.mark.parametrize(
         ("level", "kind"),
@@ -85,10 +81,6 @@ class TestNVML:
     def test_each_level_has_its_kind(self, level: int, kind: LinkKind) -> None:
         nvml = RecordedNVML([[], [], []], levels(3, level), 0, [0] * 3)
         assert links_by_nvml(nvml, range(3)).links[1][2] == pcie(kind, 3, 16)
-
-    def test_an_unknown_speed_is_that_of_nvlink_2_to_4(self) -> None:
-        nvml = RecordedNVML(lanes_of(BRIDGE), levels(2, PHB), 0, [1, 1])
-        assert links_by_nvml(nvml, range(2)) == BRIDGE
 
     @pytest.mark.parametrize(("nodes", "expected"), [(0b1000, 3), (0b11, None), (0, None)])
     def test_a_single_numa_node_is_known(self, nodes: int, expected: int | None) -> None:
@@ -119,12 +111,9 @@ class TestMatrix:
         assert sorted(paths, key=lambda link: -link.gb_per_s) == paths
         assert len({link.gb_per_s for link in paths}) == 5
 
-    @pytest.mark.parametrize(("generation", "ratio"), [(3, 1), (4, 2), (5, 4), (6, 7.7)])
-    def test_each_pcie_generation_doubles_the_bandwidth(self, generation: int, ratio: float) -> None:
+    @pytest.mark.parametrize(("generation", "ratio"), [(3, 1), (4, 2), (5, 4), (6, 7.7), (9, 7.7)])
+    def test_each_known_pcie_generation_doubles_the_bandwidth(self, generation: int, ratio: float) -> None:
         assert pcie(LinkKind.PIX, generation, 16).gb_per_s == pytest.approx(12.6 * ratio, rel=0.01)
-
-    def test_an_unknown_generation_counts_as_the_last_known(self) -> None:
-        assert pcie(LinkKind.PIX, 9, 16) == pcie(LinkKind.PIX, 6, 16)
 
     def test_select_takes_indices_in_order_and_more_than_once(self) -> None:
         found = TWO_ROOTS.select([3, 1, 3])
@@ -132,15 +121,11 @@ class TestMatrix:
         assert found.numa_nodes == (1, 1, 1)
         assert found.links[0] == (SELF, TWO_ROOTS.links[3][1], SELF)
 
-    def test_one_way_links_are_refused(self) -> None:
+    def test_a_matrix_that_cannot_be_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"links\[0\]\[1\] is NV1, links\[1\]\[0\] NV2; expected one"):
             LinkMatrix((0, 1), ((SELF, nvlink(1)), (nvlink(2), SELF)), (None, None))
-
-    def test_missing_parts_are_refused(self) -> None:
         with pytest.raises(ValueError, match="2 GPUs has 1 NUMA nodes"):
             replace(BRIDGE, numa_nodes=(0,))
-
-    def test_a_link_to_itself_is_only_from_a_gpu_to_itself(self) -> None:
         with pytest.raises(ValueError, match=r"links\[0\]\[1\] is NV4 from gpu\(0\) to gpu\(0\)"):
             replace(BRIDGE, gpus=(0, 0))
 
@@ -167,10 +152,7 @@ class TestShown:
         nvml = RecordedNVML([[], []], levels(2, 0), 0, [0, 0])
         lines = matrix_table(links_by_nvml(nvml, range(2))).splitlines()
         assert lines[:2] == ["        gpu(0)      gpu(1)      NUMA node", "gpu(0)  X           same board"]
-        assert lines[4:] == [
-            "  X           the GPU itself",
-            "  same board  PCIe on one board, about 7 GB/s each way",
-        ]
+        assert lines[4:] == ["  X           the GPU itself", "  same board  PCIe on one board, about 7 GB/s each way"]
 
     @pytest.mark.parametrize("machine", [NONE, ONE])
     def test_one_gpu_has_no_link_table(self, machine: LinkMatrix) -> None:
@@ -217,12 +199,4 @@ class TestShown:
         assert capsys.readouterr().out.splitlines()[-1].startswith("└")
         devices(json=Path("-"))
         (row,) = json.loads(capsys.readouterr().out)
-        assert list(row) == [
-            "context",
-            "name",
-            "memory_free",
-            "memory_total",
-            "compute_capability",
-            "display",
-            "peers",
-        ]
+        assert list(row) == ["context", "name", "memory_free", "memory_total", "compute_capability", "display", "peers"]

@@ -125,13 +125,16 @@ def test_ranks_of_srun_connect_to_the_first_host_of_their_step(nodes: str, host:
     assert rank_info(SLURM | {"SLURM_STEP_ID": "1"}).port != place.port
 
 
-def test_ranks_of_srun_on_one_host_connect_on_loopback() -> None:
-    assert rank_info(SLURM | {"SLURM_STEP_NUM_NODES": "1"}).host == "127.0.0.1"
-
-
-def test_without_a_list_of_hosts_the_launching_one_is_taken() -> None:
-    environment = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    assert rank_info(environment | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}).host == "10.0.0.9"
+@pytest.mark.parametrize(
+    ("changes", "host"),
+    [
+        ({"SLURM_STEP_NUM_NODES": "1"}, "127.0.0.1"),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}, "10.0.0.9"),  # the launching host
+    ],
+)
+def test_ranks_of_srun_without_a_list_of_several_hosts(changes: dict[str, str], host: str) -> None:
+    variables = {name: value for name, value in (SLURM | changes).items() if value}
+    assert rank_info(variables).host == host
 
 
 def test_without_a_launcher_the_error_names_ways_to_start() -> None:
@@ -159,11 +162,6 @@ def test_incomplete_variables_are_an_error_that_names_the_missing_ones(
 ) -> None:
     with pytest.raises(ValueError, match=rf"{missing}( or \w+)? is not set"):
         rank_info({name: value for name, value in environment.items() if name != missing})
-
-
-def test_ranks_of_mpirun_on_several_machines_need_an_address() -> None:
-    with pytest.raises(ValueError, match=r"^MASTER_ADDR is not set"):
-        rank_info(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
@@ -306,9 +304,16 @@ def test_ports_come_from_the_job() -> None:
         assert rank_info(variables).port != rank_info(variables | other).port
 
 
-def test_a_pod_whose_host_name_is_not_that_of_its_job_needs_an_address() -> None:
-    with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
-        rank_info(KUBERNETES | {"HOSTNAME": "node-7"})
+@pytest.mark.parametrize(
+    "variables",
+    [
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},  # on several machines
+        KUBERNETES | {"HOSTNAME": "node-7"},  # a pod whose host name is not that of its job
+    ],
+)
+def test_ranks_whose_launcher_names_no_address_need_one(variables: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"^MASTER_ADDR is not set"):
+        rank_info(variables)
 
 
 # Environments of others

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import algorithms
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.engine.executor import AllToAllChunks, EqualChunks, MisplacedMessageError, run
 from gangline.collectives.engine.reduction import combine
@@ -103,22 +102,6 @@ def test_messages_of_several_pieces_are_combined_in_rank_order(dtype: torch.dtyp
         divisor = 3 if op == "mean" else 1
         run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], EqualChunks(mine, 1), TAG, op, divisor)
         same(mine, combined(everybody, op), f"{op} of {dtype}")
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("algorithm", algorithms.names("all_reduce"))
-def test_chunks_may_be_empty(algorithm: str, size: int) -> None:
-    schedule = algorithms.build("all_reduce", algorithm, size, segments=4)
-    everybody = [values(2, rank, torch.int32) for rank in range(size)]
-    mine = [each.clone() for each in everybody]
-    running = [
-        Running(run, schedule.program(rank), transport, EqualChunks(mine[rank], schedule.chunks), TAG)
-        for rank, transport in enumerate(transports(size))
-    ]
-    for one in running:
-        one.result()
-    for rank in range(size):
-        same(mine[rank], combined(everybody, "sum"), f"rank {rank}")
 
 
 @pytest.mark.parametrize("message_tag", [MessageTag(8, 1234), MessageTag(7, 1235)])

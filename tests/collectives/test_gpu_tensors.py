@@ -18,16 +18,7 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.work import Work
-from tests.collectives.ranks import (
-    MOVING,
-    REDUCING,
-    ROOTED,
-    expected,
-    given,
-    in_threads,
-    outcomes_in_threads,
-    same,
-)
+from tests.collectives.ranks import MOVING, REDUCING, call, expected, given, in_threads, outcomes_in_threads, same
 from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
@@ -62,14 +53,8 @@ def check(
 ) -> None:
     """Make a call on a GPU tensor (None: CPU tensor); check result, device, and that inputs are unchanged."""
     tensor = located(given(collective, count, comm.rank, comm.size, dtype), card)
-    options: dict[str, Any] = {"async_op": async_op}
-    options |= {"op": op} if collective in REDUCING else {}
-    options |= {"root": root} if collective in ROOTED else {}
-    if collective == "scatter":
-        row = located(torch.zeros(count, dtype=dtype), card)
-        got = comm.scatter(tensor if comm.rank == root else None, row, **options)
-    else:
-        got = getattr(comm, collective)(tensor, **options)
+    options = {"out": located(torch.zeros(count, dtype=dtype), card)} if collective == "scatter" else {}
+    got = call(comm, collective, tensor, op, root, async_op=async_op, **options)
     if isinstance(got, Work):
         got.wait()
         got = got.result
@@ -292,22 +277,26 @@ def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
     assert second == "NCCL has had enough of all_gather"
 
 
+def _reduce_until(comm: Communicator, error: type[Exception]) -> str:
+    def reduce_on_and_on() -> None:
+        while True:
+            tensor = on_simulated_gpu(torch.ones(3), comm.rank)
+            comm.all_reduce(tensor)
+            tensor.host()
+
+    with pytest.raises(error) as raised:
+        reduce_on_and_on()
+    return str(raised.value)
+
+
 def test_an_abort_ends_running_calls_on_a_gpu(machine: None) -> None:
-    def run(comm: Communicator) -> None:
+    def run(comm: Communicator) -> str:
         check(comm, "all_reduce", comm.rank)
         if comm.rank == 0:
             comm.abort(StallError("that was enough"))
+        return _reduce_until(comm, StallError)
 
-        def reduce_on_and_on() -> None:
-            while True:
-                tensor = on_simulated_gpu(torch.ones(3), comm.rank)
-                comm.all_reduce(tensor)
-                tensor.host()
-
-        with pytest.raises(StallError, match="that was enough"):
-            reduce_on_and_on()
-
-    in_threads(2, run)
+    assert in_threads(2, run) == ["that was enough"] * 2
 
 
 def test_a_rank_held_up_after_the_agreement_is_not_taken_to_be_in_another_call(
@@ -339,18 +328,6 @@ def test_a_rank_held_up_after_the_agreement_is_not_taken_to_be_in_another_call(
     monkeypatch.setattr(Watchdog, "check", noted)
     in_threads(2, lambda comm: check(comm, "all_reduce", comm.rank))
     assert HostRank.calls
-
-
-def _reduce_until(comm: Communicator, error: type[Exception]) -> str:
-    def reduce_on_and_on() -> None:
-        while True:
-            tensor = on_simulated_gpu(torch.ones(3), comm.rank)
-            comm.all_reduce(tensor)
-            tensor.host()
-
-    with pytest.raises(error) as raised:
-        reduce_on_and_on()
-    return str(raised.value)
 
 
 def test_an_error_of_a_gpu_that_the_watching_thread_finds_ends_all_ranks(
@@ -443,12 +420,9 @@ def check_on_gpu(comm: Communicator) -> None:
     for collective in COLLECTIVES:
         for dtype in (torch.float32, torch.int16):
             tensor = given(collective, LARGE, comm.rank, comm.size, dtype).cuda()
-            options: dict[str, Any] = {"root": 0} if collective in ROOTED else {}
+            options = {"out": tensor.new_empty(LARGE)} if collective == "scatter" else {}
             for async_op in (False, True):
-                if collective == "scatter":
-                    got: Any = comm.scatter(tensor, tensor.new_empty(LARGE), async_op=async_op)
-                else:
-                    got = getattr(comm, collective)(tensor.clone(), async_op=async_op, **options)
+                got = call(comm, collective, tensor.clone(), "sum", 0, async_op=async_op, **options)
                 if isinstance(got, Work):
                     got.wait()
                     got = got.result

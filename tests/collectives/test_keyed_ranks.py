@@ -23,10 +23,7 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from tests.collectives.processes import Processes, Rank
 
-pytestmark = [
-    pytest.mark.timeout(110),
-    pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
-]
+pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 PORT = 29_500
 KINDS = ("right", "other", "none", "plain text")
 

@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,8 +35,11 @@ from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import required_key
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
+from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.processes import Processes, Rank
+from tests.collectives.ranks import with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -214,32 +216,24 @@ def pair_of(
     function: Callable[..., None], address: str = "ipc", limit: float = LIMIT, *, tell_port: bool = False
 ) -> None:
     """Call ``function`` with the membership of rank 0 and the bare sockets of rank 1."""
-    barrier = threading.Barrier(2)
-    gathered: list[bytes] = [b"", b""]
-
-    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(data: bytes) -> list[bytes]:
-            gathered[rank] = data
-            barrier.wait(10)
-            return list(gathered)
-
-        return exchange
-
-    made: list[PeerSockets] = []
+    gathered: list[bytes] = []
     identity = msgpack.packb(["another host", 1, 1])
 
-    def other() -> None:
-        made.append(PeerSockets(1, 2, exchange_of(1), address=address, options={}, payload=identity))
+    def own(rank: int, exchange: BootstrapAllGather) -> ProcessMembership:
+        def noted(data: bytes) -> list[bytes]:
+            gathered.append(data)
+            return exchange(data)
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    membership = ProcessMembership(0, 2, exchange_of(0), heartbeat=0.2, limit=limit, address=address)
-    thread.join()
+        return ProcessMembership(rank, 2, noted, heartbeat=0.2, limit=limit, address=address)
+
+    membership, other = with_exchange(
+        own, lambda rank, exchange: PeerSockets(rank, 2, exchange, address=address, options={}, payload=identity)
+    )
     try:
-        ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[0], strict_map_key=False)[1].values()]
-        function(membership, made[0], *(ports if tell_port else ()))
+        ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[-1], strict_map_key=False)[1].values()]
+        function(membership, other, *(ports if tell_port else ()))
     finally:
-        made[0].close(0)
+        other.close(0)
         membership.close()
 
 
@@ -380,7 +374,7 @@ def test_a_lost_connection_may_be_restored() -> None:
 # File descriptors
 
 
-def _count_descriptors(rank: Rank, address: str) -> None:
+def _count_descriptors(rank: Rank, kind: str, address: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:  # starts pyzmq's thread that frees sent memory
         other.copy_threshold = 0
@@ -388,17 +382,23 @@ def _count_descriptors(rank: Rank, address: str) -> None:
         other.connect("inproc://nobody")
         other.send(b"", copy=False, track=True)
     before = len(os.listdir("/proc/self/fd"))
-    membership = open_membership(rank, address, limit=10)
+    opened: Any
+    if kind == "membership":
+        opened = open_membership(rank, address, limit=10)
+    else:
+        patient = SimpleNamespace(check=lambda missing: None)
+        opened = ZmqTransport(rank.rank, rank.size, rank.exchange, patient, address=address)
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
-    membership.close()
+    opened.close()
     rank.tell(len(os.listdir("/proc/self/fd")) - before)
     rank.hear()
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None:
-    with Processes(_count_descriptors, 16, address) as ranks:
+@pytest.mark.parametrize("kind", ["membership", "transport"])
+def test_sixteen_ranks_open_few_descriptors_and_close_them(kind: str, address: str) -> None:
+    with Processes(_count_descriptors, 16, kind, address) as ranks:
         assert max(ranks.all_heard()) <= 15 * 5 + 10
         for rank in range(16):
             ranks.say(rank, "close")
@@ -779,29 +779,6 @@ def test_a_wait_for_a_message_names_both_ranks() -> None:
     assert isinstance(error, StallError)
     words = r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1; the timeout is 0\.1 s"
     assert re.fullmatch(words, str(error))
-
-
-def _killed_in_a_call(rank: Rank) -> None:
-    membership = open_membership(rank, "ipc")
-    watchdog = Watchdog(membership, 60, 60)
-    watchdog.begin(5, SUM)
-    rank.tell("ready")
-    try:
-        while True:
-            watchdog.check([(rank.rank + 1) % rank.size])
-    except GanglineError as error:
-        rank.tell([type(error).__name__, str(error)])
-    rank.hear()
-
-
-def test_all_raise_when_one_is_killed() -> None:
-    with Processes(_killed_in_a_call, 3) as ranks:
-        assert ranks.all_heard() == ["ready"] * 3
-        ranks.kill(1)
-        for rank in (0, 2):
-            name, text = ranks.heard(rank)
-            assert name == "DeadNodeError"
-            assert text.startswith(f"rank 1 {LOST} (rank ")
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any, ClassVar
@@ -19,15 +18,7 @@ from gangline.collectives import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
-
-ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: torch.float16, 7: torch.float32}
-ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}
-FUNCTIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    0: torch.add,
-    1: torch.mul,
-    2: torch.maximum,
-    3: torch.minimum,
-}
+from tests.collectives.simulated_gpus import ELEMENTS, FUNCTIONS, at
 
 
 class HostBinding:
@@ -102,11 +93,6 @@ class HostBinding:
                 at(target, count, dtype).copy_(result[position * count : (position + 1) * count])
             elif name != "reduce" or position == root:
                 at(target, len(result), dtype).copy_(result)
-
-
-def at(address: int, count: int, dtype: int) -> Tensor:
-    octets = (ctypes.c_uint8 * (count * ELEMENTS[dtype].itemsize)).from_address(address)
-    return torch.frombuffer(octets, dtype=ELEMENTS[dtype])
 
 
 class OnHost(Nccl):
@@ -367,15 +353,19 @@ def test_nccl4py_s_calls_of_one_rank(nccl4py: Nccl4py) -> None:
 # -- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
-def test_one_rank_through_each_binding(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=nccl_bindings.BINDINGS)
+def _binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = nccl_bindings.missing(binding)
+    lack = nccl_bindings.missing(request.param)
     if lack:
         pytest.skip(lack)
-    monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
+    monkeypatch.setenv("GANGLINE_NCCL_BINDING", request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_binding")
+def test_one_rank_through_each_binding() -> None:
     backend = Nccl([gpu(0).torch_device])
     value = torch.arange(1000, dtype=torch.float32, device="cuda:0") * 7
     total, outs, rows, row = (torch.zeros(shape, device="cuda:0") for shape in (1000, 1000, (1, 1000), 1000))
@@ -389,15 +379,11 @@ def test_one_rank_through_each_binding(binding: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
-def test_all_gpus_through_each_binding(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_binding")
+def test_all_gpus_through_each_binding() -> None:
     count = num_gpus()
     if count < 2:
         pytest.skip(f"there are {count} GPUs; expected 2")
-    lack = nccl_bindings.missing(binding)
-    if lack:
-        pytest.skip(lack)
-    monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
     group = DeviceGroup([gpu(position) for position in range(count)], "nccl")
     tensors = [one.to(device) for one, device in zip(given(count, 1000, torch.float32), group.devices, strict=True)]
     group.all_reduce(tensors)

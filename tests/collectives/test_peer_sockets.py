@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,9 +16,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.liveness.membership import LOST, ProcessMembership
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from tests.collectives.processes import Processes, Rank
+from tests.collectives.ranks import with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,30 +47,16 @@ def caller(port: str, token: bytes, *, kind: int = zmq.DEALER) -> Iterator[tuple
 
 def two(visit: Callable[[str], None], options: dict[int, int] | None = None) -> list[PeerSockets]:
     """Return both ranks' sockets; ``visit`` is called with rank 0's endpoint before rank 1 knows it."""
-    barrier = threading.Barrier(2)
-    gathered = [b"", b""]
 
-    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(data: bytes) -> list[bytes]:
-            gathered[rank] = data
+    def make(rank: int, exchange: BootstrapAllGather) -> PeerSockets:
+        def visited(data: bytes) -> list[bytes]:
             if rank == 0:
                 visit(msgpack.unpackb(data, strict_map_key=False)[1][1][0])
-            barrier.wait(30)
-            return list(gathered)
+            return exchange(data)
 
-        return exchange
+        return PeerSockets(rank, 2, visited, address=ADDRESS, options=options or {})
 
-    made: dict[int, PeerSockets] = {}
-
-    def make(rank: int) -> None:
-        made[rank] = PeerSockets(rank, 2, exchange_of(rank), address=ADDRESS, options=options or {})
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [made[rank] for rank in sorted(made)]
+    return with_exchange(make, make)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +81,6 @@ def test_a_stranger_that_connects_first_does_not_replace_the_rank(token: bytes, 
         both = two(visit, {int(zmq.RECONNECT_IVL): NEVER})
         for each in both:
             stack.callback(each.close, 0)
-        assert len(both) == 2
         both[1].sockets[0].send(b"for 0")
         both[0].sockets[1].send(b"for 1")
         assert [both[0].sockets[1].socket.poll(10_000), both[1].sockets[0].socket.poll(10_000)] == [zmq.POLLIN] * 2

@@ -10,9 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -21,9 +19,8 @@ from gangline.collectives.bootstrap import rendezvous, store_all_gather
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
 from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
-from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.base import BootstrapAllGather
+from tests.collectives.processes import Bare, bare_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,19 +39,6 @@ def test_ranks_in_words() -> None:
 # Exchange through the store
 
 
-class Bare:
-    """Stands in for a communicator: here processes are joined by their `Rendezvous` alone."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
-        self.rank, self.size, self.exchange = rank, size, exchange
-
-    def close(self) -> None:
-        pass
-
-
-ranks_of = partial(Ranks, opener=Bare, timeout=20)
-
-
 @pytest.fixture
 def address() -> str:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
@@ -67,7 +51,7 @@ def test_a_job_of_one_rank_exchanges_with_itself() -> None:
 
 
 def test_jobs_one_after_another_exchange_round_after_round(address: str) -> None:
-    with ranks_of(_exchange_twice, 3, (address,)) as ranks:
+    with bare_ranks(_exchange_twice, 3, (address,)) as ranks:
         results = ranks.results()
 
     expected = [[f"{job} {number} {rank}\0".encode() for rank in range(3)] for job in range(2) for number in range(3)]
@@ -84,7 +68,7 @@ def _exchange_twice(comm: Bare, address: str) -> list[list[bytes]]:
 
 
 def test_a_job_takes_nothing_from_the_one_before_it(address: str) -> None:
-    with ranks_of(_exchange_often, 2, (address,)) as ranks:
+    with bare_ranks(_exchange_often, 2, (address,)) as ranks:
         results = ranks.results()
     assert results == [[[f"{number} {rank}".encode() for rank in range(2)] for number in range(10)]] * 2
 
@@ -96,7 +80,7 @@ def _exchange_often(comm: Bare, address: str) -> list[list[bytes]]:
 
 def test_a_closed_job_cannot_exchange(address: str) -> None:
     with (
-        ranks_of(_exchange_when_closed, 2, (address,)) as ranks,
+        bare_ranks(_exchange_when_closed, 2, (address,)) as ranks,
         pytest.raises(RuntimeError, match="has closed its rendezvous"),
     ):
         ranks.results()
@@ -109,7 +93,7 @@ def _exchange_when_closed(comm: Bare, address: str) -> None:
 
 
 def test_the_store_keeps_nothing_of_a_round_and_listens_at_no_port(address: str) -> None:
-    with ranks_of(_look_at_store, 2, (address,)) as ranks:
+    with bare_ranks(_look_at_store, 2, (address,)) as ranks:
         (kept, listening), _ = ranks.results()
     assert kept == {}
     assert listening == []
@@ -145,7 +129,7 @@ def test_a_store_outlives_hostile_bytes(sent: bytes) -> None:
 
 
 def test_ranks_that_do_not_join_are_named(address: str) -> None:
-    with ranks_of(_some_stay_away, 4, (address,)) as ranks:
+    with bare_ranks(_some_stay_away, 4, (address,)) as ranks:
         outcomes = ranks.outcomes()
     assert str(outcomes[0].error) == f"ranks 1, 3 of 4 did not reach {address} within 0.5 s"
     assert isinstance(outcomes[0].error, StallError)
@@ -168,7 +152,7 @@ def test_a_missing_rank_0_is_named(address: str) -> None:
 
 
 def test_the_death_of_rank_0_is_an_error_on_waiting_ranks(address: str) -> None:
-    with ranks_of(_keeper_dies, 2, (address,)) as ranks:
+    with bare_ranks(_keeper_dies, 2, (address,)) as ranks:
         _, waiter = ranks.outcomes()
     assert isinstance(waiter.error, DeadNodeError)
     assert str(waiter.error).startswith(f"rank 1 of 2 lost the process that serves the store at {address}, rank 0")
@@ -183,7 +167,7 @@ def _keeper_dies(comm: Bare, address: str) -> None:
 
 
 def test_a_rank_of_this_host_that_dies_is_named_at_once(address: str) -> None:
-    with ranks_of(_one_dies_between_exchanges, 3, (address,)) as ranks:
+    with bare_ranks(_one_dies_between_exchanges, 3, (address,)) as ranks:
         first, second, _ = ranks.outcomes()
     assert [type(first.error), type(second.error)] == [DeadNodeError] * 2
     text = f"rank 2 of 3 died before all had joined at {address}"
@@ -200,7 +184,7 @@ def _one_dies_between_exchanges(comm: Bare, address: str) -> None:
 
 
 def test_a_missing_rank_is_named_in_a_warning(address: str) -> None:
-    with ranks_of(_come_after_the_warning, 2, (address,)) as ranks:
+    with bare_ranks(_come_after_the_warning, 2, (address,)) as ranks:
         (text, _), (_, got) = ranks.results()
     assert text == f"rank 0 waits at {address} for rank 1 of 2"
     assert got == [b"0", b"1"]
@@ -227,7 +211,7 @@ def _come_after_the_warning(comm: Bare, address: str) -> tuple[str, list[bytes]]
 def test_a_port_that_another_job_has_is_an_error_of_rank_0() -> None:
     port = unix_sockets.free_port("store")
     taken = unix_sockets.listen(unix_sockets.name_of("store", port))
-    with closing(taken), ranks_of(_join_as_rank_0, 1, (port,)) as ranks:
+    with closing(taken), bare_ranks(_join_as_rank_0, 1, (port,)) as ranks:
         (outcome,) = ranks.outcomes()
     assert type(outcome.error) is RuntimeError
     assert str(outcome.error).startswith(f"rank 0 cannot serve the store at 127.0.0.1:{port}; choose another port")
@@ -238,7 +222,7 @@ def _join_as_rank_0(comm: Bare, port: int) -> None:
 
 
 def test_a_store_of_torch_distributed_may_have_the_same_port(address: str) -> None:
-    with ranks_of(_beside_torch, 2, (address,)) as ranks:
+    with bare_ranks(_beside_torch, 2, (address,)) as ranks:
         assert ranks.results() == [[b"0", b"1"]] * 2
 
 
@@ -261,7 +245,7 @@ def test_under_an_agent_the_agents_store_is_used(address: str, restarts: int) ->
         agent.set("gangline/0/0/0/brought/0", "of the attempt before")
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     environment |= {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    with ranks_of(_exchange_at_agent, 2, (environment,)) as ranks:
+    with bare_ranks(_exchange_at_agent, 2, (environment,)) as ranks:
         assert ranks.results() == [[b"0", b"1"]] * 2
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import doctest
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,106 +158,133 @@ class TestRounds:
         assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
 
 
-class TestVerifyFinds:
-    """Damage to the programs of a valid schedule for 4 ranks."""
+Damage = Callable[[Programs], None]
 
-    @staticmethod
-    def check(collective: str, name: str, damage: Callable[[Programs], None], message: str) -> None:
+
+def lost(rank: int, kind: type, which: int) -> Damage:
+    return lambda programs: programs[rank].__delitem__(places(programs, rank, kind)[which])
+
+
+def changed(rank: int, kind: type, which: int, **fields: Any) -> Damage:
+    """Return a damage that replaces fields of a step."""
+
+    def damage(programs: Programs) -> None:
+        place = places(programs, rank, kind)[which]
+        number, step = programs[rank][place]
+        programs[rank][place] = (number, replace(step, **fields))
+
+    return damage
+
+
+def swapped(ranks: Sequence[int], kind: type) -> Damage:
+    """Return a damage that swaps the first two steps of some ranks."""
+
+    def damage(programs: Programs) -> None:
+        for rank in ranks:
+            first, second = places(programs, rank, kind)[:2]
+            programs[rank][first], programs[rank][second] = programs[rank][second], programs[rank][first]
+
+    return damage
+
+
+def added_twice(programs: Programs) -> None:
+    for rank, kind in ((1, Send), (0, Reduce)):
+        place = places(programs, rank, kind)[0]
+        programs[rank].insert(place, programs[rank][place])
+    changed(0, Reduce, 1, ranks=(0, 1), complete=True)(programs)
+
+
+def without_rank_3(programs: Programs) -> None:
+    lost(3, Send, 0)(programs)
+    changed(0, Reduce, 0, ranks=(0, 1, 2), complete=False)(programs)
+
+
+DAMAGES: dict[str, tuple[str, str, Damage, str]] = {
+    "a lost send": (
+        *("all_gather", "ring", lost(0, Send, 0)),
+        "rank 1, round 0, chunk 0: expects chunks 0 to 1 from rank 0, .* of round 1, has chunks 3 to 4",
+    ),
+    "a lost last send": (
+        *("all_gather", "ring", lost(0, Send, -1)),
+        "rank 1, round 2, chunk 2: waits forever for a message from rank 0; waiting ranks: 1",
+    ),
+    "a message that is never received": (
+        *("all_gather", "ring", lost(1, Receive, -1)),
+        "rank 0, round 2, chunk 2: rank 1 never receives it",
+    ),
+    "a message sent twice": (
+        *("all_gather", "ring", lambda programs: programs[0].append(programs[0][places(programs, 0, Send)[-1]])),
+        "rank 0, round 2, chunk 2: rank 1 never receives it",
+    ),
+    "sends in another order": (
+        *("all_reduce", "ring", swapped([0], Send)),
+        "expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3",
+    ),
+    "another chunk at one end": (
+        *("all_reduce", "two_shot", changed(2, Send, 0, first=0, last=1)),
+        "rank 1, round 0, chunk 1: expects chunks 1 to 2 from rank 2, .* has chunks 0 to 1",
+    ),
+    "a message of another round": (
+        *("all_gather", "ring", lambda programs: programs[0].__setitem__(0, (1, programs[0][0][1]))),
+        "rank 1, round 0, chunk 0: .* rank 0, whose next message, of round 1",
+    ),
+    "a chunk read before it was written": (
+        *("all_gather", "ring", changed(0, Send, 0, first=2, last=3)),
+        "rank 0, round 0, chunk 2: read before it was written",
+    ),
+    "ranks that wait for each other": (
+        *("all_gather", "ring", swapped(range(4), object)),
+        "waits forever .*; waiting ranks: 0, 1, 2, 3",
+    ),
+    "a contribution added twice": (
+        *("reduce", "direct", added_twice),
+        r"rank 0, round 0, chunk 0: adds ranks \[1\] twice",
+    ),
+    "a sum that lacks a rank": (
+        *("reduce", "direct", without_rank_3),
+        r"rank 0, round 1, chunk 0: ends with ranks \[0, 1, 2\]; expected",
+    ),
+    "a sum marked complete too early": (
+        *("all_reduce", "ring", changed(0, Reduce, 0, complete=True)),
+        "marked complete",
+    ),
+    "a complete sum that is not marked": (
+        *("all_reduce", "ring", changed(0, Reduce, -1, complete=False)),
+        "not marked complete",
+    ),
+    "a reduce without its own rank": (
+        *("all_reduce", "one_shot", changed(0, Reduce, 0, ranks=(1, 2, 3))),
+        "expected this rank among them",
+    ),
+    **{
+        f"chunks {first} to {last}": (
+            *("all_gather", "ring", changed(0, Send, 0, first=first, last=last)),
+            f"chunks {first} to {last} are out of range; the tensor has 4",
+        )
+        for first, last in ((-1, 1), (2, 2), (3, 5))
+    },
+    **{
+        f"a send to rank {to}": (
+            *("all_gather", "ring", changed(0, Send, 0, to=to, first=0, last=1)),
+            f"sends to rank {to}; expected another rank",
+        )
+        for to in (0, 4)
+    },
+}
+"""Damages to the programs of a valid schedule for 4 ranks, and the texts of the errors."""
+
+
+class TestVerifyFinds:
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_damaged_programs(self, damage: str) -> None:
+        collective, name, spoil, message = DAMAGES[damage]
         schedule = built(collective, name, 4)
         programs = schedule.numbered_programs()
         schedule.verify(programs)
-        damage(programs)
+        spoil(programs)
         with pytest.raises(ValueError, match=message) as caught:
             schedule.verify(programs)
         assert f"{name} {collective}, rank" in str(caught.value)
-
-    def test_a_lost_send(self) -> None:
-        words = "rank 1, round 0, chunk 0: expects chunks 0 to 1 from rank 0, .* of round 1, has chunks 3 to 4"
-        self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, 0), words)
-
-    def test_a_lost_last_send(self) -> None:
-        words = "rank 1, round 2, chunk 2: waits forever for a message from rank 0; waiting ranks: 1"
-        self.check("all_gather", "ring", lambda programs: remove(programs, 0, Send, -1), words)
-
-    def test_a_message_that_is_never_received(self) -> None:
-        words = "rank 0, round 2, chunk 2: rank 1 never receives it"
-        self.check("all_gather", "ring", lambda programs: remove(programs, 1, Receive, -1), words)
-
-    def test_a_message_sent_twice(self) -> None:
-        def damage(programs: Programs) -> None:
-            programs[0].append(programs[0][-2])
-            assert isinstance(programs[0][-1][1], Send)
-
-        self.check("all_gather", "ring", damage, "rank 0, round 2, chunk 2: rank 1 never receives it")
-
-    def test_sends_in_another_order(self) -> None:
-        def damage(programs: Programs) -> None:
-            first, second = places(programs, 0, Send)[:2]
-            programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
-
-        self.check("all_reduce", "ring", damage, "expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3")
-
-    def test_another_chunk_at_one_end(self) -> None:
-        def damage(programs: Programs) -> None:
-            number, step = programs[2][0]
-            programs[2][0] = (number, replace(step, first=0, last=1))
-
-        self.check(
-            "all_reduce",
-            "two_shot",
-            damage,
-            r"rank 1, round 0, chunk 1: expects chunks 1 to 2 from rank 2, .* has chunks 0 to 1",
-        )
-
-    def test_a_message_of_another_round(self) -> None:
-        def damage(programs: Programs) -> None:
-            programs[0][0] = (1, programs[0][0][1])
-
-        self.check("all_gather", "ring", damage, "rank 1, round 0, chunk 0: .* rank 0, whose next message, of round 1")
-
-    def test_a_chunk_read_before_it_was_written(self) -> None:
-        def damage(programs: Programs) -> None:
-            number, step = programs[0][0]
-            programs[0][0] = (number, replace(step, first=2, last=3))
-
-        self.check("all_gather", "ring", damage, "rank 0, round 0, chunk 2: read before it was written")
-
-    def test_ranks_that_wait_for_each_other(self) -> None:
-        def damage(programs: Programs) -> None:
-            for program in programs:
-                program[0], program[1] = program[1], program[0]
-
-        self.check("all_gather", "ring", damage, "waits forever .*; waiting ranks: 0, 1, 2, 3")
-
-    def test_a_contribution_added_twice(self) -> None:
-        def damage(programs: Programs) -> None:
-            for rank, kind in ((1, Send), (0, Reduce)):
-                place = places(programs, rank, kind)[0]
-                programs[rank].insert(place, programs[rank][place])
-            place = places(programs, 0, Reduce)[0]
-            number, step = programs[0][place]
-            programs[0][place + 1] = (number, replace(step, ranks=(0, 1), complete=True))
-
-        self.check("reduce", "direct", damage, r"rank 0, round 0, chunk 0: adds ranks \[1\] twice")
-
-    def test_a_sum_that_lacks_a_rank(self) -> None:
-        def damage(programs: Programs) -> None:
-            remove(programs, 3, Send, 0)
-            place = places(programs, 0, Reduce)[0]
-            number, _ = programs[0][place]
-            programs[0][place] = (number, Reduce((0, 1, 2), 0, 1, complete=False))
-
-        self.check("reduce", "direct", damage, r"rank 0, round 1, chunk 0: ends with ranks \[0, 1, 2\]; expected")
-
-    @pytest.mark.parametrize("complete", [True, False])
-    def test_a_wrong_completeness_flag(self, complete: bool) -> None:
-        def damage(programs: Programs) -> None:
-            place = places(programs, 0, Reduce)[-1 if not complete else 0]
-            number, step = programs[0][place]
-            programs[0][place] = (number, replace(step, complete=complete))
-
-        words = "marked complete"
-        self.check("all_reduce", "ring", damage, words if complete else f"not {words}")
 
     def test_a_sum_that_is_complete_in_only_some_of_its_chunks(self) -> None:
         uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
@@ -264,29 +292,6 @@ class TestVerifyFinds:
         assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
         with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
             schedule.verify()
-
-    def test_a_reduce_without_its_own_rank(self) -> None:
-        def damage(programs: Programs) -> None:
-            place = places(programs, 0, Reduce)[0]
-            number, step = programs[0][place]
-            programs[0][place] = (number, replace(step, ranks=(1, 2, 3)))
-
-        self.check("all_reduce", "one_shot", damage, "expected this rank among them")
-
-    @pytest.mark.parametrize(("first", "last"), [(-1, 1), (2, 2), (3, 5)])
-    def test_chunks_out_of_range(self, first: int, last: int) -> None:
-        def damage(programs: Programs) -> None:
-            number, step = programs[0][0]
-            programs[0][0] = (number, replace(step, first=first, last=last))
-
-        self.check("all_gather", "ring", damage, f"chunks {first} to {last} are out of range; the tensor has 4")
-
-    @pytest.mark.parametrize("to", [0, 4])
-    def test_a_send_to_itself_or_out_of_range(self, to: int) -> None:
-        def damage(programs: Programs) -> None:
-            programs[0][0] = (0, Send(to, 0, 1))
-
-        self.check("all_gather", "ring", damage, f"sends to rank {to}; expected another rank")
 
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_any_message_missing(self, collective: str, name: str) -> None:
@@ -327,10 +332,6 @@ def built(collective: str, name: str, size: int) -> Schedule:
 
 def places(programs: Programs, rank: int, kind: type) -> list[int]:
     return [place for place, (_, step) in enumerate(programs[rank]) if isinstance(step, kind)]
-
-
-def remove(programs: Programs, rank: int, kind: type, which: int) -> None:
-    del programs[rank][places(programs, rank, kind)[which]]
 
 
 def damaged(schedule: Schedule, index: int, times: int) -> Schedule:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,10 @@ from tests.collectives.ranks import (
     exchange_over,
     expected,
     open_again,
+    open_files,
     same,
     values,
+    with_exchange,
 )
 
 COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements: whole pieces, and more than a slot holds
@@ -343,33 +345,6 @@ def test_ranks_write_their_own_segments_only() -> None:
         assert sorted(found[inode] for found in of_ranks) == ["r--s", "r--s", "rw-s"]
 
 
-def in_two_threads(function: Callable[[int, BootstrapAllGather], Any]) -> list[Any]:
-    """Return the results of ``function(rank, exchange)`` in two threads, or its errors."""
-    barrier = threading.Barrier(2)
-    blobs: list[bytes] = [b"", b""]
-    results: list[Any] = [None, None]
-
-    def run(rank: int) -> None:
-        def exchange(blob: bytes) -> list[bytes]:
-            blobs[rank] = blob
-            barrier.wait()
-            everybody = list(blobs)
-            barrier.wait()
-            return everybody
-
-        try:
-            results[rank] = function(rank, exchange)
-        except (OSError, ProtocolError) as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
     def share(rank: int, exchange: BootstrapAllGather) -> None:
         def and_look(blob: bytes) -> list[bytes]:
@@ -385,7 +360,7 @@ def test_a_segment_can_neither_shrink_nor_grow_nor_be_unsealed() -> None:
         mine, theirs = (lambda found: (found[rank], found[1 - rank]))(segments.share(rank, 100 + rank, and_look))
         assert (mine.nbytes, theirs.nbytes) == (100 + rank, 101 - rank)
 
-    assert in_two_threads(share) == [None, None]
+    assert with_exchange(share, share) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -417,15 +392,10 @@ def test_memory_other_than_the_offered_segment_is_refused_by_all_ranks(change: s
         segments.share(rank, 100, and_change)
 
     try:
-        errors = in_two_threads(share)
+        errors = with_exchange(share, share)
     finally:
         os.close(foreign)
     assert all(isinstance(error, OSError) and re.match(text, str(error)) for error in errors), errors
-
-
-def _descriptors() -> dict[str, str]:
-    names = os.listdir("/proc/self/fd")
-    return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
@@ -444,13 +414,13 @@ def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
     some(0)  # creates what a process creates only once
     gc.collect()
     comm.barrier()
-    before = _descriptors(), _mappings(), os.listdir(folder), threading.active_count()
+    before = open_files(), _mappings(), os.listdir(folder), threading.active_count()
     comm.barrier()
     for number in range(12):
         some(number)
     gc.collect()
     comm.barrier()
-    after = _descriptors(), _mappings(), os.listdir(folder), threading.active_count()
+    after = open_files(), _mappings(), os.listdir(folder), threading.active_count()
     assert after[0].keys() == before[0].keys(), (before[0], after[0])
     assert after[1:] == before[1:]
     comm.barrier()
@@ -462,9 +432,9 @@ def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path)
 
 
 def _many_registered(comm: Communicator) -> None:
-    before = len(_descriptors())
+    before = len(open_files())
     kept = [comm.empty(100, torch.int16) for _ in range(200)]
-    assert len(_descriptors()) <= before
+    assert len(open_files()) <= before
     kept[150].copy_(values(100, comm.rank, torch.int16))
     comm.all_reduce(kept[150])
     same(kept[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
@@ -485,7 +455,7 @@ def _register_at_each_step(comm: Communicator) -> None:
         assert tensor.eq(comm.size * step + comm.size * (comm.size - 1) / 2).all()
         if step > 1:
             maps = Path("/proc/self/maps").read_text().splitlines()
-            held.add((len(_descriptors()), sum("/memfd:gangline" in line for line in maps)))
+            held.add((len(open_files()), sum("/memfd:gangline" in line for line in maps)))
     assert len(held) == 1, held
     comm.all_reduce(kept)
     assert kept.eq(comm.size * 7 + comm.size * (comm.size - 1) / 2).all()
@@ -508,7 +478,7 @@ def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
 
 
 def test_an_invalid_queue_entry_is_an_error() -> None:
-    first, second = in_two_threads(_shared)
+    first, second = with_exchange(_shared, _shared)
     first.send(1, torch.zeros(8, dtype=torch.uint8), MessageTag(1, 1))
     entry = first._send_queues[1]._entries
     kind = transport._WORDS + transport._KIND
@@ -526,7 +496,7 @@ def test_registered_memory_is_found_by_address() -> None:
         return segments.share(rank, 1000, exchange)
 
     for _ in range(3):
-        found = in_two_threads(make)[0]
+        found = with_exchange(make, make)[0]
         pieces.append(registered.add(found, 0, 1000))
     for number, piece in enumerate(pieces):
         assert registered.find(piece) == (number, 0)
@@ -601,12 +571,12 @@ def _fail_at_the_second_transport(comm: Communicator) -> None:
         opened.append(ZmqTransport(*arguments, **options))
         return opened[0]
 
-    before = len(_descriptors())
+    before = len(open_files())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "ZmqTransport", open_one)
         with pytest.raises(OSError, match="no second one"):
             open_again(comm, "ipc")
-    assert len(_descriptors()) == before
+    assert len(open_files()) == before
     assert opened[0]._peers.sockets[1 - comm.rank].socket.closed
     comm.barrier()
 

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,22 +21,10 @@ import torch
 from gangline.collectives import Communicator
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.processes.spawning import Ranks, spawn
-from gangline.collectives.transports.base import BootstrapAllGather
+from tests.collectives.processes import Bare, bare_ranks
+from tests.collectives.ranks import open_files
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Bare:
-    """Stands in for a communicator: the bootstrap exchange only."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_options: Any) -> None:
-        self.rank, self.size, self.exchange = rank, size, exchange
-
-    def close(self) -> None:
-        pass
-
-
-bare_ranks = partial(Ranks, opener=Bare, timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +40,9 @@ def _nothing_stays(server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    files = _open_files()
+    files = open_files()
     yield
-    assert _open_files() == files
+    assert open_files() == files
     assert _children(server) == []
     assert list(temporary.iterdir()) == []
 
@@ -66,11 +53,6 @@ def _server(comm: Bare) -> int:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _open_files() -> dict[str, str]:
-    names = os.listdir("/proc/self/fd")
-    return {name: os.readlink(f"/proc/self/fd/{name}") for name in names if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 # Arguments and results
@@ -190,17 +172,6 @@ def _number_and_server(comm: Bare, number: int) -> tuple[int, int]:
     return 10 * number + comm.rank, os.getppid()
 
 
-def test_exchange_is_an_all_gather_in_every_round() -> None:
-    with bare_ranks(_exchange_twice, 3) as ranks:
-        results = ranks.results()
-
-    assert results == [[[b"0 0", b"0 1", b"0 2"], [b"1 0", b"1 1", b"1 2"]]] * 3
-
-
-def _exchange_twice(comm: Bare) -> list[list[bytes]]:
-    return [comm.exchange(f"{number} {comm.rank}".encode()) for number in range(2)]
-
-
 # Errors of the call
 
 
@@ -235,26 +206,32 @@ def test_an_argument_that_cannot_be_pickled_is_named() -> None:
         spawn(_overwrite, 2, 1, threading.Lock())
 
 
-def test_a_script_without_a_main_guard_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from gangline.collectives.processes.spawning import spawn\ndef work(comm): pass\nspawn(work, 2)\n"
-    )
-    main = ModuleType("__main__")
-    main.__file__ = str(script)
-    exec("def work(comm): pass", main.__dict__)
-    monkeypatch.setitem(sys.modules, "__main__", main)
+@pytest.fixture
+def main_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], ModuleType]:
+    """Return a function that makes a script with a function ``work`` the main module."""
+
+    def make(text: str) -> ModuleType:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        main = ModuleType("__main__")
+        main.__file__ = str(script)
+        exec("def work(comm): pass", main.__dict__)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        return main
+
+    return make
+
+
+def test_a_script_without_a_main_guard_is_an_error(main_of: Callable[[str], ModuleType]) -> None:
+    imports = "from gangline.collectives.processes.spawning import spawn\n"
+    main = main_of(f"{imports}def work(comm): pass\nspawn(work, 2)\n")
     with pytest.raises(RuntimeError, match='call it under `if __name__ == "__main__":`'):
         spawn(main.work, 2)
 
 
-def test_a_function_of_a_script_is_found_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("def work(comm): return __name__, comm.rank\nif __name__ == '__main__': raise SystemExit(1)\n")
-    main = ModuleType("__main__")
-    main.__file__ = str(script)
-    exec("def work(comm): pass", main.__dict__)
-    monkeypatch.setitem(sys.modules, "__main__", main)
+def test_a_function_of_a_script_is_found_in_it(main_of: Callable[[str], ModuleType]) -> None:
+    function = "def work(comm): return __name__, comm.rank\n"
+    main = main_of(f"{function}if __name__ == '__main__': raise SystemExit(1)\n")
     with bare_ranks(main.work, 2) as ranks:
         assert ranks.results() == [("__mp_main__", 0), ("__mp_main__", 1)]
 
@@ -377,30 +354,6 @@ def test_outcomes_has_an_entry_for_each_rank() -> None:
     assert errors[1] == "rank 1 of 3 was killed by SIGKILL"
     assert errors[0] == errors[2] == "rank 1 of 3 ended before the bootstrap exchange of all ranks"
     assert [isinstance(outcome.error, DeadNodeError) for outcome in outcomes] == [True] * 3
-
-
-def test_ranks_of_a_communicator_lose_one_that_is_killed() -> None:
-    with pytest.raises(DeadNodeError, match="rank 1 of 3 was killed by SIGKILL"):
-        spawn(_killed_in_all_reduce, 3)
-
-
-def _killed_in_all_reduce(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    comm.all_reduce(torch.zeros(4))
-
-
-def test_a_rank_that_misses_a_collective_is_a_stall_error() -> None:
-    with pytest.raises(StallError, match="rank 1"):
-        spawn(_one_comes_late, 2, timeout=0.3)
-
-
-def _one_comes_late(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == 1:
-        signal.pause()
-    comm.barrier()
 
 
 def test_a_rank_that_misses_the_bootstrap_exchange_is_a_stall_error() -> None:

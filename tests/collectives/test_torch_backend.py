@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from gangline.collectives import torch_backend
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.torch_backend import GanglineProcessGroup
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, run_until_one_fails
 
 LARGE = 300_007  # elements: too many for slots
 SIZES = (0, 1, 7, 1_001, LARGE)
@@ -75,10 +74,12 @@ def all_reduce_of_every_size(rank: int, size: int) -> None:
 
 @case
 def all_reduce_of_every_dtype(rank: int, size: int) -> None:
-    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64, torch.uint8):
-        tensor = given(9, rank, dtype)
-        dist.all_reduce(tensor)
-        same(tensor, summed(9, size, dtype))
+    integers = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, *integers):
+        for is_scalar in (False, True):
+            tensor = given(1, rank, dtype)[0] if is_scalar else given(9, rank, dtype)
+            dist.all_reduce(tensor)
+            same(tensor, summed(1, size, dtype)[0] if is_scalar else summed(9, size, dtype))
     for dtype in (torch.complex64, torch.complex128):
         tensor = given(9, rank, dtype) * (1 + 2j)
         dist.all_reduce(tensor)
@@ -482,22 +483,18 @@ def coalesced_calls(rank: int, size: int) -> None:
 
 @case
 def every_name_of_a_call(rank: int, size: int) -> None:
-    for name in ("_allgather_base", "all_gather_single"):
-        out = torch.zeros(size * 3)
-        getattr(group(), name)(out, given(3, rank)).wait()
-        same(out, torch.cat([given(3, other) for other in range(size)]))
-    for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
-        out = torch.zeros(size * 3)
-        getattr(group(), name)([out], [given(3, rank)]).wait()
-        same(out, torch.cat([given(3, other) for other in range(size)]))
-    for name in ("_reduce_scatter_base", "reduce_scatter_single"):
-        out = torch.zeros(3)
-        getattr(group(), name)(out, given(size * 3, rank)).wait()
-        same(out, summed(size * 3, size).view(size, 3)[rank])
-    for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
-        out = torch.zeros(3)
-        getattr(group(), name)([out], [given(size * 3, rank)]).wait()
-        same(out, summed(size * 3, size).view(size, 3)[rank])
+    gathered = torch.cat([given(3, other) for other in range(size)])
+    scattered = summed(size * 3, size).view(size, 3)[rank]
+    for names, count, want in (
+        ("_allgather_base all_gather_single", 3, gathered),
+        ("allgather_into_tensor_coalesced all_gather_single_coalesced", 3, gathered),
+        ("_reduce_scatter_base reduce_scatter_single", size * 3, scattered),
+        ("reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced", size * 3, scattered),
+    ):
+        for name in names.split():
+            out, tensor = torch.zeros_like(want), given(count, rank)
+            getattr(group(), name)(*(([out], [tensor]) if "coalesced" in name else (out, tensor))).wait()
+            same(out, want)
     for name in ("alltoall_base", "all_to_all_single"):
         out = torch.zeros(size)
         getattr(group(), name)(out, given(size, rank), [], []).wait()
@@ -630,17 +627,11 @@ def a_mismatch_ends_its_group_alone(rank: int, size: int) -> None:
 def run_cases(rank: Rank, path: str) -> None:
     torch_backend.Backend.GANGLINE  # noqa: B018  it is registered
     dist.init_process_group("gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size)
-    outcomes = {}
-    for name, function in CASES.items():
-        try:
-            function(rank.rank, rank.size)
-            outcomes[name] = ""
-        except BaseException:  # noqa: BLE001  the test shows it
-            outcomes[name] = traceback.format_exc()
-            rank.tell(outcomes)
-            return
-    dist.destroy_process_group()
-    outcomes["end"] = ", ".join(thread.name for thread in threading.enumerate() if "gangline" in thread.name)
+    calls = ((name, partial(function, rank.rank, rank.size)) for name, function in CASES.items())
+    outcomes = run_until_one_fails(calls)
+    if not any(outcomes.values()):
+        dist.destroy_process_group()
+        outcomes["end"] = ", ".join(thread.name for thread in threading.enumerate() if "gangline" in thread.name)
     rank.tell(outcomes)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -109,9 +107,7 @@ def train_by_fsdp(rank: Rank, first: nn.Module, gloo: dist.ProcessGroup, path: s
 
 
 @pytest.mark.slow
-def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(
-    tmp_path: Path,
-) -> None:
+def test_ddp_and_fully_shard_match_gloo_and_a_checkpoint_round_trips(tmp_path: Path) -> None:
     with Processes(train, 2, f"{tmp_path}/store", limit=60) as processes:
         by_ddp = processes.all_heard()
         by_fsdp = processes.all_heard()
@@ -235,25 +231,3 @@ def leave_cuda_to_another(rank: Rank, path: str) -> None:
 def test_another_backend_serves_another_device(tmp_path: Path) -> None:
     with Processes(leave_cuda_to_another, 2, f"{tmp_path}/store", limit=60) as processes:
         assert processes.all_heard() == [1, 1]
-
-
-SCRIPT = """
-import torch, torch.distributed as dist
-import gangline.collectives.torch_backend
-dist.init_process_group("gangline")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
-model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
-print(f"gradient {model.module.weight.grad.tolist()}\\n", end="", flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_it(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gradient [[0.5, 0.5, 0.5]]") == 2, done.stdout

@@ -16,16 +16,14 @@ import pytest
 SKIPPED = {
     r"CUDA|Nccl|NCCL|nccl|Need at least \d GPUs?|high priority stream": "needs GPUs",
     r"world size": "needs another number of ranks",
-    r"Only MPI supports": "calls that gloo lacks; test_torch_backend and test_torch_interface cover them",
+    r"Only MPI supports": "calls that gloo lacks; test_torch_backend covers them",
     r"no torchvision": "needs torchvision",
     r"github.com/pytorch/pytorch|flak": "switched off by torch, for all backends",
     r"Requires file:// initialization": "starts a group twice, which tests of gangline do themselves",
 }
 """Reasons of torch's skips, and what they mean."""
 
-BY_NAME = {
-    "test_get_backend": "asserts that the backend's name is gloo",
-}
+BY_NAME = {"test_get_backend": "asserts that the backend's name is gloo"}
 """Tests that only a backend named gloo can pass."""
 
 

@@ -30,11 +30,7 @@ from gangline.collectives.tuner import (
 )
 
 PLACE = TableKey("all_reduce", "tcp", 3, 1)
-RULES = [
-    Rule(100, Choice("one_shot")),
-    Rule(5000, Choice("halving_doubling")),
-    Rule(None, Choice("ring", 4)),
-]
+RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
 TABLE = Table({PLACE: RULES})
 
 

@@ -197,9 +197,7 @@ def test_a_failed_operation_does_not_block_later_ones(queue: WorkQueue) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sets(st.sampled_from("abcd"), max_size=3), st.integers(-3, 3)), max_size=10))
-def test_unblocked_operations_run_by_priority(
-    drawn: list[tuple[set[str], int]],
-) -> None:
+def test_unblocked_operations_run_by_priority(drawn: list[tuple[set[str], int]]) -> None:
     jobs = [(str(index), sorted(keys), priority) for index, (keys, priority) in enumerate(drawn)]
     waiting, expected = list(jobs), []
     while waiting:
@@ -261,6 +259,12 @@ def test_run_raises_the_operations_error(queue: WorkQueue) -> None:
     assert again.exception() is None
 
 
+def releasing(release: threading.Event) -> Iterator[str]:
+    """Yield the key; the queue reads it during the submission, so it may then continue."""
+    release.set()
+    yield "w"
+
+
 def test_run_follows_pending_work_on_the_same_key(queue: WorkQueue) -> None:
     order: list[str] = []
     release = threading.Event()
@@ -268,15 +272,10 @@ def test_run_follows_pending_work_on_the_same_key(queue: WorkQueue) -> None:
     def block() -> None:
         assert release.wait(LIMIT)
 
-    def keys_seen() -> Iterator[str]:
-        """Yield the key; the queue reads it during the submission, so it may then continue."""
-        release.set()
-        yield "w"
-
     queue.submit(block, Work("blocker"), ["blocker"], 0)
     queue.submit(appending(order, "async 1"), Work("async 1"), ["w"], -5)
     queue.submit(appending(order, "async 2"), Work("async 2"), ["w"], -5)
-    queue.run(appending(order, "run"), Work("run"), keys_seen(), 99)
+    queue.run(appending(order, "run"), Work("run"), releasing(release), 99)
     assert order == ["async 1", "async 2", "run"]
 
 
@@ -288,15 +287,11 @@ def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) ->
         started.set()
         assert release.wait(LIMIT)
 
-    def keys_seen() -> Iterator[str]:
-        release.set()
-        yield "w"
-
     queue.submit(block, Work("blocker"), ["blocker"], 0)
     assert started.wait(LIMIT)
     other = Work("other")
     queue.submit(appending(order, "other"), other, ["other"], 1)
-    queue.run(appending(order, "run"), Work("run"), keys_seen(), 2)
+    queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
     other.wait(LIMIT)
     assert order == ["run", "other"]
 
@@ -304,16 +299,12 @@ def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) ->
 def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
     release = threading.Event()
 
-    def keys_seen() -> Iterator[str]:
-        release.set()
-        yield "w"
-
     def block() -> None:
         assert release.wait(LIMIT)
 
     queue.submit(block, Work("blocker"), ["w"], 0)
     with pytest.raises(ValueError, match="no"):
-        queue.run(failing(ValueError("no")), Work("run"), keys_seen(), 0)
+        queue.run(failing(ValueError("no")), Work("run"), releasing(release), 0)
 
 
 def test_an_operation_may_run_another(queue: WorkQueue) -> None:
@@ -382,6 +373,7 @@ def test_a_closed_queue_takes_nothing_more(used: bool) -> None:
     if used:
         queue.submit(lambda: None, Work("only"), ["w"], 0)
     queue.close()
+    queue.close()
     with pytest.raises(RuntimeError, match=r"late.*closed"):
         queue.submit(appending(order, "submit"), Work("late"), ["w"], 0)
     with pytest.raises(RuntimeError, match=r"late.*closed"):
@@ -405,13 +397,3 @@ def test_no_thread_is_started_while_every_operation_is_waited_for(queue: WorkQue
     for index in range(5):
         queue.run(lambda: None, Work(str(index)), [index % 2], 0)
     assert set(threading.enumerate()) <= before
-
-
-def test_closing_an_unused_or_closed_queue_does_nothing() -> None:
-    queue = WorkQueue()
-    queue.close()
-    queue.close()
-    used = WorkQueue()
-    used.submit(lambda: None, Work("only"), ["w"], 0)
-    used.close()
-    used.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gangline.collectives import split_batch
@@ -43,15 +43,6 @@ whole_loads = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any)
         (10, [1, 0], [10, 0]),
         (10, [5, 5, 0.1], [5, 4, 1]),
         (2, [1, 10, 1], [1, 1, 0]),
-    ],
-)
-def test_the_examples_of_the_design(batch_size: int, loads: list[float], expected: list[int]) -> None:
-    assert counts(batch_size, loads) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "loads", "expected"),
-    [
         (1, [1], [1]),
         (1, [1, 1], [1, 0]),
         (1, [1, 2], [0, 1]),
@@ -98,74 +89,37 @@ def test_extreme_loads_are_exact_too() -> None:
 # -- by property ------------------------------------------------------------------------------------------------------
 
 
-@modest
+@settings(modest, max_examples=200)
 @given(batches, loads_lists)
-def test_slices_cover_the_batch_in_order_without_gaps(batch_size: int, loads: list[float]) -> None:
+def test_slices_cover_the_batch_by_shares_next_to_their_quotas(batch_size: int, loads: list[float]) -> None:
     parts = split_batch(batch_size, loads)
     assert len(parts) == len(loads)
-    assert parts[0].start == 0
-    assert parts[-1].stop == batch_size
+    assert (parts[0].start, parts[-1].stop) == (0, batch_size)
     assert all(before.stop == after.start for before, after in pairwise(parts))
     assert all(part.start <= part.stop and part.step is None for part in parts)
     samples = list(range(batch_size))
     assert [sample for part in parts for sample in samples[part]] == samples
-
-
-@modest
-@given(batches, loads_lists)
-def test_a_context_without_load_gets_nothing(batch_size: int, loads: list[float]) -> None:
     shares = counts(batch_size, loads)
     assert all(share == 0 for share, load in zip(shares, loads, strict=True) if load == 0)
-
-
-@modest
-@given(batches, loads_lists)
-def test_each_context_with_a_load_gets_a_sample_when_there_are_enough(batch_size: int, loads: list[float]) -> None:
-    loaded = sum(load > 0 for load in loads)
-    served = sum(share > 0 for share in counts(batch_size, loads))
-    assert served == min(batch_size, loaded)
-
-
-@modest
-@given(batches, loads_lists)
-def test_shares_are_within_one_sample_of_their_quota(batch_size: int, loads: list[float]) -> None:
+    assert sum(share > 0 for share in shares) == min(batch_size, sum(load > 0 for load in loads))
+    by_load = sorted(zip(loads, shares, strict=True))  # a larger load never gets less
+    assert all(few <= many for (low, few), (high, many) in pairwise(by_load) if low < high)
     exact = [Fraction(repr(load)) for load in loads]
     quotas = [batch_size * load / sum(exact) for load in exact]
-    assume(all(quota >= 1 for quota in quotas if quota))
-    assert all(abs(share - quota) < 1 for share, quota in zip(counts(batch_size, loads), quotas, strict=True))
+    if all(quota >= 1 for quota in quotas if quota):
+        assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
 
 
-@modest
-@given(batches, loads_lists)
-def test_a_larger_load_never_gets_less(batch_size: int, loads: list[float]) -> None:
-    by_load = sorted(zip(loads, counts(batch_size, loads), strict=True))
-    assert all(few <= many for (low, few), (high, many) in pairwise(by_load) if low < high)
-
-
-@modest
-@given(st.integers(1, 20), whole_loads)
-def test_a_batch_that_divides_is_divided_exactly(times: int, loads: list[int]) -> None:
+@settings(modest, max_examples=100)
+@given(batches, whole_loads, st.integers(1, 20), st.integers(1, 10**9), st.integers(1, 12))
+def test_whole_loads_their_multiples_and_decimals_have_the_same_shares(
+    batch_size: int, loads: list[int], times: int, factor: int, digits: int
+) -> None:
+    shares = counts(batch_size, loads)
     assert counts(times * sum(loads), loads) == [times * load for load in loads]
-
-
-@modest
-@given(batches, whole_loads, st.integers(1, 10**9))
-def test_scaling_all_loads_changes_nothing(batch_size: int, loads: list[int], factor: int) -> None:
-    assert counts(batch_size, [load * factor for load in loads]) == counts(batch_size, loads)
-
-
-@modest
-@given(batches, whole_loads, st.integers(1, 12))
-def test_decimal_loads_are_exact_fractions(batch_size: int, loads: list[int], digits: int) -> None:
-    decimals = [float(f"{load}e-{digits}") for load in loads]
-    assert split_batch(batch_size, decimals) == split_batch(batch_size, loads)
-
-
-@modest
-@given(batches, whole_loads)
-def test_idle_contexts_change_nothing_for_the_others(batch_size: int, loads: list[int]) -> None:
-    with_idle = [load for one in loads for load in (0, one)]
-    assert counts(batch_size, with_idle)[1::2] == counts(batch_size, loads)
+    assert counts(batch_size, [load * factor for load in loads]) == shares
+    assert counts(batch_size, [float(f"{load}e-{digits}") for load in loads]) == shares
+    assert counts(batch_size, [load for one in loads for load in (0, one)])[1::2] == shares  # beside idle contexts
 
 
 @modest
@@ -178,60 +132,39 @@ def test_equal_loads_differ_by_one_sample_at_most_and_the_first_get_more(batch_s
 # -- wrong input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, -32])
-def test_a_batch_without_samples_is_refused(batch_size: int) -> None:
-    with pytest.raises(ValueError, match=f"batch_size is {batch_size}; expected 1 or more"):
-        split_batch(batch_size, [1, 1])
-
-
-@pytest.mark.parametrize("batch_size", [True, 8.0, "8", None])
-def test_a_batch_size_that_is_no_int_is_refused(batch_size: Any) -> None:
-    with pytest.raises(TypeError, match=f"batch_size is {batch_size!r}; expected an int"):
-        split_batch(batch_size, [1, 1])
-
-
-@pytest.mark.parametrize("load", [-1, -0.5, float("nan"), float("inf"), float("-inf")])
-def test_a_load_that_is_negative_or_not_finite_is_refused(load: float) -> None:
-    with pytest.raises(ValueError, match=rf"work_load_list\[1\] is {load!r}; expected a finite number, 0 or more"):
-        split_batch(8, [1, load, 1])
-
-
-@pytest.mark.parametrize("load", [True, False, "1", None, [1], 1j, Fraction(1, 3)])
-def test_a_load_that_is_no_number_is_refused(load: Any) -> None:
-    with pytest.raises(TypeError, match=r"work_load_list\[2\] is .*; expected a number") as caught:
-        split_batch(8, [1, 1, load])
-    assert repr(load) in str(caught.value)
-
-
-@pytest.mark.parametrize("loads", [[0], [0, 0], [0.0, 0], []])
-def test_loads_without_one_above_zero_are_refused(loads: list[float]) -> None:
-    with pytest.raises(ValueError, match="expected at least one load above 0") as caught:
-        split_batch(8, loads)
-    assert str(loads) in str(caught.value)
-
-
-@pytest.mark.parametrize("loads", ["31", b"31", {3: 1}, {3, 1}, np.array([3, 1])], ids=repr)
-def test_loads_that_are_no_sequence_are_refused(loads: Any) -> None:
-    with pytest.raises(TypeError, match=r"work_load_list is .*; expected one number per context"):
-        split_batch(8, loads)
-
-
-@pytest.mark.parametrize("loads", [3, None, 2.5, True])
-def test_loads_without_a_length_are_refused_by_name(loads: Any) -> None:
-    with pytest.raises(TypeError, match=f"work_load_list is {loads!r}"):
-        split_batch(8, loads)
+@pytest.mark.parametrize(
+    ("batch_size", "loads", "error", "text"),
+    [
+        *((size, [1, 1], ValueError, f"batch_size is {size}; expected 1 or more") for size in (0, -1, -32)),
+        *((size, [1, 1], TypeError, f"batch_size is {size!r}; expected an int") for size in (True, 8.0, "8", None)),
+        *(
+            (8, [1, load, 1], ValueError, f"work_load_list[1] is {load!r}; expected a finite number, 0 or more")
+            for load in (-1, -0.5, float("nan"), float("inf"), float("-inf"))
+        ),
+        *(
+            (8, [1, 1, load], TypeError, rf"work_load_list[2] is {load!r}")
+            for load in (True, False, "1", None, [1], 1j, Fraction(1, 3))
+        ),
+        *((8, loads, ValueError, f"{loads}") for loads in ([0], [0, 0], [0.0, 0], [])),
+        *((8, loads, TypeError, "expected one number per context") for loads in ("31", b"31", {3: 1}, {3, 1})),
+        (8, np.array([3, 1]), TypeError, "expected one number per context"),
+        *((8, loads, TypeError, f"work_load_list is {loads!r}") for loads in (3, None, 2.5, True)),
+    ],
+    ids=repr,
+)
+def test_wrong_batches_and_loads_are_refused(batch_size: Any, loads: Any, error: type[Exception], text: str) -> None:
+    more = {ValueError: "expected 1 or more|expected a finite|at least one load above 0"}.get(error, "expected")
+    with pytest.raises(error, match=more) as caught:
+        split_batch(batch_size, loads)
+    assert text in str(caught.value)
 
 
 # -- check_work_load_list ---------------------------------------------------------------------------------------------
 
 
-def test_no_loads_are_equal_loads() -> None:
+def test_no_loads_are_equal_loads_and_valid_ones_a_new_list() -> None:
     assert check_work_load_list(None, 3) == [1, 1, 1]
-
-
-def test_valid_loads_are_returned_as_a_new_list() -> None:
-    given_loads = (3, 0.5, 0)
-    assert check_work_load_list(given_loads, 3) == [3, 0.5, 0]
+    assert check_work_load_list((3, 0.5, 0), 3) == [3, 0.5, 0]
 
 
 @pytest.mark.parametrize(("loads", "count"), [([1, 1, 1], 2), ([1], 2), ([], 1)])

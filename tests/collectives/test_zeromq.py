@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +28,7 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.kvstore.launch.job import free_ports
 from tests.collectives.processes import Processes, Rank
+from tests.collectives.ranks import with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -223,26 +222,14 @@ def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
 
 def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
     """Call ``function`` with the transport of rank 0 and the bare sockets of rank 1."""
-    barrier = threading.Barrier(2)
-    gathered: list[bytes] = [b"", b""]
-
-    def exchange_of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def exchange(data: bytes) -> list[bytes]:
-            gathered[rank] = data
-            barrier.wait(10)
-            return list(gathered)
-
-        return exchange
-
-    made: list[PeerSockets] = []
-    other = threading.Thread(target=lambda: made.append(PeerSockets(1, 2, exchange_of(1), address="ipc", options={})))
-    other.start()
-    transport = ZmqTransport(0, 2, exchange_of(0), Forever(), address="ipc")
-    other.join()
+    transport, other = with_exchange(
+        lambda rank, exchange: ZmqTransport(rank, 2, exchange, Forever(), address="ipc"),
+        lambda rank, exchange: PeerSockets(rank, 2, exchange, address="ipc", options={}),
+    )
     try:
-        function(transport, made[0])
+        function(transport, other)
     finally:
-        made[0].close(0)
+        other.close(0)
         transport.close()
 
 
@@ -411,17 +398,6 @@ def test_a_cut_between_two_hosts_that_heals_within_the_limit_loses_nothing() -> 
 # File descriptors
 
 
-def _count_descriptors(rank: Rank, address: str) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-    before = len(os.listdir("/proc/self/fd"))
-    transport = open_transport(rank, address)
-    rank.tell(len(os.listdir("/proc/self/fd")) - before)
-    rank.hear()
-    transport.close()
-    rank.tell(len(os.listdir("/proc/self/fd")) - before)
-    rank.hear()
-
-
 def test_processes_that_do_not_close_their_communicator_end_without_a_word() -> None:
     program = """
 import torch
@@ -437,15 +413,6 @@ comm.all_reduce(torch.ones(1 << 20))
         for rank in range(2)
     ]
     assert [(process.communicate()[1], process.returncode) for process in processes] == [(b"", 0)] * 2
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_sixteen_ranks_open_few_descriptors_and_close_them(address: str) -> None:
-    with Processes(_count_descriptors, 16, address) as ranks:
-        assert max(ranks.all_heard()) <= 15 * 5 + 10
-        for rank in range(16):
-            ranks.say(rank, "close")
-        assert ranks.all_heard() == [0] * 16
 
 
 # Hosts

@@ -48,6 +48,12 @@ def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
             "DMLC_NUM_WORKER": "3",
             "DMLC_NUM_SERVER": "2",
         }
+        of_torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9200", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        of_torchrun |= {"RANK": str(process.rank), "LOCAL_RANK": str(process.rank)}
+        if process.role == "worker":
+            assert of_torchrun.items() <= process.environment.items()
+        else:
+            assert not of_torchrun.keys() & process.environment.keys()
 
 
 def test_commands_of_this_environment_are_appended_to_path() -> None:
@@ -58,21 +64,6 @@ def test_commands_of_this_environment_are_appended_to_path() -> None:
 
 def test_without_servers_there_is_no_scheduler() -> None:
     assert [process.label for process in table(servers=0)] == ["worker 0", "worker 1"]
-
-
-def test_workers_have_torchruns_variables_and_servers_do_not() -> None:
-    scheduler, server, *workers = table()
-    for rank, worker in enumerate(workers):
-        expected = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "9200",
-        }
-        assert expected.items() <= worker.environment.items()
-        assert not expected.keys() & (scheduler.environment.keys() | server.environment.keys())
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])

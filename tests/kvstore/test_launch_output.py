@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import random
 import select
 from collections.abc import Iterator
 
@@ -52,26 +51,6 @@ def terminal() -> Iterator[Screen]:
     yield Screen(read, write)
     os.close(read)
     os.close(write)
-
-
-def test_lines_are_written_whole_however_their_bytes_arrive(log: Screen) -> None:
-    generator = random.Random(0)
-    texts = {stream: b"".join(b"%d of %d\n" % (i, j) for i in range(300)) for j, stream in enumerate(pair(log))}
-    left = dict(texts)
-    while any(left.values()):
-        stream = generator.choice([stream for stream, text in left.items() if text])
-        cut = generator.randrange(1, 12)
-        log.output.write(stream, left[stream][:cut])
-        left[stream] = left[stream][cut:]
-    lines = log.text().splitlines()
-    assert len(lines) == 600
-    for j in range(2):
-        mine = [line for line in lines if line.startswith(b"[worker %d] " % j)]
-        assert mine == [b"[worker %d] %d of %d" % (j, i, j) for i in range(300)]
-
-
-def pair(screen: Screen) -> tuple[output.Stream, output.Stream]:
-    return screen.zero, screen.one
 
 
 def test_the_beginning_of_a_line_shows_before_its_end(log: Screen) -> None:

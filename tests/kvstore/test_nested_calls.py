@@ -190,46 +190,29 @@ def test_close_waits_for_the_operation_that_another_thread_runs(kv: KVStore, mon
     assert update.updates == 1
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "async_op"),
+    [("_check", False), ("_check", True), ("_start", False), ("_start", True), ("_execute", False)],
+)
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
-@pytest.mark.parametrize("moment", ["_check", "_start"])
-def test_an_operation_is_refused_if_the_store_closes_before_it(
+def test_an_operation_is_refused_if_the_store_closes_before_it_runs(
     kv: KVStore, monkeypatch: pytest.MonkeyPatch, moment: str, call: str, async_op: bool
 ) -> None:
     kv.init("a", torch.zeros(2))
-    kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)  # starts the store's thread
-    go_on = getattr(kv, moment)
+    if moment != "_execute":
+        kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)  # starts the store's thread
+    owner: Any = kv._queue if moment == "_execute" else kv  # type: ignore[attr-defined]
+    go_on = getattr(owner, moment)
 
     def late(*arguments: Any, **options: Any) -> Any:
         ended(aside(kv.close))
         return go_on(*arguments, **options)
 
-    monkeypatch.setattr(kv, moment, late)
+    monkeypatch.setattr(owner, moment, late)
 
     def refused() -> None:
         with pytest.raises(RuntimeError, match="closed"):
             getattr(kv, call)("a", torch.ones(2), async_op=async_op).wait(LIMIT)
-
-    ended(aside(refused))
-
-
-@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
-def test_an_operation_is_refused_if_the_store_closes_just_before_it_runs(
-    kv: KVStore, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    kv.init("a", torch.zeros(2))
-    queue: Any = kv._queue  # type: ignore[attr-defined]
-    execute = queue._execute
-
-    def late(*arguments: Any, **options: Any) -> None:
-        ended(aside(kv.close))
-        execute(*arguments, **options)
-
-    monkeypatch.setattr(queue, "_execute", late)
-
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match="closed"):
-            getattr(kv, call)("a", torch.ones(2))
 
     ended(aside(refused))
 

@@ -6,10 +6,11 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +29,8 @@ from gangline.kvstore.parameter_server.transport.poller import Poller
 
 LIMIT = 30.0
 """Timeout of waits in seconds."""
+
+Worker = TypeVar("Worker", DistStore, SchedulerClient)
 
 
 class Job:
@@ -80,6 +83,10 @@ class Job:
     def at_once(self, *calls: Callable[[], Any]) -> list[Any]:
         """Run calls concurrently and return their results."""
         return [call.result(LIMIT) for call in [self._pool.submit(call) for call in calls]]
+
+    def each(self, workers: Iterable[Worker], call: Callable[[Worker], Any]) -> list[Any]:
+        """Make a call with each store or membership concurrently and return the results."""
+        return self.at_once(*[partial(call, worker) for worker in workers])
 
     def later(self, call: Callable[[], Any]) -> Any:
         """Run a call in the background and return its Future."""

@@ -28,7 +28,7 @@ def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.M
     with Job(2) as job:
         first, second = stores = job.stores(timeout=10)
         out = torch.empty(3)
-        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(3)) for kv in stores])  # type: ignore[misc]
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(3)))
         for proxy in proxies:
             proxy.break_at_next_byte()
         first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
@@ -43,7 +43,7 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypat
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)  # read in the server's memory
-        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(LARGE)) for kv in stores])  # type: ignore[misc]
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(LARGE)))
         confirm = first._servers._confirm
 
         def lose(*args: Any) -> None:
@@ -67,7 +67,7 @@ def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_request
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)
-        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(LARGE)) for kv in stores])  # type: ignore[misc]
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(LARGE)))
         lost, pushed = threading.Event(), threading.Event()
         send_values, push = Sessions._send_values, ShardRounds.push
         channel = first._servers._connections[0].channel

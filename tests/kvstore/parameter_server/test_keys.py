@@ -24,10 +24,7 @@ from gangline.kvstore.parameter_server.transport.poller import Poller
 from tests.collectives.test_keyed_ranks import use_key, write_keys
 from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
-pytestmark = [
-    pytest.mark.timeout(110),
-    pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
-]
+pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 KINDS = ("right", "other", "none", "plain text")
 
 

@@ -83,12 +83,7 @@ class Both:
             if exactly:
                 assert torch.equal(got, expected), f"{(got != expected).sum()} elements of {key} differ"
             else:
-                torch.testing.assert_close(
-                    got,
-                    expected,
-                    rtol=1e-5,
-                    atol=1e-6,
-                )
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
     def states_agree(self, folder: Path, *, exactly: bool) -> None:
         """Check that both stores save the same state."""
@@ -203,37 +198,15 @@ def rows_of_tables(kv: KVStore) -> None:
         (("adam", {"learning_rate": 0.01}), False),
         (("adagrad", {"learning_rate": 0.1}), False),
     ):
-        local = kvstore.create("local")
-        for key, shape in shapes.items():
-            for store in (kv, local):
-                if key not in store:
-                    store.init(key, first(shape))
-            kv.assign(key, first(shape))
-        for store in (kv, local):
-            store.set_optimizer(spec)
+        both = Both(kv, shapes, spec)
         for step in range(3):
             for key, shape in shapes.items():
                 pushed = [rows_at(shape, rank, step) for rank in range(kv.num_workers)]
                 kv.push(key, pushed[kv.rank])
-                local.push(key, pushed)
-        for key, shape in shapes.items():
-            got, expected = torch.empty(shape), torch.empty(shape)
-            kv.pull(key, got)
-            local.pull(key, expected)
-            if exactly:
-                assert torch.equal(got, expected), f"{(got != expected).sum()} of {key} differ"
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+                both.local.push(key, pushed)
+        both.agree(exactly=exactly)
         with tempfile.TemporaryDirectory() as name:
-            paths = Path(name, "dist"), Path(name, "local")
-            kv.save_optimizer_states(paths[0])
-            local.save_optimizer_states(paths[1])
-            states = [read_optimizer_states(path) for path in paths]
-            for key in shapes:
-                mine = {place: one for place, one in states[0].tensors.items() if place.startswith(f'"{key}"/')}
-                theirs = {place: one for place, one in states[1].tensors.items() if place.startswith(f'"{key}"/')}
-                assert mine.keys() == theirs.keys()
-                for place, tensor in theirs.items():
-                    torch.testing.assert_close(mine[place], tensor, rtol=1e-5, atol=1e-6)
+            both.states_agree(Path(name), exactly=False)
 
 
 def rows_at(shape: tuple[int, ...], rank: int, step: int) -> RowSparse:

@@ -320,15 +320,26 @@ class Pair:
         self.sequence += 1
         return self.sequence
 
+    def push(self, rank: int, number: int, data: bytes, kind: int = DENSE, shard: int = 5, sequence: int = 0) -> int:
+        """Push to a round, check that it is acknowledged, and return the sequence number."""
+        sequence = sequence or self.next()
+        message = Push(sequence, [[shard, number, kind, len(data)]], None, None, False, None)
+        assert self.clients[rank].request(message, data) == Ack([sequence])
+        return sequence
+
+    def pulled(self, rank: int, number: int, shard: int = 5, sequence: int = 0) -> torch.Tensor:
+        self.clients[rank].send(Pull(sequence or self.next(), [[shard, number, DENSE, 0]], False, None))
+        return floats(self.clients[rank].receive()[1][0])
+
+    def command(self, name: str, value: Any) -> None:
+        sequence = self.next()
+        assert self.clients[0].request(Command(sequence, name, value)) == CommandResult(sequence, b"")
+
     def serves(self) -> None:
         """Run a valid round and check its result."""
         self.round += 1
-        for rank, client in enumerate(self.clients):
-            sequence = self.next()
-            entries = [[5, self.round, DENSE, 4 * FLOATS]]
-            assert client.request(
-                Push(sequence, entries, None, None, False, None), bytes_of(FIRST * (rank + 1))
-            ) == Ack([sequence])
+        for rank in range(2):
+            self.push(rank, self.round, bytes_of(FIRST * (rank + 1)))
         for client in self.clients:
             sequence = self.next()
             client.send(Pull(sequence, [[5, self.round, DENSE, 0]], False, None))
@@ -435,82 +446,54 @@ def test_a_push_that_does_not_fit_fails_its_round_for_all_and_the_next_is_clean(
         (ROWS, b"\xff" * 12, "row -1"),
     ):
         pair.round += 1
-        good = [[5, pair.round, DENSE, 4 * FLOATS]]
-        sequence = pair.next()
-        assert pair.clients[0].request(Push(sequence, good, None, None, False, None), bytes(4 * FLOATS)) == Ack(
-            [sequence]
-        )
-        sequence = pair.next()
-        assert pair.clients[1].request(
-            Push(sequence, [[5, pair.round, kind, len(data)]], None, None, False, None), data
-        ) == Ack([sequence])
-        texts = {client.refusal(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None)) for client in pair.clients}
-        (text,) = texts
+        pair.push(0, pair.round, bytes(4 * FLOATS))
+        pair.push(1, pair.round, data, kind)
+        (text,) = {
+            client.refusal(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None)) for client in pair.clients
+        }
         assert text.startswith("MismatchError: the push of worker 1 for key 'honest'")
         assert said in text
-        sequence = pair.next()
-        pair.clients[0].send(Pull(sequence, [[5, 0, DENSE, 0]], False, None))
-        _, (stored,) = pair.clients[0].receive()
-        assert torch.equal(floats(stored), FIRST * 3)  # unchanged since the last valid round
+        assert torch.equal(pair.pulled(0, 0), FIRST * 3)  # unchanged since the last valid round
         pair.serves()
 
 
 def test_wrong_payloads_of_codecs_fail_their_round(pair: Pair) -> None:
     for params in ({"type": "2bit", "threshold": 0.5}, {"type": "fp16"}, {"type": "topk", "ratio": 0.1}):
-        sequence = pair.next()
-        assert pair.clients[0].request(Command(sequence, "compression", msgpack.packb(params))) == CommandResult(
-            sequence, b""
-        )
+        pair.command("compression", msgpack.packb(params))
         for data in (b"", b"\xff" * 25, b"\xff" * 80, b"\xff" * 200, b"\xff" * 4096):
             pair.round += 1
-            for client in pair.clients:
-                sequence = pair.next()
-                entries = [[5, pair.round, CODED, len(data)]]
-                assert client.request(Push(sequence, entries, None, None, False, None), data) == Ack([sequence])
+            for rank in range(2):
+                pair.push(rank, pair.round, data, CODED)
             for client in pair.clients:
                 client.send(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None))
                 client.receive()  # a value if the bytes can be decoded, else an error
-    sequence = pair.next()
-    assert pair.clients[0].request(Command(sequence, "compression", msgpack.packb(None))) == CommandResult(
-        sequence, b""
-    )
+    pair.command("compression", msgpack.packb(None))
     pair.serves()
 
 
 def test_repeated_messages_are_answered_but_not_applied_again(pair: Pair) -> None:
     pair.round += 1
-    entries = [[5, pair.round, DENSE, 4 * FLOATS]]
     first, second = pair.next(), pair.next()
     for _ in range(3):
-        assert pair.clients[0].request(Push(first, entries, None, None, False, None), bytes_of(FIRST)) == Ack([first])
+        pair.push(0, pair.round, bytes_of(FIRST), sequence=first)
     for sequence in (second, pair.next()):  # also under another number: rank, shard and round identify a push
-        assert pair.clients[1].request(Push(sequence, entries, None, None, False, None), bytes_of(4 * FIRST)) == Ack(
-            [sequence]
-        )
-    for client in pair.clients:
-        for _ in range(2):
-            client.send(Pull(second, entries, False, None))
-            _, (data,) = client.receive()
-            assert torch.equal(floats(data), FIRST * 5)
+        pair.push(1, pair.round, bytes_of(4 * FIRST), sequence=sequence)
+    for rank in (0, 0, 1, 1):
+        assert torch.equal(pair.pulled(rank, pair.round, sequence=second), FIRST * 5)
     again = defined(pair.next(), 5, [FLOATS], 1, "honest")
     assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
     pair.serves()
     assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
-    pair.clients[0].send(Pull(pair.next(), entries, False, None))
-    assert torch.equal(floats(pair.clients[0].receive()[1][0]), FIRST * 3)  # the definition was not applied again
+    assert torch.equal(pair.pulled(0, pair.round - 1), FIRST * 3)  # the definition was not applied again
 
 
 def test_pushes_that_overtake_each_other_are_all_counted(pair: Pair) -> None:
     for number in (2, 3, 1):
-        for rank, client in enumerate(pair.clients):
-            sequence = pair.next()
-            entries = [[5, pair.round + number, DENSE, 4 * FLOATS]]
-            data = bytes_of(FIRST * 4 ** (2 * number + rank))
-            assert client.request(Push(sequence, entries, None, None, False, None), data) == Ack([sequence])
+        for rank in range(2):
+            pair.push(rank, pair.round + number, bytes_of(FIRST * 4 ** (2 * number + rank)))
     pair.round += 3
-    for client in pair.clients:
-        client.send(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None))
-        assert torch.equal(floats(client.receive()[1][0]), FIRST * (4**6 + 4**7))
+    for rank in range(2):
+        assert torch.equal(pair.pulled(rank, pair.round), FIRST * (4**6 + 4**7))
     pair.serves()
 
 
@@ -554,8 +537,7 @@ def test_an_optimizer_refuses_invalid_states() -> None:
 def refuse_states(pair: Pair) -> None:
     n = pair.next
     spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5})))
-    sequence = n()
-    assert pair.clients[0].request(Command(sequence, "optimizer", spec)) == CommandResult(sequence, b"")
+    pair.command("optimizer", spec)
     for state, frames in (
         (5, []),
         (["sgd", {}, [["5/momentum_buffer", "float32", [FLOATS]]]], []),
@@ -568,13 +550,10 @@ def refuse_states(pair: Pair) -> None:
         (["sgd", 5, []], []),
     ):
         assert pair.clients[0].refusal(Command(n(), "load", msgpack.packb(state)), *frames)
-    entries = [[6, 1, DENSE, 4 * FLOATS]]
-    for client in pair.clients:
-        sequence = n()
-        assert client.request(Push(sequence, entries, None, None, False, None), bytes_of(FIRST)) == Ack([sequence])
-    for client in pair.clients:
-        client.send(Pull(n(), entries, False, None))
-        assert torch.equal(floats(client.receive()[1][0]), -FIRST)
+    for rank in range(2):
+        pair.push(rank, 1, bytes_of(FIRST), shard=6)
+    for rank in range(2):
+        assert torch.equal(pair.pulled(rank, 1, shard=6), -FIRST)
 
 
 # Shared memory

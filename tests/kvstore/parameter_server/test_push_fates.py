@@ -25,15 +25,16 @@ pytestmark = pytest.mark.timeout(60)
 def init(job: Job, stores: list[DistStore], keys: list[str], numel: int = 1) -> None:
     """Initialise keys on all workers; an optimizer with rate 1 adds the sums to the negative value."""
     zeros = [torch.zeros(numel, dtype=torch.float64) for _ in keys]
-    job.at_once(*[lambda kv=kv: kv.init(keys, zeros) for kv in stores])  # type: ignore[misc]
-    job.at_once(*[lambda kv=kv: kv.set_optimizer(("sgd", {"lr": 1.0})) for kv in stores])  # type: ignore[misc]
+    job.each(stores, lambda kv: kv.init(keys, zeros))
+    job.each(stores, lambda kv: kv.set_optimizer(("sgd", {"lr": 1.0})))
 
 
 def digit(number: int, numel: int = 1) -> torch.Tensor:
     return torch.full((numel,), 4.0**number, dtype=torch.float64)
 
 
-def test_a_push_that_is_repeated_after_a_stall_counts_once() -> None:
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_push_that_stalled_counts_once_if_it_is_repeated_or_followed_by_a_pull(repeats: bool) -> None:
     with Job(2) as job:
         first, second = stores = job.stores(timeout=1)
         init(job, stores, ["key"])
@@ -42,30 +43,15 @@ def test_a_push_that_is_repeated_after_a_stall_counts_once() -> None:
             first.pushpull("key", digit(0), out)
         assert told.value.fates == {"key": "unknown"}
         job.at_once(
-            lambda: first.pushpull("key", digit(0), out),  # the same step again
+            lambda: first.pushpull("key", digit(0), out) if repeats else first.pull("key", out),  # the same step again
             lambda: second.pushpull("key", digit(1), other),
         )
         assert digits_of(float(out)) == digits_of(float(other)) == [1, 1]
-        job.at_once(
-            lambda: first.pushpull("key", digit(2), out),  # the next step
-            lambda: second.pushpull("key", digit(3), other),
+        job.at_once(  # the next step
+            lambda: first.pushpull("key", digit(2), out), lambda: second.pushpull("key", digit(3), other)
         )
         assert digits_of(float(out)) == digits_of(float(other)) == [1, 1, 1, 1]
-        job.at_once(*[kv.close for kv in stores])
-
-
-def test_a_pull_ends_the_repetition_of_a_failed_push() -> None:
-    with Job(2) as job:
-        first, second = stores = job.stores(timeout=1)
-        init(job, stores, ["key"])
-        out, other = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-        with pytest.raises(StallError):
-            first.pushpull("key", digit(0), out)
-        job.at_once(lambda: first.pull("key", out), lambda: second.pushpull("key", digit(1), other))
-        assert digits_of(float(out)) == [1, 1]
-        job.at_once(lambda: first.pushpull("key", digit(2), out), lambda: second.pushpull("key", digit(3), other))
-        assert digits_of(float(out)) == digits_of(float(other)) == [1, 1, 1, 1]
-        job.at_once(*[kv.close for kv in stores])
+        job.each(stores, DistStore.close)
 
 
 @pytest.mark.parametrize("pulls", [True, False])

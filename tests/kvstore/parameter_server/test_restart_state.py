@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gangline.kvstore.parameter_server.protocol import (
-    ROUND,
-    Collective,
-    CollectiveFailed,
-    CollectiveResult,
-    Register,
-)
+from gangline.kvstore.parameter_server.protocol import ROUND, Collective, CollectiveFailed, CollectiveResult, Register
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 
 

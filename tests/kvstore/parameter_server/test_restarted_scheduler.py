@@ -43,8 +43,28 @@ def run(monkeypatch: pytest.MonkeyPatch, script: str, store: str = "dist_sync") 
     return status, {line.partition("] ")[2] for line in out}, errors
 
 
-def check(monkeypatch: pytest.MonkeyPatch, scripts: list[str], store: str = "dist_sync") -> None:
-    """Check that faults change no bit."""
+_MESSAGES = {"join": (1, 3), "met": (1, 2, 9, 20), "meet": (1, 4, 11, 20), "leave": (1, 2, 3)}
+_WITH_OTHERS = [
+    "scheduler kill at meet 9; scheduler.1 kill at met 4",
+    "scheduler kill at met 12; server 0 kill at update 14",
+    "scheduler kill at meet 15; worker 1 kill at push-sent 9",
+    "worker 1 kill at push-sent 5; scheduler kill at join 4",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scripts", "store"),
+    [
+        *(
+            ([f"scheduler kill at {point} {number}" for number in numbers], "dist_sync")
+            for point, numbers in _MESSAGES.items()
+        ),
+        (_WITH_OTHERS, "dist_sync"),
+        (["scheduler kill at meet 5", "scheduler kill at leave 1"], "dist_async"),
+    ],
+)
+def test_a_killed_scheduler_changes_no_bit(monkeypatch: pytest.MonkeyPatch, scripts: list[str], store: str) -> None:
     _, wanted, _ = run(monkeypatch, "", store)
     assert len(wanted) == 1
     for script in scripts:
@@ -52,29 +72,6 @@ def check(monkeypatch: pytest.MonkeyPatch, scripts: list[str], store: str = "dis
         assert status == 0, (script, errors)
         assert found == wanted, script
         assert sum("it starts again" in line for line in errors) == script.count("kill"), (script, errors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["join", "met", "meet", "leave"])
-def test_a_scheduler_killed_at_any_message_changes_no_bit(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    numbers = {"join": (1, 3), "met": (1, 2, 9, 20), "meet": (1, 4, 11, 20), "leave": (1, 2, 3)}[point]
-    check(monkeypatch, [f"scheduler kill at {point} {number}" for number in numbers])
-
-
-@pytest.mark.slow
-def test_a_scheduler_killed_twice_and_with_others_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = [
-        "scheduler kill at meet 9; scheduler.1 kill at met 4",
-        "scheduler kill at met 12; server 0 kill at update 14",
-        "scheduler kill at meet 15; worker 1 kill at push-sent 9",
-        "worker 1 kill at push-sent 5; scheduler kill at join 4",
-    ]
-    check(monkeypatch, scripts)
-
-
-@pytest.mark.slow
-def test_async_pushes_count_once_though_the_scheduler_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, ["scheduler kill at meet 5", "scheduler kill at leave 1"], "dist_async")
 
 
 @pytest.mark.slow

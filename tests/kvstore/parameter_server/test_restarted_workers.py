@@ -111,13 +111,15 @@ def check(
     return int(first)
 
 
-@pytest.mark.slow
-def test_a_killed_worker_goes_on_where_it_was() -> None:
-    assert check("push-sent 5") == 2
-
-
-def test_a_killed_worker_0_defines_no_values_again() -> None:
-    assert check("push-sent 6", victim=0, body="pushpull barrier last") == 2
+@pytest.mark.parametrize(
+    ("script", "victim", "body"),
+    [
+        pytest.param("push-sent 5", 1, "pull", marks=pytest.mark.slow),
+        ("push-sent 6", 0, "pushpull barrier last"),  # worker 0 defines no values again
+    ],
+)
+def test_a_killed_worker_goes_on_where_it_was(script: str, victim: int, body: str) -> None:
+    assert check(script, victim, body=body) == 2
 
 
 def test_a_worker_that_dies_too_often_fails_the_others() -> None:
@@ -161,22 +163,8 @@ def test_a_stopped_worker_that_goes_on_after_its_successor_came_changes_nothing(
         assert ended[role].value[0] == ALL
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["push-sent 5", "push-sent 6", "ack 2", "pull 4", "values 4", "barrier 1", "meet 2"])
-def test_every_push_of_a_killed_worker_counts_once_without_rounds(point: str) -> None:
-    check(point, name="dist_async")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "point", ["define 1", "command 1", "meet 2", "meet 4", "push-sent 1", "push-sent 5", "barrier 1"]
-)
-def test_every_push_counts_once_wherever_worker_0_is_killed(point: str) -> None:
-    check(point, victim=0)
-
-
 _START = "hello 1, meet 1, meet 3, met 2, met 4"
-_POINTS = {
+_OF_WORKER_1 = {
     "pull": f"{_START}, push-sent 5, push-sent 6, push-sent 7, pull 4, values 4, done 2, ack 2",
     "async pull": "push-sent 5, push-sent 6, push-sent 7, pull 4, values 4",
     "async": "push-sent 5, push-sent 6, ack 2, barrier 1, leave 1",
@@ -185,17 +173,20 @@ _POINTS = {
     "pull barrier last": "barrier 3, met 7, met 8, push-sent 5, push-sent 6, pull 4, values 6",
     "barrier first pushpull barrier last": "barrier 5, barrier 6, barrier 7, push-sent 5, push-sent 6, values 5",
 }
-_CASES = [(body, point) for body, points in _POINTS.items() for point in points.split(", ")]
+_OF_WORKER_0 = "define 1, command 1, meet 2, meet 4, push-sent 1, push-sent 5, barrier 1"
+_ASYNC = "push-sent 5, push-sent 6, ack 2, pull 4, values 4, barrier 1, meet 2"
+_TWO_SERVERS = "push-sent 5, push-sent 6, push-sent 7, pull 6, values 5, hello 2"
+_KILLS: list[tuple[str, dict[str, Any]]] = [
+    *((points, {"body": body}) for body, points in _OF_WORKER_1.items()),
+    (_OF_WORKER_0, {"victim": 0}),
+    (_ASYNC, {"name": "dist_async"}),
+    *((_TWO_SERVERS, {"body": "async pull", "servers": 2, "GANGLINE_TRANSPORT": name}) for name in ("auto", "tcp")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("body", "point"), _CASES)
-def test_every_push_counts_once_wherever_a_worker_is_killed(point: str, body: str) -> None:
-    check(point, body=body)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("point", ["push-sent 5", "push-sent 6", "push-sent 7", "pull 6", "values 5", "hello 2"])
-def test_every_push_counts_once_on_two_servers(point: str, transport: str) -> None:
-    check(point, body="async pull", servers=2, GANGLINE_TRANSPORT=transport)
+@pytest.mark.parametrize(
+    ("point", "options"), [(point, options) for points, options in _KILLS for point in points.split(", ")], ids=str
+)
+def test_every_push_counts_once_wherever_a_worker_is_killed(point: str, options: dict[str, Any]) -> None:
+    check(point, **options)

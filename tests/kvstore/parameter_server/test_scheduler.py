@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,9 @@ def test_all_gather_returns_data_in_rank_order() -> None:
     with Job(3) as job:
         members = job.members()
         for number in range(5):
-            calls = [lambda member=member: member.exchange(bytes([member.rank, number]), "call") for member in members]  # noqa: B023
             expected = [bytes([rank, number]) for rank in range(3)]
-            assert job.at_once(*reversed(calls)) == [expected] * 3
+            call = lambda member, number=number: member.exchange(bytes([member.rank, number]), "call")  # noqa: E731
+            assert job.each(reversed(members), call) == [expected] * 3
 
 
 def test_data_for_one_rank_do_not_reach_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +169,7 @@ def test_data_for_one_rank_do_not_reach_the_others(monkeypatch: pytest.MonkeyPat
     with Job(3) as job:
         members = job.members()
         parts = [bytes([member.rank]) * (20 << 20) for member in members]
-        calls = [lambda m=member: m.exchange(parts[m.rank], "save", 0) for member in members]
-        assert job.at_once(*calls) == [parts, [], []]
+        assert job.each(members, lambda member: member.exchange(parts[member.rank], "save", 0)) == [parts, [], []]
         assert received["worker 0"] > 60 << 20
         assert max(received["worker 1"], received["worker 2"]) < 10_000
 
@@ -188,7 +188,7 @@ def test_a_worker_ahead_waits_and_a_late_one_is_an_error() -> None:
             impatient.exchange(b"", "barrier")
 
 
-def test_a_call_that_has_timed_out_can_be_repeated() -> None:
+def test_a_call_that_has_timed_out_can_be_repeated_and_another_does_not_meet_the_next_of_the_others() -> None:
     with Job(2) as job:
         zero, one = job.members()
         zero._timeout = 0.2
@@ -197,13 +197,8 @@ def test_a_call_that_has_timed_out_can_be_repeated() -> None:
                 zero.exchange(b"early", "barrier")
         zero._timeout = LIMIT
         for name in ("barrier", "call after it"):
-            calls = [lambda m=member, name=name: m.exchange(bytes([m.rank]), name) for member in (zero, one)]
-            assert job.at_once(*calls) == [[b"\0", b"\1"]] * 2
-
-
-def test_a_call_after_one_that_has_timed_out_does_not_meet_the_next_of_the_others() -> None:
-    with Job(2) as job:
-        zero, one = job.members()
+            ranks = job.each((zero, one), partial(SchedulerClient.exchange, data=b"x", name=name))
+            assert ranks == [[b"x", b"x"]] * 2
         zero._timeout = 0.2
         with pytest.raises(StallError):
             zero.exchange(b"", "barrier")
@@ -231,8 +226,8 @@ def test_collectives_continue_without_joined_workers_until_all_have_joined() -> 
         last = one.join(b"one")
         assert first.result(LIMIT) == second.result(LIMIT) == last
         assert (last.last, last.data) == (1, [b"zero", b"one", b"two"])
-        calls = [lambda m=member: m.exchange(bytes([m.rank]), "call") for member in (zero, one, two)]
-        assert job.at_once(*calls) == [[b"\0", b"\1", b"\2"]] * 3
+        ranks = job.each((zero, one, two), lambda member: member.exchange(bytes([member.rank]), "call"))
+        assert ranks == [[b"\0", b"\1", b"\2"]] * 3
 
 
 # Deaths and ends

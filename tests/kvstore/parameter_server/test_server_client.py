@@ -115,6 +115,14 @@ def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
     )
 
 
+def failing(number: int, nbytes: int = 10) -> tuple[Request, list[Exception]]:
+    """Return a push, and the list that gets its error."""
+    errors: list[Exception] = []
+    request = push(number, 0, nbytes, [])
+    request.on_error = errors.append
+    return request, errors
+
+
 def shards(server: Server) -> list[int]:
     server.serve()
     return [message.entries[0][0] for message in server.pushes()]
@@ -188,30 +196,25 @@ def test_unanswered_requests_are_repeated_under_the_same_number(client: ServerCl
 def test_errors_of_dead_and_silent_servers_name_the_call(
     client: ServerClient, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Exception] = []
-    request = push(7, 0, 10, [])
-    request.on_error = told.append
+    request, told = failing(7)
     client.submit(request)
     monkeypatch.setattr(client, "_timeout", 0.1)
     client.wait(lambda: bool(told))
     assert isinstance(told[0], StallError)
     assert "push 7 has waited" in str(told[0])
     monkeypatch.setattr(client, "_timeout", 5.0)
-    again = push(8, 0, 10, [])
-    again.on_error = told.append
-    client.submit(again)
+    request, told = failing(8)
+    client.submit(request)
     scheduler.gone["server", 0] = "was killed or left: connection lost"
-    client.wait(lambda: len(told) == 2)
-    assert isinstance(told[1], DeadNodeError)
-    assert str(told[1]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
+    client.wait(lambda: bool(told))
+    assert isinstance(told[0], DeadNodeError)
+    assert str(told[0]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
     client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Exception] = []
-    request = push(7, 0, 10, [])
-    request.on_error = told.append
+    request, told = failing(7)
     server.listener.close()
     server.hang_up()
     monkeypatch.setattr(server, "serve", lambda: None)
@@ -225,10 +228,8 @@ def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
 
 
 def test_a_request_to_a_server_known_to_be_dead_fails_at_once(client: ServerClient, scheduler: SimpleNamespace) -> None:
-    told: list[Exception] = []
     scheduler.gone["server", 0] = ""
-    request = push(9, 0, 10, [])
-    request.on_error = told.append
+    request, told = failing(9)
     client.submit(request)
     assert [str(error) for error in told] == ["server 0 has left the job (worker 0 waited in push 9)"]
 
@@ -306,9 +307,7 @@ def test_a_server_that_dies_before_it_answers_a_hello_is_named(scheduler: Simple
 
 
 def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
-    told: list[Exception] = []
-    request = push(0, 0, 10, [])
-    request.on_error = told.append
+    request, told = failing(0)
     client.submit(request)
     with pytest.raises(StallError):
         client.close(0.05)

@@ -59,7 +59,7 @@ def test_an_error_in_a_command_carries_the_servers_traceback(
 def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
         stores = job.stores(timeout=10)
-        job.at_once(*[lambda kv=kv: kv.init("key", torch.zeros(1)) for kv in stores])  # type: ignore[misc]
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(1)))
         job.expected = (ZeroDivisionError,)
         waiting = [job.later(lambda kv=kv: kv.pushpull("key", torch.ones(1), torch.ones(1))) for kv in stores[:1]]  # type: ignore[misc]
         monkeypatch.setattr(Sessions, "flush", divide_by_zero)
@@ -86,9 +86,7 @@ class Awaited(logging.Handler):
             self.seen.set()
 
 
-def test_a_server_without_free_descriptors_accepts_connections_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     gate.set()
     receive = Listener.receive

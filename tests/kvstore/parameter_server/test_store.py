@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gangline import kvstore
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.parameter_server.processes import run_job
+from tests.kvstore.parameter_server.cases import check
 
 pytestmark = pytest.mark.timeout(110)
 
-Case = Callable[[KVStore], None]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SMALL, CUT = 37, 1_500_007
 """Elements of a key that shares a message with others, and of one that is split over all servers."""
@@ -36,26 +30,6 @@ def total(numel: int, workers: int, number: int = 0, dtype: torch.dtype = torch.
 def same(got: Tensor, expected: Tensor) -> None:
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected), f"{(got != expected).sum()} of {got.numel()} elements differ"
-
-
-def play(name: str, cases: list[str], options: dict[str, Any]) -> dict[str, str]:
-    """Run cases on one store; return the tracebacks of those that failed."""
-    problems = {}
-    with kvstore.create(name, **options) as kv:
-        for case in cases:
-            try:
-                globals()[case](kv)
-            except Exception:  # noqa: BLE001  reported to the test
-                problems[case] = traceback.format_exc()
-            kv.barrier()
-    return problems
-
-
-def check(name: str, workers: int, servers: int, cases: list[Case], **options: Any) -> None:
-    told = run_job(play, workers, servers, name, [case.__name__ for case in cases], options)
-    for rank, problems in enumerate(told):
-        for case, trace in problems.items():
-            pytest.fail(f"{case} on rank {rank}:\n{trace}")
 
 
 # Sums of rounds
@@ -151,41 +125,6 @@ def many_async_operations(kv: KVStore) -> None:
             work.wait(60)
         for out in outs:
             same(out, total(out.numel(), kv.num_workers, number))
-
-
-def two_pushes_leave_the_second(kv: KVStore) -> None:
-    kv.init("twice", torch.zeros(SMALL))
-    kv.push("twice", ramp(SMALL, kv.rank, 1))
-    kv.push("twice", ramp(SMALL, kv.rank, 2))
-    out = torch.empty(SMALL)
-    kv.pull("twice", out)
-    same(out, total(SMALL, kv.num_workers, 2))
-
-
-def weights_make_a_mean(kv: KVStore) -> None:
-    weights = [3.0, 0.0, *range(1, kv.num_workers - 1)][: kv.num_workers]
-    for numel in (SMALL, CUT):
-        key = f"weighted {numel}"
-        kv.init(key, torch.zeros(numel, dtype=torch.float64))
-        value = (
-            ramp(numel, kv.rank, dtype=torch.float64) if weights[kv.rank] else torch.full((numel,), torch.nan).double()
-        )
-        kv.push_weighted(key, value, weights[kv.rank])
-        out = torch.empty(numel, dtype=torch.float64)
-        kv.pull(key, out)
-        products = [ramp(numel, rank, dtype=torch.float64) * weight for rank, weight in enumerate(weights) if weight]
-        torch.testing.assert_close(out, sum(products[1:], products[0]) / sum(weights), rtol=1e-15, atol=0)
-
-
-def a_worker_without_a_value_lets_the_others_go_on(kv: KVStore) -> None:
-    kv.init("absent", torch.zeros(SMALL))
-    out = torch.empty(SMALL)
-    kv.push_weighted("absent", None if kv.rank else ramp(SMALL, 5) * kv.num_workers, 2.0)  # the others' samples count
-    kv.pull("absent", out)
-    same(out, ramp(SMALL, 5))
-    kv.push_weighted("absent", None, 1.0)  # no worker has a value: it stays
-    kv.pull("absent", out)
-    same(out, ramp(SMALL, 5))
 
 
 def shared_memory_is_used_again(kv: KVStore) -> None:
@@ -294,9 +233,6 @@ SYNC = [
     lists_of_keys_and_devices,
     shapes_and_strides,
     many_async_operations,
-    two_pushes_leave_the_second,
-    weights_make_a_mean,
-    a_worker_without_a_value_lets_the_others_go_on,
     shared_memory_is_used_again,
     sparse_rows,
     a_worker_may_have_no_rows,
