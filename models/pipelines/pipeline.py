@@ -19,6 +19,7 @@ from torch import nn
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
 from gangline.collectives.workload import split_batch
+from gangline.models.arguments import check_int
 from gangline.models.data.batches import (
     Batch,
     as_batch,
@@ -108,8 +109,7 @@ class Pipeline(nn.Module):
         super().__init__()
         if not isinstance(network, nn.Sequential):
             raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Sequential of its layers")
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}; expected 1 or more")
+        check_int("micro_batches", micro_batches)
         self.network = network
         self.micro_batches = micro_batches
         self._loss, self._seed, self._step = SummedLoss(loss, None), seed, 0
