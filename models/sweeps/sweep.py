@@ -66,7 +66,7 @@ class SweepResult:
         return (max if self.maximize else min)(known, key=lambda trial: trial.value or 0.0)
 
     def __str__(self) -> str:
-        rows = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in _rows(self.trials)]
+        rows = _texts(self.trials)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -275,7 +275,7 @@ class _Sweep:
         """Write sweep.html, which reloads itself until the sweep is over."""
         self.page_written = time.monotonic()
         lines = [Line(str(trial.number), trial.curve) for trial in self.results if trial.curve]
-        heads, *rows = _rows(self.results)
+        heads, *rows = _texts(self.results)
         errors = [trial.error.strip().rpartition("\n")[2] for trial in self.results]
         cells = [[*row, error] for row, error in zip(rows, errors, strict=True)]
         counts = Counter(trial.state for trial in self.results if trial.state)
@@ -283,7 +283,7 @@ class _Sweep:
         text = page(
             "gangline sweep",
             f"{counts.total()} of {len(rows)} trials have ended{f': {ended}' if ended else ''}",
-            [line_chart(lines, "step", "metric"), table([*map(str, heads), "error"], cells)],
+            [line_chart(lines, "step", "metric"), table([*heads, "error"], cells)],
             reload_seconds=None if counts.total() == len(rows) else _RELOAD_SECONDS,
         )
         _replace(self.folder / "sweep.html", text)
@@ -298,6 +298,11 @@ def _rows(trials: Sequence[TrialResult]) -> Iterator[list[Any]]:
         state = trial.state or ("runs" if trial.contexts else "waits")
         metric = "" if trial.value is None else trial.value
         yield [trial.number, *values, state, metric, round(trial.seconds, 1), trial.contexts]
+
+
+def _texts(trials: Sequence[TrialResult]) -> list[list[str]]:
+    """Return the rows of the table of trials for readers."""
+    return [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in _rows(trials)]
 
 
 def _replace(path: Path, text: str) -> None:
