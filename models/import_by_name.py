@@ -48,7 +48,7 @@ def resolve(name: str) -> Callable[..., Any]:
             where = f"module {module_name} at {getattr(module, '__file__', None) or list(module.__path__)}"
         elif isinstance(error.obj, type):
             where = error.obj.__qualname__
-        raise ValueError(f"{name!r}: {where} has no {error.name!r}{_hint(error.name, dir(error.obj))}") from None
+        raise ValueError(f"{name!r}: {where} has no {error.name!r}{_hint(error.name or '', dir(error.obj))}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]

@@ -91,11 +91,11 @@ class DrivenScheduler:
         if event != ("validation" if self.follows_validation else self._spec.every):
             return
         self._optimizer.step()  # without gradients; torch warns if a scheduler steps first
+        step: Any = self._scheduler.step
         if self.follows_validation:
-            metric = next(iter(values)) if self._spec.metric is None else self._spec.metric
-            self._scheduler.step(values[metric])  # type: ignore[arg-type]  ReduceLROnPlateau takes a metric
+            step(values[next(iter(values)) if self._spec.metric is None else self._spec.metric])
         else:
-            self._scheduler.step()
+            step()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain data.

@@ -39,13 +39,14 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        channels = 64
+        channels, stages = 64, []
         for stage, depth in enumerate(depths):
             width = 64 * 2**stage
             blocks = [_Block(channels, width, 1 if stage == 0 else 2, bottleneck)]
             channels = 4 * width if bottleneck else width
             blocks += [_Block(channels, width, 1, bottleneck) for _ in range(depth - 1)]
-            self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, num_classes)
         for module in self.modules():
@@ -83,7 +84,7 @@ class _Block(nn.Module):
         self.depth = len(kernels)
 
     @property
-    def layers(self) -> list[tuple[nn.Module, nn.Module]]:
+    def layers(self) -> list[tuple[nn.Module, nn.BatchNorm2d]]:
         """The convolutions, each with the BatchNorm after it."""
         return [(getattr(self, f"conv{n}"), getattr(self, f"bn{n}")) for n in range(1, self.depth + 1)]
 
