@@ -9,251 +9,143 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gangline.collectives import (
-        Communicator,
-        Context,
-        DeadNodeError,
-        DeviceGroup,
-        DiskFullError,
-        GanglineError,
-        MismatchError,
-        ProtocolError,
-        StallError,
-        Work,
-        algorithms,
-        connect,
-        contexts,
-        cpu,
-        environments,
-        gpu,
-        in_process,
-        num_gpus,
-        spawn,
-        split_batch,
-        torch_backend,
-    )
-    from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
-    from gangline.kvstore import DistributedOptimizer, KVStore, OptimizerSpec, RowSparse, Trainer, create, register
-    from gangline.kvstore.launch.functions import launch
-    from gangline.models import (
-        Augmentation,
-        BalancedLoader,
-        Checkpoint,
-        EarlyStopping,
-        ElasticBatches,
-        ImageFolder,
-        ImagePatches,
-        Module,
-        Monitor,
-        Pipeline,
-        ProgressBar,
-        Speedometer,
-        SweepResult,
-        TensorBoard,
-        TorchScheduler,
-        TrainingProgress,
-        Trial,
-        TrialResult,
-        balance,
-        class_weights,
-        convert_sync_batchnorm,
-        create_metric,
-        create_network,
-        digit_scenes,
-        digits,
-        do_checkpoint,
-        freeze_until,
-        gather_rows,
-        image_folder,
-        learning_rate_factors,
-        load_weights,
-        lstm_language_model,
-        module_checkpoint,
-        predict_image,
-        pretrained,
-        python_documentation,
-        raw_digits,
-        read_progress,
-        read_speed,
-        replace_last_layer,
-        scale_batch,
-        segmentation_page,
-        split_each_label,
-        stop_on,
-        sweep,
-        synthetic,
-        write_scenes,
-    )
+    from gangline.collectives import algorithms as algorithms
+    from gangline.collectives import environments as environments
+    from gangline.collectives import torch_backend as torch_backend
+    from gangline.collectives.communicator import Communicator as Communicator
+    from gangline.collectives.communicator import connect as connect
+    from gangline.collectives.communicator import in_process as in_process
+    from gangline.collectives.context import Context as Context
+    from gangline.collectives.context import contexts as contexts
+    from gangline.collectives.context import cpu as cpu
+    from gangline.collectives.context import gpu as gpu
+    from gangline.collectives.context import num_gpus as num_gpus
+    from gangline.collectives.devices.device_group import DeviceGroup as DeviceGroup
+    from gangline.collectives.errors import DeadNodeError as DeadNodeError
+    from gangline.collectives.errors import DiskFullError as DiskFullError
+    from gangline.collectives.errors import GanglineError as GanglineError
+    from gangline.collectives.errors import MismatchError as MismatchError
+    from gangline.collectives.errors import ProtocolError as ProtocolError
+    from gangline.collectives.errors import StallError as StallError
+    from gangline.collectives.processes.spawning import spawn as spawn
+    from gangline.collectives.torch_backend import Samples as Samples
+    from gangline.collectives.torch_backend import compress_hook as compress_hook
+    from gangline.collectives.torch_backend import weighted_hook as weighted_hook
+    from gangline.collectives.work import Work as Work
+    from gangline.collectives.workload import split_batch as split_batch
+    from gangline.kvstore.interface import KVStore as KVStore
+    from gangline.kvstore.launch.functions import launch as launch
+    from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
+    from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+    from gangline.kvstore.registry import create as create
+    from gangline.kvstore.registry import register as register
+    from gangline.kvstore.sparse import RowSparse as RowSparse
+    from gangline.kvstore.trainer import Trainer as Trainer
+    from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
+    from gangline.models.checkpoint.checkpoint import load_weights as load_weights
+    from gangline.models.data.datasets import digits as digits
+    from gangline.models.data.datasets import image_folder as image_folder
+    from gangline.models.data.datasets import raw_digits as raw_digits
+    from gangline.models.data.datasets import synthetic as synthetic
+    from gangline.models.data.elastic import ElasticBatches as ElasticBatches
+    from gangline.models.data.images.augmentation import Augmentation as Augmentation
+    from gangline.models.data.images.folder import ImageFolder as ImageFolder
+    from gangline.models.data.images.patches import ImagePatches as ImagePatches
+    from gangline.models.data.images.patches import class_weights as class_weights
+    from gangline.models.data.images.splitting import split_each_label as split_each_label
+    from gangline.models.data.sources import read_speed as read_speed
+    from gangline.models.data.text import python_documentation as python_documentation
+    from gangline.models.loop.callbacks import Checkpoint as Checkpoint
+    from gangline.models.loop.callbacks import ProgressBar as ProgressBar
+    from gangline.models.loop.callbacks import Speedometer as Speedometer
+    from gangline.models.loop.callbacks import do_checkpoint as do_checkpoint
+    from gangline.models.loop.callbacks import module_checkpoint as module_checkpoint
+    from gangline.models.loop.monitor import Monitor as Monitor
+    from gangline.models.loop.stopping import EarlyStopping as EarlyStopping
+    from gangline.models.loop.stopping import stop_on as stop_on
+    from gangline.models.loop.torch_schedulers import TorchScheduler as TorchScheduler
+    from gangline.models.metrics.metric import create_metric as create_metric
+    from gangline.models.module import Module as Module
+    from gangline.models.pipelines.pipeline import Pipeline as Pipeline
+    from gangline.models.reports.page import TrainingProgress as TrainingProgress
+    from gangline.models.reports.page import read_progress as read_progress
+    from gangline.models.reports.tensorboard import TensorBoard as TensorBoard
+    from gangline.models.segmentation.overlays import segmentation_page as segmentation_page
+    from gangline.models.segmentation.scenes import digit_scenes as digit_scenes
+    from gangline.models.segmentation.scenes import write_scenes as write_scenes
+    from gangline.models.segmentation.tiles import predict_image as predict_image
+    from gangline.models.sweeps.sweep import SweepResult as SweepResult
+    from gangline.models.sweeps.sweep import sweep as sweep
+    from gangline.models.sweeps.trial import Trial as Trial
+    from gangline.models.sweeps.trial import TrialResult as TrialResult
+    from gangline.models.unequal_ranks.balanced_loader import BalancedLoader as BalancedLoader
+    from gangline.models.unequal_ranks.balanced_loader import balance as balance
+    from gangline.models.unequal_ranks.gather_rows import gather_rows as gather_rows
+    from gangline.models.zoo import create_network as create_network
+    from gangline.models.zoo.lstm import lstm_language_model as lstm_language_model
+    from gangline.models.zoo.transfer import freeze_until as freeze_until
+    from gangline.models.zoo.transfer import learning_rate_factors as learning_rate_factors
+    from gangline.models.zoo.transfer import pretrained as pretrained
+    from gangline.models.zoo.transfer import replace_last_layer as replace_last_layer
+    from gangline.models.zoo.transfer import scale_batch as scale_batch
 
-_PACKAGES = {
-    "collectives": (
-        "Communicator",
-        "Context",
+_HOMES = {
+    "collectives.communicator": ("Communicator", "connect", "in_process"),
+    "collectives.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
+    "collectives.devices.device_group": ("DeviceGroup",),
+    "collectives.errors": (
         "DeadNodeError",
-        "DeviceGroup",
         "DiskFullError",
         "GanglineError",
         "MismatchError",
         "ProtocolError",
         "StallError",
-        "Work",
-        "connect",
-        "contexts",
-        "cpu",
-        "gpu",
-        "in_process",
-        "num_gpus",
-        "spawn",
-        "split_batch",
     ),
-    "collectives.torch_backend": (
-        "Samples",
-        "compress_hook",
-        "weighted_hook",
-    ),
-    "kvstore": (
-        "DistributedOptimizer",
-        "KVStore",
-        "OptimizerSpec",
-        "RowSparse",
-        "Trainer",
-        "create",
-        "register",
-    ),
+    "collectives.processes.spawning": ("spawn",),
+    "collectives.torch_backend": ("Samples", "compress_hook", "weighted_hook"),
+    "collectives.work": ("Work",),
+    "collectives.workload": ("split_batch",),
+    "kvstore.interface": ("KVStore",),
     "kvstore.launch.functions": ("launch",),
-    "models": (
-        "Augmentation",
-        "BalancedLoader",
-        "Checkpoint",
-        "EarlyStopping",
-        "ElasticBatches",
-        "ImageFolder",
-        "ImagePatches",
-        "Module",
-        "Monitor",
-        "Pipeline",
-        "ProgressBar",
-        "Speedometer",
-        "SweepResult",
-        "TensorBoard",
-        "TorchScheduler",
-        "TrainingProgress",
-        "Trial",
-        "TrialResult",
-        "balance",
-        "class_weights",
-        "convert_sync_batchnorm",
-        "create_metric",
-        "create_network",
-        "digit_scenes",
-        "digits",
-        "do_checkpoint",
-        "freeze_until",
-        "gather_rows",
-        "image_folder",
-        "learning_rate_factors",
-        "load_weights",
-        "lstm_language_model",
-        "module_checkpoint",
-        "predict_image",
-        "pretrained",
-        "python_documentation",
-        "raw_digits",
-        "read_progress",
-        "read_speed",
-        "replace_last_layer",
-        "scale_batch",
-        "segmentation_page",
-        "split_each_label",
-        "stop_on",
-        "sweep",
-        "synthetic",
-        "write_scenes",
-    ),
+    "kvstore.optimizer.spec": ("OptimizerSpec",),
+    "kvstore.reducer.distributed_optimizer": ("DistributedOptimizer",),
+    "kvstore.registry": ("create", "register"),
+    "kvstore.sparse": ("RowSparse",),
+    "kvstore.trainer": ("Trainer",),
+    "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
+    "models.checkpoint.checkpoint": ("load_weights",),
+    "models.data.datasets": ("digits", "image_folder", "raw_digits", "synthetic"),
+    "models.data.elastic": ("ElasticBatches",),
+    "models.data.images.augmentation": ("Augmentation",),
+    "models.data.images.folder": ("ImageFolder",),
+    "models.data.images.patches": ("ImagePatches", "class_weights"),
+    "models.data.images.splitting": ("split_each_label",),
+    "models.data.sources": ("read_speed",),
+    "models.data.text": ("python_documentation",),
+    "models.loop.callbacks": ("Checkpoint", "ProgressBar", "Speedometer", "do_checkpoint", "module_checkpoint"),
+    "models.loop.monitor": ("Monitor",),
+    "models.loop.stopping": ("EarlyStopping", "stop_on"),
+    "models.loop.torch_schedulers": ("TorchScheduler",),
+    "models.metrics.metric": ("create_metric",),
+    "models.module": ("Module",),
+    "models.pipelines.pipeline": ("Pipeline",),
+    "models.reports.page": ("TrainingProgress", "read_progress"),
+    "models.reports.tensorboard": ("TensorBoard",),
+    "models.segmentation.overlays": ("segmentation_page",),
+    "models.segmentation.scenes": ("digit_scenes", "write_scenes"),
+    "models.segmentation.tiles": ("predict_image",),
+    "models.sweeps.sweep": ("SweepResult", "sweep"),
+    "models.sweeps.trial": ("Trial", "TrialResult"),
+    "models.unequal_ranks.balanced_loader": ("BalancedLoader", "balance"),
+    "models.unequal_ranks.gather_rows": ("gather_rows",),
+    "models.zoo": ("create_network",),
+    "models.zoo.lstm": ("lstm_language_model",),
+    "models.zoo.transfer": ("freeze_until", "learning_rate_factors", "pretrained", "replace_last_layer", "scale_batch"),
 }
-_MODULES = {name: f"gangline.collectives.{name}" for name in ("algorithms", "environments", "torch_backend")}
+"""Public names by the module that defines them; type checkers read the imports above."""
+_MODULES = ("algorithms", "environments", "torch_backend")
 
-__all__ = [
-    "Augmentation",
-    "BalancedLoader",
-    "Checkpoint",
-    "Communicator",
-    "Context",
-    "DeadNodeError",
-    "DeviceGroup",
-    "DiskFullError",
-    "DistributedOptimizer",
-    "EarlyStopping",
-    "ElasticBatches",
-    "GanglineError",
-    "ImageFolder",
-    "ImagePatches",
-    "KVStore",
-    "MismatchError",
-    "Module",
-    "Monitor",
-    "OptimizerSpec",
-    "Pipeline",
-    "ProgressBar",
-    "ProtocolError",
-    "RowSparse",
-    "Samples",
-    "Speedometer",
-    "StallError",
-    "SweepResult",
-    "TensorBoard",
-    "TorchScheduler",
-    "Trainer",
-    "TrainingProgress",
-    "Trial",
-    "TrialResult",
-    "Work",
-    "algorithms",
-    "balance",
-    "class_weights",
-    "compress_hook",
-    "connect",
-    "contexts",
-    "convert_sync_batchnorm",
-    "cpu",
-    "create",
-    "create_metric",
-    "create_network",
-    "digit_scenes",
-    "digits",
-    "do_checkpoint",
-    "environments",
-    "freeze_until",
-    "gather_rows",
-    "gpu",
-    "image_folder",
-    "in_process",
-    "launch",
-    "learning_rate_factors",
-    "load_weights",
-    "lstm_language_model",
-    "module_checkpoint",
-    "num_gpus",
-    "predict_image",
-    "pretrained",
-    "python_documentation",
-    "raw_digits",
-    "read_progress",
-    "read_speed",
-    "register",
-    "replace_last_layer",
-    "scale_batch",
-    "segmentation_page",
-    "spawn",
-    "split_batch",
-    "split_each_label",
-    "stop_on",
-    "sweep",
-    "synthetic",
-    "torch_backend",
-    "weighted_hook",
-    "write_scenes",
-]
+__all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:
@@ -262,10 +154,10 @@ def __getattr__(name: str) -> Any:
 
         return version("gangline")
     if name in _MODULES:
-        return import_module(_MODULES[name])
-    for package, names in _PACKAGES.items():
+        return import_module(f"gangline.collectives.{name}")
+    for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"gangline.{package}"), name)
+            return getattr(import_module(f"gangline.{module}"), name)
     raise AttributeError(f"module 'gangline' has no attribute {name!r}")
 
 

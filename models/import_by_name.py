@@ -10,8 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gangline.collectives.errors import did_you_mean
 from gangline.models.data.datasets import Splits
 
 
@@ -38,12 +39,16 @@ def resolve(name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise ValueError(f"{name!r} is not a name; expected package.module:attribute, such as my_package.nets:build")
-    found: Any = _import(module_name, name)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            names = [each for each in dir(found) if not isinstance(getattr(found, each, None), ModuleType)]
-            raise ValueError(f"{name!r}: {_describe(found)} has no {part!r}{_suggestion(part, names)}")
-        found = getattr(found, part)
+    module = _import(module_name, name)
+    try:
+        found: Any = attrgetter(path)(module)
+    except AttributeError as error:
+        where = type(error.obj).__name__
+        if isinstance(error.obj, ModuleType):
+            where = f"module {module_name} at {getattr(module, '__file__', None) or list(module.__path__)}"
+        elif isinstance(error.obj, type):
+            where = error.obj.__qualname__
+        raise ValueError(f"{name!r}: {where} has no {error.name!r}{_hint(error.name or '', dir(error.obj))}") from None
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]
@@ -62,9 +67,8 @@ def network_builder(name: str) -> Callable[..., nn.Module]:
 
 
 def _build(name: str, build: Callable[..., Any], **arguments: Any) -> nn.Module:
-    classes = {key: arguments.pop(key) for key in ("num_classes",) if key in arguments}
-    hint = "" if classes else "; the number of classes is not known"
-    network = _call(name, build, arguments, classes, hint)
+    known = {"num_classes": arguments.pop("num_classes")} if "num_classes" in arguments else {}
+    network = _call(name, build, arguments, known, "" if known else "; the number of classes is not known")
     if not isinstance(network, nn.Module):
         raise ValueError(f"{name!r} returned a {type(network).__name__}; expected a torch.nn.Module")
     return network
@@ -147,15 +151,15 @@ def _import(module_name: str, name: str) -> ModuleType:
             if not f"{module_name}.".startswith(f"{missing}."):
                 raise  # the module exists; something that it imports does not
     package, _, last = missing.rpartition(".")
-    if not package:
-        suggestion = _suggestion(last, [module.name for module in pkgutil.iter_modules([folder])])
-        raise ValueError(f"{name!r}: there is no module {missing!r} in {folder} or on Python's path{suggestion}")
-    parent = sys.modules[package]
-    paths = list(getattr(parent, "__path__", []))
-    if not paths:
-        raise ValueError(f"{name!r}: {package} is a module at {parent.__file__}, not a package")
-    suggestion = _suggestion(last, [module.name for module in pkgutil.iter_modules(paths)])
-    raise ValueError(f"{name!r}: there is no module {last!r} in package {package} at {', '.join(paths)}{suggestion}")
+    paths, where = [folder], f"{missing!r} in {folder} or on Python's path"
+    if package:
+        parent = sys.modules[package]
+        paths = list(getattr(parent, "__path__", []))
+        where = f"{last!r} in package {package} at {', '.join(paths)}"
+        if not paths:
+            raise ValueError(f"{name!r}: {package} is a module at {parent.__file__}, not a package")
+    names = [module.name for module in pkgutil.iter_modules(paths)]
+    raise ValueError(f"{name!r}: there is no module {where}{_hint(last, names)}")
 
 
 @contextmanager
@@ -166,30 +170,23 @@ def _blame(name: str, how: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise RuntimeError(f"{name!r} {how}: {error}; install it, or correct the import") from error
     except Exception as error:  # user code raises any type
+        frames = traceback.extract_tb(error.__traceback__)
+        last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+        text, file, line = str(error), last.filename, last.lineno
         if isinstance(error, SyntaxError):
-            text, location = error.msg, f"{error.filename}, line {error.lineno}"
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if "site-packages" not in frame.filename]
-            last = (own or frames)[-1]
-            text, location = str(error), f"{last.filename}, line {last.lineno}"
-        raise RuntimeError(f"{name!r} {how}: {type(error).__name__}: {text} ({location})") from error
+            text, file, line = error.msg, error.filename or "", error.lineno
+        raise RuntimeError(f"{name!r} {how}: {type(error).__name__}: {text} ({file}, line {line})") from error
 
 
 def _call(
     name: str, function: Callable[..., Any], required: dict[str, Any], available: dict[str, Any], hint: str = ""
 ) -> Any:
     """Call a function with all required arguments, and with those available ones that it has parameters for."""
-    signature = _signature(function)
-    parameters = signature.parameters if signature is not None else {}
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    arguments = required | {
-        key: value
-        for key, value in available.items()
-        if takes_all or (key in parameters and parameters[key].kind in by_name)
-    }
+    signature, arguments = _signature(function), required
     if signature is not None:
+        taken = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        arguments = required | {key: value for key, value in available.items() if takes_all or key in taken}
         try:
             signature.bind(**arguments)
         except TypeError as error:
@@ -208,13 +205,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, ModuleType):
-        return f"module {value.__name__} at {getattr(value, '__file__', None) or list(value.__path__)}"
-    return f"{getattr(value, '__qualname__', type(value).__name__)}"
-
-
-def _suggestion(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` with the most similar public names, or "" if none is similar."""
-    similar = get_close_matches(name, [each for each in names if not each.startswith("_")])
-    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+def _hint(name: str, names: Iterable[str]) -> str:
+    hint = did_you_mean(name, [public for public in names if not public.startswith("_")])
+    return f";{hint}" if hint else ""

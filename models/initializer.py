@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,7 @@ from gangline.models.names import plain_name
 Fill = Callable[[torch.Tensor], Any]
 InitializerSpec = str | tuple[str, dict[str, Any]] | Fill
 
-_NORMALISATIONS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.PReLU,
-)
+_NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
 
 
 def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] = ()) -> None:
@@ -50,11 +45,8 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
             for name, parameter in own.items():
                 if name in skip:
                     continue
-                if "bias" in name.rpartition(".")[2]:
-                    nn.init.zeros_(parameter)
-                    continue
                 try:
-                    fill(parameter)
+                    (nn.init.zeros_ if "bias" in name.rpartition(".")[2] else fill)(parameter)
                 except (ValueError, RuntimeError) as error:
                     raise ValueError(f"initializer {spec!r} cannot fill parameter {name!r}: {error}") from error
 
@@ -74,19 +66,19 @@ def _fill(spec: InitializerSpec) -> Fill:
 
 
 def _constant(value: float = 0.0) -> Fill:
-    return lambda tensor: nn.init.constant_(tensor, value)
+    return partial(nn.init.constant_, val=value)
 
 
 def _uniform(scale: float = 0.07) -> Fill:
-    return lambda tensor: nn.init.uniform_(tensor, -scale, scale)
+    return partial(nn.init.uniform_, a=-scale, b=scale)
 
 
 def _normal(sigma: float = 0.01) -> Fill:
-    return lambda tensor: nn.init.normal_(tensor, 0.0, sigma)
+    return partial(nn.init.normal_, mean=0.0, std=sigma)
 
 
 def _orthogonal(scale: float = 1.414) -> Fill:
-    return lambda tensor: nn.init.orthogonal_(tensor, gain=scale)
+    return partial(nn.init.orthogonal_, gain=scale)
 
 
 def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: float = 3.0) -> Fill:
@@ -100,10 +92,7 @@ def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: floa
         fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(tensor)
         factor = {"avg": (fan_in + fan_out) / 2, "in": fan_in, "out": fan_out}[factor_type]
         scale = math.sqrt(magnitude / factor)
-        if rnd_type == "uniform":
-            nn.init.uniform_(tensor, -scale, scale)
-        else:
-            nn.init.normal_(tensor, 0.0, scale)
+        (_uniform if rnd_type == "uniform" else _normal)(scale)(tensor)
 
     return fill
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gangline.kvstore import KVStore
+from gangline.models.arguments import check_int
 from gangline.models.data.sources import BatchOrder
 
 
@@ -49,8 +50,7 @@ class ElasticBatches:
             ValueError: if a number is below 1.
         """
         for name, number in (("samples", samples), ("global_batch", global_batch), ("epochs", epochs)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}; expected 1 or more")
+            check_int(name, number)
         self._order = BatchOrder(samples, global_batch, shuffle, seed)
         self._kvstore = kvstore
         self._epochs = epochs

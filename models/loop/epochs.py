@@ -257,7 +257,7 @@ class Epochs:
     def _after_update(self, epoch: int, nbatch: int, batches: int, data: Any, label: Any, is_last: bool) -> None:
         module = self.module
         module.run_state.position.batch = nbatch + 1
-        self.rates.after_update()
+        self.rates.after("batch")
         if self.monitor is not None:
             self.monitor.toc_print()
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
@@ -285,7 +285,7 @@ class Epochs:
         for name, value in self.metric.get_global_name_value():
             log(module, "Epoch[%d] Train-%s=%f", epoch, name, value)
         log(module, "Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
-        self.rates.after_epoch()
+        self.rates.after("epoch")
         before, after = _split_savers(self.callbacks.epoch_end)
         if before:
             params = module.get_params()
@@ -325,7 +325,7 @@ class Epochs:
         set_host_states(states, None)
         for name, value in values:
             log(module, "%s Validation-%s=%f", where, name, value)
-        self.rates.after_validation(dict(values))
+        self.rates.after("validation", dict(values))
         for saver in self.callbacks.savers:
             saver.after_validation(dict(values))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gangline.models.arguments import check_int
+
 _UNITS = ("epochs", "batches")
 
 
@@ -22,10 +24,7 @@ class EvalFrequency:
             ValueError: if the number is below 1, or the unit is unknown.
         """
         number, unit = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, "epochs")
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"eval_frequency is {spec!r}; expected a number of epochs, or (50, 'batches')")
-        if number < 1:
-            raise ValueError(f"eval_frequency is {spec!r}; expected 1 or more")
+        check_int("eval_frequency", number)
         if unit not in _UNITS:
             raise ValueError(f"eval_frequency is {spec!r}; expected one of the units {list(_UNITS)}")
         self.number: int = number

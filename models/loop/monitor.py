@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.models.arguments import check_int
 from gangline.models.data.batches import tensors_of
 from gangline.models.names import parameters_of, plain_name
 
@@ -50,8 +51,7 @@ class Monitor:
         Raises:
             ValueError: if the interval is below 1, or the pattern is not a regular expression.
         """
-        if interval < 1:
-            raise ValueError(f"interval is {interval}; expected 1 or more")
+        check_int("interval", interval)
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:

@@ -42,20 +42,10 @@ class Rates:
             return self.driven.rate
         return self._schedule(epoch, batch) if self._schedule is not None else None
 
-    def after_update(self) -> None:
-        """Count an update."""
+    def after(self, event: str, values: Mapping[str, float] | None = None) -> None:
+        """Count a "batch", an "epoch" or a "validation" with its metrics."""
         if self.driven is not None:
-            self.driven.after_update()
-
-    def after_epoch(self) -> None:
-        """Count an epoch."""
-        if self.driven is not None:
-            self.driven.after_epoch()
-
-    def after_validation(self, values: Mapping[str, float]) -> None:
-        """Pass on the metrics of a validation."""
-        if self.driven is not None:
-            self.driven.after_validation(values)
+            self.driven.after(event, values or {})
 
     @property
     def awaited_metric(self) -> str | None:

@@ -13,17 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gangline.kvstore.optimizer.spec import check_learning_rate
+from gangline.models.arguments import check_int, check_number
 
 RateFunction = Callable[[float], float]
 """The rate as a function of the epochs done, fractions included."""
 
 _WARMUP = ("warmup_epochs", "warmup_batches", "warmup_rate")
-_OPTIONS = {
-    "constant": (),
-    "piecewise": ("epochs", "every", "factor"),
-    "cosine": ("min_rate", "period", "growth"),
-    "poly": ("power", "min_rate"),
-}
 
 
 @dataclass(frozen=True)
@@ -78,28 +73,22 @@ def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | 
     """
     name, given = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, {})
     if not isinstance(name, str) or not isinstance(given, Mapping):
-        raise TypeError(f"the schedule is {spec!r}; expected a name of {sorted(_OPTIONS)}, or (name, options)")
-    if name not in _OPTIONS:
-        raise ValueError(f"schedule {name!r} is unknown; expected one of {sorted(_OPTIONS)}")
-    options = dict(given)
-    unknown = sorted(set(options) - {*_OPTIONS[name], *_WARMUP})
+        raise TypeError(f"the schedule is {spec!r}; expected a name of {sorted(_SCHEDULES)}, or (name, options)")
+    if name not in _SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; expected one of {sorted(_SCHEDULES)}")
+    build, own_options = _SCHEDULES[name]
+    options, known = dict(given), (*own_options, *_WARMUP)
+    unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"schedule {name!r} has no option {unknown}; it has {sorted((*_OPTIONS[name], *_WARMUP))}")
-    check_learning_rate(base_rate)
-    for rate in ("min_rate", "warmup_rate"):
-        if rate in options:
-            check_learning_rate(options[rate])
+        raise ValueError(f"schedule {name!r} has no option {unknown}; it has {sorted(known)}")
+    for rate in (base_rate, options.get("min_rate", 0.0), options.get("warmup_rate", 0.0)):
+        check_learning_rate(rate)
     if options.get("min_rate", 0.0) > base_rate:
         raise ValueError(f"min_rate is {options['min_rate']}, above the base rate {base_rate}; expected at most that")
     warmup = _warmup_epochs(options, batches_per_epoch)
     if warmup and warmup >= epochs:
         raise ValueError(f"the warm-up takes {warmup:g} epochs of {epochs}; expected a shorter one")
-    if name == "constant":
-        after_warmup: RateFunction = lambda done: float(base_rate)  # noqa: ARG005, E731
-    elif name == "piecewise":
-        after_warmup = _piecewise(options, base_rate, warmup)
-    else:
-        after_warmup = {"cosine": _cosine, "poly": _poly}[name](options, base_rate, warmup, max(epochs - warmup, 1))
+    after_warmup = build(options, base_rate, warmup, max(epochs - warmup, 1))
     return Schedule(name, base_rate, epochs, batches_per_epoch, options, after_warmup, warmup)
 
 
@@ -113,31 +102,35 @@ def _warmup_epochs(options: dict[str, Any], batches_per_epoch: int | None) -> fl
             raise ValueError("warmup_rate is given without warmup_epochs or warmup_batches; give one of them too")
         return 0.0
     if in_batches is not None:
-        _check_int("warmup_batches", in_batches, least=0)
+        check_int("warmup_batches", in_batches, minimum=0)
         if batches_per_epoch is None:
             raise ValueError(
                 f"warmup_batches={in_batches} needs data with a known number of batches; give warmup_epochs"
             )
         return float(in_batches / batches_per_epoch)
-    _check_number("warmup_epochs", in_epochs, least=0)
+    check_number("warmup_epochs", in_epochs, minimum=0)
     return float(options["warmup_epochs"])
 
 
-def _piecewise(options: dict[str, Any], base: float, warmup: float) -> RateFunction:
+def _constant(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:  # noqa: ARG001
+    return lambda _done: float(base)
+
+
+def _piecewise(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:  # noqa: ARG001
     factor = options.get("factor", 0.1)
-    _check_number("factor", factor, least=0)
+    check_number("factor", factor, minimum=0)
     drops, every = options.get("epochs"), options.get("every")
     if (drops is None) == (every is None):
         raise ValueError(
             f"'piecewise' has epochs={drops} and every={every}; expected one of them: epochs=[5, 8], or every=10"
         )
     if every is not None:
-        _check_int("every", every, least=1)
+        check_int("every", every, minimum=1)
         return lambda done: float(base * factor ** int(done // every))
     if isinstance(drops, str) or not isinstance(drops, (list, tuple)):
         raise TypeError(f"epochs is {drops!r}; expected a list of numbers such as [5, 8]")
     for drop in drops:
-        _check_int("one of epochs", drop, least=0)
+        check_int("one of epochs", drop, minimum=0)
         if drop < warmup:
             raise ValueError(f"the rate drops at epoch {drop}, within the warm-up of {warmup:g} epochs; drop it later")
     if len(set(drops)) != len(drops):
@@ -150,8 +143,8 @@ def _cosine(options: dict[str, Any], base: float, warmup: float, epochs: float) 
     if "growth" in options and period is None:
         raise ValueError(f"growth={growth} is given without period, the epochs of the first cosine")
     if period is not None:
-        _check_number("period", period, least=0, excluded=True)
-    _check_number("growth", growth, least=1)
+        check_number("period", period, minimum=0, excluded=True)
+    check_number("growth", growth, minimum=1)
     first = float(period if period is not None else epochs)
 
     def rate(done: float) -> float:
@@ -167,21 +160,14 @@ def _cosine(options: dict[str, Any], base: float, warmup: float, epochs: float) 
 
 def _poly(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:
     low, power = options.get("min_rate", 0.0), options.get("power", 2)
-    _check_number("power", power, least=0, excluded=True)
+    check_number("power", power, minimum=0, excluded=True)
     return lambda done: float(low + (base - low) * (1 - min(max(done - warmup, 0.0) / epochs, 1.0)) ** power)
 
 
-def _check_number(name: str, value: Any, *, least: float, excluded: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}; expected a number")
-    if not least <= value < math.inf or (excluded and value == least):
-        raise ValueError(
-            f"{name} is {value!r}; expected a finite number {'above' if excluded else 'of at least'} {least}"
-        )
-
-
-def _check_int(name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected {least} or more")
+_SCHEDULES: dict[str, tuple[Callable[[dict[str, Any], float, float, float], RateFunction], tuple[str, ...]]] = {
+    "constant": (_constant, ()),
+    "piecewise": (_piecewise, ("epochs", "every", "factor")),
+    "cosine": (_cosine, ("min_rate", "period", "growth")),
+    "poly": (_poly, ("power", "min_rate")),
+}
+"""Rate after the warm-up, from options, base rate, epochs of the warm-up and after it; and the names of the options."""

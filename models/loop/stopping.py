@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from gangline.models.arguments import check_int, check_number
 from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.improvement import check_metric, is_better, worst
@@ -118,12 +118,8 @@ class EarlyStopping:
             ValueError: if ``patience`` is below 1, ``mode`` is unknown, or ``min_delta`` is negative or not finite.
             TypeError: if ``patience`` is not an int.
         """
-        if isinstance(patience, bool) or not isinstance(patience, int):
-            raise TypeError(f"patience is {patience!r}; expected an int")
-        if patience < 1:
-            raise ValueError(f"patience is {patience}; expected 1 or more")
-        if not 0 <= min_delta < math.inf:
-            raise ValueError(f"min_delta is {min_delta}; expected a finite number, 0 or more")
+        check_int("patience", patience)
+        check_number("min_delta", min_delta)
         self.patience, self.metric, self.mode, self.min_delta = patience, metric, mode, min_delta
         self.best = worst(mode)
         """Best value so far."""

@@ -86,24 +86,16 @@ class DrivenScheduler:
         """The rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def after_update(self) -> None:
-        """Count an update."""
-        if self._spec.every == "batch" and not self.follows_validation:
-            self._step()
-
-    def after_epoch(self) -> None:
-        """Count an epoch."""
-        if self._spec.every == "epoch" and not self.follows_validation:
-            self._step()
-
-    def after_validation(self, values: Mapping[str, float]) -> None:
-        """Step with the metrics of a validation, if the scheduler follows them."""
-        if self.follows_validation:
-            self._step(next(iter(values.values())) if self._spec.metric is None else values[self._spec.metric])
-
-    def _step(self, *values: Any) -> None:
+    def after(self, event: str, values: Mapping[str, float]) -> None:
+        """Step after a "batch", an "epoch" or a "validation" with its metrics, if the scheduler does."""
+        if event != ("validation" if self.follows_validation else self._spec.every):
+            return
         self._optimizer.step()  # without gradients; torch warns if a scheduler steps first
-        self._scheduler.step(*values)
+        step: Any = self._scheduler.step
+        if self.follows_validation:
+            step(values[next(iter(values)) if self._spec.metric is None else self._spec.metric])
+        else:
+            step()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain data.

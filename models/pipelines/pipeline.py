@@ -7,9 +7,10 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch import nn
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
 from gangline.collectives.workload import split_batch
+from gangline.models.arguments import check_int
 from gangline.models.data.batches import (
     Batch,
     as_batch,
@@ -108,8 +110,7 @@ class Pipeline(nn.Module):
         super().__init__()
         if not isinstance(network, nn.Sequential):
             raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Sequential of its layers")
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches is {micro_batches}; expected 1 or more")
+        check_int("micro_batches", micro_batches)
         self.network = network
         self.micro_batches = micro_batches
         self._loss, self._seed, self._step = SummedLoss(loss, None), seed, 0
@@ -123,9 +124,8 @@ class Pipeline(nn.Module):
                 f"work_load_list has {len(self._loads)} numbers; expected {len(groups)}, one for each copy"
             )
         networks = [network, *(copy.deepcopy(network) for _ in groups[1:])]
-        self._replicas = [
-            self._placed(own, group, sample, speeds, memory) for own, group in zip(networks, groups, strict=True)
-        ]
+        cut_by_time = partial(self._cut_by_time, sample=sample, speeds=speeds, memory=memory)
+        self._replicas = [_placed(own, group, cut_by_time) for own, group in zip(networks, groups, strict=True)]
         self.contexts = [context for replica in self._replicas for context in replica.contexts]
         names = [name for name, _ in network.named_children()]
         self.stages = [[names[number] for number, _ in stage] for replica in self._replicas for stage in replica.stages]
@@ -211,28 +211,6 @@ class Pipeline(nn.Module):
                     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
                     theirs.grad = None
 
-    def _placed(
-        self,
-        network: nn.Sequential,
-        group: Any,
-        sample: Any,
-        speeds: Sequence[float] | None,
-        memory: Sequence[float | None] | None,
-    ) -> _Replica:
-        """Cut a copy of the network into stages, and move each to its context."""
-        names = [name for name, _ in network.named_children()]
-        if isinstance(group, Mapping):
-            begins, contexts = _cut_by_name(names, group)
-        else:
-            contexts = contexts_of("auto" if isinstance(group, str) else list(group))
-            begins = self._cut_by_time(network, contexts, sample, speeds, memory)
-        layers = list(enumerate(network))
-        stages = [layers[begin:end] for begin, end in pairwise([*begins, len(names)])]
-        for stage, context in zip(stages, contexts, strict=True):
-            for _, layer in stage:
-                layer.to(context.torch_device)
-        return _Replica(network, contexts, stages)
-
     def _cut_by_time(
         self,
         network: nn.Sequential,
@@ -257,49 +235,37 @@ class Pipeline(nn.Module):
         return cut(seconds, nbytes, speeds or [1.0] * count, limits)
 
 
+@dataclass
 class _Step:
     """A part of a batch on its way through the stages of a copy of the network, each in a thread."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        replica: _Replica,
-        data: Batch,
-        label: Batch | None,
-        slices: list[slice],
-        key: int,
-        divisor: float,
-    ) -> None:
-        """Prepare the step.
+    pipeline: Pipeline
+    replica: _Replica
+    data: Batch
+    """The whole batch."""
+    label: Batch | None
+    slices: list[slice]
+    """Micro-batches of the part."""
+    key: int
+    """Seed of the batch's dropout."""
+    divisor: float
+    """Number by which gradients of the summed loss are divided."""
+    errors: list[BaseException] = field(default_factory=list)
+    losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    """Summed loss of each micro-batch, and the number to divide it by."""
+    idle: list[float] = field(default_factory=list)
+    """Share of the time in which each stage waited."""
 
-        Args:
-            pipeline: the pipeline.
-            replica: the copy of the network.
-            data: the whole batch.
-            label: its labels.
-            slices: micro-batches of the part.
-            key: seed of the batch's dropout.
-            divisor: number by which gradients of the summed loss are divided.
-        """
-        self._pipeline, self._replica, self._data, self._label = pipeline, replica, data, label
-        self._slices, self._key, self._divisor = slices, key, divisor
-        count = len(replica.contexts)
+    def __post_init__(self) -> None:
+        count = len(self.replica.contexts)
         self._forward: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count)]
         self._backward: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(count)]
-        self.errors: list[BaseException] = []
         self._waited = [0.0] * count
-        self.losses: list[tuple[torch.Tensor, float]] = []
-        """Summed loss of each micro-batch, and the number to divide it by."""
-        self.idle: list[float] = []
-        """Share of the time in which each stage waited."""
 
     def run(self) -> None:
         """Run all stages, until they have ended."""
-        began = time.perf_counter()
-        count = len(self._replica.contexts)
-        threads = [
-            threading.Thread(target=self._run, args=(stage,), name=f"stage {stage}") for stage in range(1, count)
-        ]
+        began, others = time.perf_counter(), range(1, len(self.replica.contexts))
+        threads = [threading.Thread(target=self._run, args=(stage,), name=f"stage {stage}") for stage in others]
         for thread in threads:
             thread.start()
         self._run(0)
@@ -318,12 +284,12 @@ class _Step:
 
     def _run_passes(self, stage: int) -> None:
         """Run the passes of a stage."""
-        contexts = self._replica.contexts
+        contexts = self.replica.contexts
         last = len(contexts) - 1
         kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for number, is_forward in one_forward_one_backward(stage, last + 1, len(self._slices)):
+        for number, is_forward in one_forward_one_backward(stage, last + 1, len(self.slices)):
             if is_forward:
-                received = take(self._data, self._slices[number]) if not stage else self._next(self._forward, stage)
+                received = take(self.data, self.slices[number]) if not stage else self._next(self._forward, stage)
                 kept[number] = self._run_forward(stage, number, received)
             else:
                 inputs, outputs = kept.pop(number)
@@ -332,16 +298,14 @@ class _Step:
                 if pairs:
                     torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
                 if stage:
+                    before = contexts[stage - 1].torch_device
                     self._backward[stage - 1].put(
-                        [
-                            one.grad.to(contexts[stage - 1].torch_device) if one.grad is not None else None
-                            for one in inputs
-                        ]
+                        [one.grad if one.grad is None else one.grad.to(before) for one in inputs]
                     )
 
     def _run_forward(self, stage: int, number: int, received: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run a micro-batch; return the tensors that gradients arrive at, and those that backward starts from."""
-        pipeline, replica, part = self._pipeline, self._replica, self._slices[number]
+        pipeline, replica, part = self.pipeline, self.replica, self.slices[number]
         device = replica.contexts[stage].torch_device
         received = move(received, device)
         if stage:
@@ -350,20 +314,20 @@ class _Step:
         with torch.enable_grad():
             output: Any = received
             for layer_number, layer in replica.stages[stage]:
-                key = mixed_seed(self._key, layer_number)  # the same however the layers are cut
+                key = mixed_seed(self.key, layer_number)  # the same however the layers are cut
                 with SampleDropout(key, part.start, samples) if pipeline.training else nullcontext():
                     output = layer(output)
             if stage < len(replica.contexts) - 1:
                 self._forward[stage + 1].put(map_tensors(lambda one: one.detach(), output))
                 starts = [one for one in tensors_of(output) if one.is_floating_point()]
             else:
-                own = take(self._label, part) if self._label is not None else None
+                own = take(self.label, part) if self.label is not None else None
                 on_device = move(own, device) if own is not None else None
                 loss, count = pipeline._loss.sum_and_count(output, on_device, own, samples)
                 if loss is None:
                     raise pipeline._loss.error_without_loss(output)
                 self.losses.append((loss, count))
-                starts = [loss / self._divisor]
+                starts = [loss / self.divisor]
         inputs = [one for one in tensors_of(received) if one.is_floating_point()] if stage else []
         return inputs, starts
 
@@ -378,6 +342,24 @@ class _Step:
 
 class _StageFailed(Exception):  # noqa: N818  the error of the other stage is raised
     """Another stage has failed."""
+
+
+def _placed(
+    network: nn.Sequential, group: Any, cut_by_time: Callable[[nn.Sequential, list[Context]], list[int]]
+) -> _Replica:
+    """Cut a copy of the network into stages, and move each to its context."""
+    names = [name for name, _ in network.named_children()]
+    if isinstance(group, Mapping):
+        begins, contexts = _cut_by_name(names, group)
+    else:
+        contexts = contexts_of("auto" if isinstance(group, str) else list(group))
+        begins = cut_by_time(network, contexts)
+    layers = list(enumerate(network))
+    stages = [layers[begin:end] for begin, end in pairwise([*begins, len(names)])]
+    for stage, context in zip(stages, contexts, strict=True):
+        for _, layer in stage:
+            layer.to(context.torch_device)
+    return _Replica(network, contexts, stages)
 
 
 def _micro_batches(part: slice, most: int) -> list[slice]:

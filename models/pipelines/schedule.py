@@ -27,11 +27,6 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
     return order + [Pass(number, False) for number in range(micro_batches - ahead, micro_batches)]
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of time in which a stage of equal ones is idle: (stages - 1) / (micro_batches + stages - 1)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def cut(
     seconds: Sequence[float],
     nbytes: Sequence[float],

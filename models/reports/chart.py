@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 _COLORS = 7
-_STYLE = """
-:root { --page: #f6f7f9; --card: #fff; --text: #1c2430; --soft: #5d6878; --line: #e3e7ec;
-  --c0: #0b7285; --c1: #1f6feb; --c2: #8a3ffc; --c3: #2b8a3e; --c4: #adb5bd; --c5: #d9480f; --c6: #e6a700; }
-@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --text: #e4e9f0; --soft: #97a3b3;
-  --line: #2c3541; } }
-body { margin: 0 auto; max-width: 900px; padding: 24px; background: var(--page); color: var(--text);
-  font: 14px/1.45 system-ui, sans-serif; }
-h1 { font-size: 20px; } h2 { font-size: 14px; } code { overflow-wrap: anywhere; }
-.soft, svg text { color: var(--soft); fill: var(--soft); font-size: 12px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 4px 16px 14px;
-  margin-bottom: 16px; }
-.row { display: grid; grid-template-columns: 90px 1fr 80px; gap: 10px; align-items: center; margin: 6px 0; }
-.bar { display: flex; height: 22px; } .row span:last-child { text-align: right; }
-.key { display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 14px; }
-table { border-spacing: 18px 2px; margin-left: -18px; } td, th { text-align: left; vertical-align: top; }
-td { font-variant-numeric: tabular-nums; }
-"""
+_TEMPLATE = Path(__file__).with_name("chart.html")
 _WIDTH, _HEIGHT, _MARGIN, _TICKS = 840, 300, 46, 5
 
 Point = tuple[float, float]
@@ -65,17 +51,15 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
 
     shapes = []
     for number, line in enumerate(lines):
-        path = " ".join(",".join(place(*point)) for point in line.points)
-        shapes.append(
-            f'<polyline points="{path}" fill="none" stroke="{color(number)}" stroke-width="2">'
-            f"<title>{escape(line.name)}</title></polyline>"
-        )
+        path, name = " ".join(",".join(place(*point)) for point in line.points), escape(line.name)
+        style = f'fill="none" stroke="{color(number)}" stroke-width="2"'
+        shapes.append(f'<polyline points="{path}" {style}><title>{name}</title></polyline>')
         for marks, fill in ((line.discs, color(number)), (line.rings, "none")):
             for x, y in (place(*point) for point in marks):
                 shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{color(number)}"/>')
         if line.points:
             x, y = place(*line.points[-1])
-            shapes.append(f'<text x="{x}" y="{y}" dx="6" dy="4">{escape(line.name)}</text>')
+            shapes.append(f'<text x="{x}" y="{y}" dx="6" dy="4">{name}</text>')
     for part in range(_TICKS + 1):
         tick = left + part * (right - left) / _TICKS
         x, _ = place(tick, low)
@@ -97,10 +81,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def page(title: str, heading: str, sections: Sequence[str], *, reload_seconds: int | None = None) -> str:
     """Return a page of sections, each HTML of its own; texts are escaped by whoever made them."""
-    reload = f'<meta http-equiv="refresh" content="{reload_seconds}">' if reload_seconds is not None else ""
-    body = "".join(f"<section>{section}</section>\n" for section in sections if section)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>{reload}'
-        f'<meta name="color-scheme" content="light dark"><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{escape(heading)}</h1>\n{body}</body></html>\n"
-    )
+    parts = {
+        "@title@": escape(title),
+        "@reload@": f'<meta http-equiv="refresh" content="{reload_seconds}">' if reload_seconds is not None else "",
+        "@heading@": escape(heading),
+        "@body@": "".join(f"<section>{section}</section>\n" for section in sections if section),
+    }
+    return re.sub("|".join(parts), lambda found: parts[found[0]], _TEMPLATE.read_text(encoding="utf-8"))

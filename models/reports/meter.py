@@ -62,43 +62,36 @@ class Meter:
         """
         now, module = time.perf_counter(), self._module
         seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
-        if param.epoch != self._epoch:
-            self._epoch, before = param.epoch, [0] * len(seen)  # the counters restart in each epoch
-        else:
-            before = self._seen
+        before = self._seen if param.epoch == self._epoch else [0] * len(seen)  # the counters restart in each epoch
         if self._since is not None:
             self._seconds += now - self._since
             self._waiting += waited - self._waited
-            names, own = list(self._samples), 0
+            names, local = list(self._samples), 0
             for replica, count, was in zip(module.bound.replicas.all, seen, before, strict=True):
                 new = count - was if count >= was else count
                 self._samples[names[replica.context_index]] += new
-                own += new
-            self._total += samples_of_job(module, param, own)
-        self._since, self._seen, self._waited = now, seen, waited
+                local += new
+            self._total += samples_of_job(module, param, local)
+        self._since, self._seen, self._waited, self._epoch = now, seen, waited, param.epoch
         self.updates += 1
-        data = param.locals.get("data")
-        if data is not None:  # None: this worker had no samples in the batch
+        if param.locals.get("data") is not None:  # None: this worker had no samples in the batch
             self._losses.append(module.get_loss())
             if measure:
                 self._measure(param)
 
     def _measure(self, param: BatchEndParam) -> None:
         if self._copied is not param.eval_metric:
-            self._copied, self._metric = param.eval_metric, self._copy(param.eval_metric)
+            self._copied, self._metric = param.eval_metric, None
+            try:
+                self._metric = copy.deepcopy(param.eval_metric)
+            except (TypeError, RuntimeError) as error:  # a user's metric may hold objects without copy
+                name = type(param.eval_metric).__name__
+                message = "%s cannot be copied, so its curve over batches is missing: %s"
+                self._module.logger.warning(message, name, error)
         if self._metric is not None:
             self._metric.reset()
             self._metric.update_from(self._module, param.locals.get("label"))
             self._values = dict(self._metric.get_global_name_value())
-
-    def _copy(self, metric: EvalMetric) -> EvalMetric | None:
-        try:
-            return copy.deepcopy(metric)
-        except (TypeError, RuntimeError) as error:  # a user's metric may hold objects without copy
-            self._module.logger.warning(
-                "%s cannot be copied, so its curve over batches is missing: %s", type(metric).__name__, error
-            )
-            return None
 
     def point(self, when: float) -> Point:
         """Return the point of all updates since the last one, at ``when`` seconds into the run, and start the next."""
@@ -125,16 +118,14 @@ class Meter:
 def labels(module: Module) -> list[str]:
     """Return a unique label for each context of a module."""
     names = [str(context) for context in module.contexts]
-    return [
-        f"{name} #{names[:index].count(name) + 1}" if names.count(name) > 1 else name
-        for index, name in enumerate(names)
-    ]
+    numbers = [f" #{names[: index + 1].count(name)}" * (names.count(name) > 1) for index, name in enumerate(names)]
+    return [name + number for name, number in zip(names, numbers, strict=True)]
 
 
-def samples_of_job(module: Module, param: BatchEndParam, own: int) -> int:
-    """Return the number of samples of all workers in an update; ``own`` if it is unknown."""
+def samples_of_job(module: Module, param: BatchEndParam, local: int) -> int:
+    """Return the number of samples of all workers in an update; ``local`` if it is unknown."""
     plan = module.position.plan
     if module.workers.count == 1 or "samples" not in plan:
-        return own
+        return local
     begins = [number * plan["batch_size"] for number in range(param.nbatch + 1 - param.batches, param.nbatch + 1)]
     return sum(min(plan["batch_size"], plan["samples"] - begin) for begin in begins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -93,11 +94,12 @@ class TrainingProgress:
     def _count(self, param: BatchEndParam) -> None:
         if not self._running:
             self._begin(param)
-        epoch_begins = param.nbatch + 1 == param.batches or not self._record.epochs
-        if epoch_begins:
-            self._record.begin_epoch(param.epoch, self._module.step - param.batches)
-        self._record.add_split(_split(self._module, param))
-        last = self._meter.updates + 1 >= self._record.per_point
+        record, module = self._record, self._module
+        if param.nbatch + 1 == param.batches or not record.epochs:
+            record.begin_epoch(param.epoch, module.step - param.batches)
+        shares = [_shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)]
+        record.add_split(Split(module.step - param.batches, *shares))
+        last = self._meter.updates + 1 >= record.per_point
         self._meter.count(param, measure=last)
         self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
         if last:
@@ -108,11 +110,8 @@ class TrainingProgress:
         begins_at = self._module.step - param.batches
         if begins_at == 0:
             if self._record.points:
-                self._module.logger.warning(
-                    "%s held %d batches of an earlier run; this new run overwrites it",
-                    self.path,
-                    self._record.points[-1].step,
-                )
+                message = "%s held %d batches of an earlier run; this new run overwrites it"
+                self._module.logger.warning(message, self.path, self._record.points[-1].step)
             self._record = Record()
         self._record.go_back_to(begins_at)
         self._settings = settings(self._module, param)
@@ -133,11 +132,10 @@ class TrainingProgress:
 
     def _write(self, state: str, reason: str = "") -> None:
         began = time.perf_counter()
-        title = self.title or type(self._module.network).__name__
         self._settings |= _loads(self._module)
         data = {
             "format": FORMAT,
-            "title": title,
+            "title": self.title or type(self._module.network).__name__,
             "state": state,
             "reason": reason,
             "written": round(time.time(), 3),
@@ -163,9 +161,8 @@ class TrainingProgress:
 
 def page(data: dict[str, Any]) -> str:
     """Return the page with these data."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace(
-        "<", "\\u003c"
-    )  # so that the data cannot close the script tag
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = text.replace("<", "\\u003c")  # so that the data cannot close the script tag
     parts = {"@title@": html.escape(data["title"]), "@data@": text}
     template = _TEMPLATE.read_text(encoding="utf-8")
     return re.sub("|".join(parts), lambda match: parts[match[0]], template)
@@ -178,16 +175,14 @@ def read_progress(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not a progress page.
     """
-    try:
+    with contextlib.suppress(ValueError):  # not text, or not JSON
         found = _DATA.search(Path(path).read_text(encoding="utf-8"))
         data = json.loads(found[1]) if found else None
-    except ValueError:  # not text, or not JSON
-        data = None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} exists and is not a training progress page of gangline; give another path, or move it away"
-        )
-    return data
+        if isinstance(data, dict) and data.get("format") == FORMAT:
+            return data
+    raise ValueError(
+        f"{path} exists and is not a training progress page of gangline; give another path, or move it away"
+    )
 
 
 def _record(path: Path) -> Record:
@@ -207,6 +202,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
     data = param.locals["data"]
     size = plan.get("batch_size") or (num_samples(data, "data") if data is not None else None)
     loss = module.loss.loss
+    several = f"{workers.count}; loss, training metric, contexts and waiting time are those of worker 0"
     texts = {
         "network": f"{type(module.network).__name__}, {parameters:,} parameters"
         + (f", {trained:,} trained" if trained != parameters else ""),
@@ -218,15 +214,9 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),
         "batch size": f"{size or ''}" + (f", {param.batches} batches per update" if param.batches > 1 else ""),
         "samples": f"{plan['samples']:,}" if "samples" in plan else "",
-        "workers": "",
+        "workers": (several + ", throughput too" * ("samples" not in plan)) * (workers.count > 1),
         "PyTorch": torch.__version__,
     }
-    if workers.count > 1:
-        shared = "samples" in plan
-        texts["workers"] = (
-            f"{workers.count}; loss, training metric, contexts and waiting time are those of worker 0"
-            + ("" if shared else ", throughput too")
-        )
     return {name: text for name, text in texts.items() if text}
 
 
@@ -247,14 +237,9 @@ def _listed(loads: Sequence[float], *, is_auto: bool = False) -> str:
     return ", ".join(f"{load:.3g}" for load in loads) + " (auto)" * is_auto
 
 
-def _split(module: Module, param: BatchEndParam) -> Split:
-    """Return the split of the last update's batches."""
-    of_workers, of_contexts = module.workers.loads_of(param.nbatch), module.work_load_list
-    return Split(
-        module.step - param.batches,
-        [round(load / sum(of_workers), 4) for load in of_workers],
-        [round(load / sum(of_contexts), 4) for load in of_contexts],
-    )
+def _shares(loads: Sequence[float]) -> list[float]:
+    """Return the fraction of a batch of each load."""
+    return [round(load / sum(loads), 4) for load in loads]
 
 
 def _check_writable(path: Path, aside: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 MOST_POINTS = 2000
@@ -126,32 +126,27 @@ class Record:
         best: dict[str, Validation] = {}
         for validation in self.validations:
             for name, value in validation.values.items():
-                if math.isfinite(value) and (name not in best or _is_better(name, value, best[name].values[name])):
+                sign = -1 if name in _LESS_IS_BETTER else 1
+                if math.isfinite(value) and (name not in best or sign * value > sign * best[name].values[name]):
                     best[name] = validation
         return best
 
     def data(self) -> dict[str, Any]:
         """Return the record as plain data: columns of numbers, strings for non-finite ones, None for missing ones."""
-        plain = {name: [_plain(getattr(point, name)) for point in self.points] for name in _COLUMNS}
         metrics = dict.fromkeys(name for point in self.points for name in point.metrics)
         contexts = dict.fromkeys(label for point in self.points for label in point.samples)
-        tables = {
-            "metrics": {name: [_plain(point.metrics.get(name)) for point in self.points] for name in metrics},
-            "samples": {label: [point.samples.get(label, 0) for point in self.points] for label in contexts},
-        }
-        return {
-            "points": {**plain, **tables},
+        columns: dict[str, Any] = {name: [getattr(point, name) for point in self.points] for name in _COLUMNS}
+        columns["metrics"] = {name: [point.metrics.get(name) for point in self.points] for name in metrics}
+        columns["samples"] = {label: [point.samples.get(label, 0) for point in self.points] for label in contexts}
+        data = {
+            "points": columns,
             "per_point": self.per_point,
-            "validations": [
-                {**asdict(v), "time": _plain(v.time), "values": _all_plain(v.values)} for v in self.validations
-            ],
+            "validations": [asdict(validation) for validation in self.validations],
             "epochs": [{"epoch": epoch, "step": step} for epoch, step in self.epochs.items()],
             "splits": [asdict(split) for split in self.splits],
-            "best": {
-                name: {"value": _plain(v.values[name]), "epoch": v.epoch, "step": v.step}
-                for name, v in self.best().items()
-            },
+            "best": {n: {"value": v.values[n], "epoch": v.epoch, "step": v.step} for n, v in self.best().items()},
         }
+        return {name: _plain(value) for name, value in data.items()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Record:
@@ -160,56 +155,56 @@ class Record:
         Raises:
             KeyError, TypeError, ValueError: if the data have another form.
         """
-        columns, metrics, samples = data["points"], data["points"]["metrics"], data["points"]["samples"]
-        points = []
-        for row_number in range(len(columns["step"])):
-            values = {name: columns[name][row_number] for name in _COLUMNS}
-            row: dict[str, Any] = {n: float(v) if isinstance(v, str) else v for n, v in values.items()}
-            own = {name: float(v[row_number]) for name, v in metrics.items() if v[row_number] is not None}
-            counts = {label: int(column[row_number]) for label, column in samples.items()}
-            points.append(Point(**row, metrics=own, samples=counts))
-        validations = [
-            Validation(**{**each, "values": {name: float(value) for name, value in each["values"].items()}})
-            for each in data["validations"]
-        ]
-        epochs = {int(each["epoch"]): int(each["step"]) for each in data["epochs"]}
-        splits = [Split(**each) for each in data.get("splits", [])]  # older pages have none
-        return cls(points, int(data["per_point"]), validations, epochs, splits)
+        columns = _numbers(data["points"])
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in zip(*(columns[n] for n in _COLUMNS), strict=True)]
+        for name in ("metrics", "samples"):
+            for number, row in enumerate(rows):
+                values = {label: column[number] for label, column in columns[name].items()}
+                row[name] = {label: value for label, value in values.items() if value is not None}
+        return cls(
+            [Point(**row) for row in rows],
+            data["per_point"],
+            [Validation(**_numbers(validation)) for validation in data["validations"]],
+            {epoch["epoch"]: epoch["step"] for epoch in data["epochs"]},
+            [Split(**split) for split in data.get("splits", [])],  # older pages have none
+        )
 
 
 def _merged(earlier: Point, later: Point) -> Point:
-    losses = [(point.loss, point.updates) for point in (earlier, later) if point.loss is not None]
+    both = (earlier, later)
+    losses = [(point.loss, point.updates) for point in both if point.loss is not None]
     weight = sum(updates for _, updates in losses)
-    names = [*earlier.metrics, *(name for name in later.metrics if name not in earlier.metrics)]
-    values = {n: [point.metrics[n] for point in (earlier, later) if n in point.metrics] for n in names}
+    metrics = dict.fromkeys([*earlier.metrics, *later.metrics])
     contexts = dict.fromkeys([*earlier.samples, *later.samples])
-    return Point(
-        later.step,
-        later.epoch,
-        later.time,
-        earlier.updates + later.updates,
-        sum(loss * updates for loss, updates in losses) / weight if losses else None,
-        min((p.loss_min for p in (earlier, later) if p.loss_min is not None), default=None),
-        max((p.loss_max for p in (earlier, later) if p.loss_max is not None), default=None),
-        {name: statistics.fmean(found) for name, found in values.items()},
-        later.learning_rate,
-        earlier.seconds + later.seconds,
-        earlier.waiting + later.waiting,
-        {label: earlier.samples.get(label, 0) + later.samples.get(label, 0) for label in contexts},
-        earlier.total + later.total,
+    return replace(
+        later,
+        updates=earlier.updates + later.updates,
+        loss=sum(loss * updates for loss, updates in losses) / weight if losses else None,
+        loss_min=min((p.loss_min for p in both if p.loss_min is not None), default=None),
+        loss_max=max((p.loss_max for p in both if p.loss_max is not None), default=None),
+        metrics={name: statistics.fmean(p.metrics[name] for p in both if name in p.metrics) for name in metrics},
+        seconds=earlier.seconds + later.seconds,
+        waiting=earlier.waiting + later.waiting,
+        samples={label: sum(point.samples.get(label, 0) for point in both) for label in contexts},
+        total=earlier.total + later.total,
     )
 
 
-def _is_better(name: str, value: float, best: float) -> bool:
-    return value < best if name in _LESS_IS_BETTER else value > best
+def _plain(value: Any) -> Any:
+    """Return data for JSON, whose numbers are rounded to six digits."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    return value
 
 
-def _plain(value: float | None) -> Any:
-    """Return a number for JSON, rounded to six digits."""
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-
-
-def _all_plain(values: Mapping[str, float]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in values.items()}
+def _numbers(value: Any) -> Any:
+    """Return data from JSON, with numbers for the strings that `_plain` made."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_numbers(part) for part in value]
+    return float(value) if isinstance(value, str) else value

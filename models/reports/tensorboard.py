@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangline.models.arguments import check_int
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.meter import Meter
 
@@ -39,8 +40,7 @@ class TensorBoard:
             ValueError: if ``folder`` is a file, or ``period`` is below 1.
         """
         _writer()
-        if period < 1:
-            raise ValueError(f"period is {period}; expected 1 or more")
+        check_int("period", period)
         self.folder, self.period = Path(folder), period
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{folder} is a file; expected a folder for TensorBoard's event files")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import io
 import itertools
 import json
 import logging
@@ -15,8 +16,9 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,15 +26,16 @@ from typing import IO, Any, Literal
 
 import torch.multiprocessing
 
-from gangline.collectives.context import Device
+from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
-from gangline.models.sweeps.page import write_page
+from gangline.models.reports.chart import Line, line_chart, page, table
 from gangline.models.sweeps.queue import Place, is_worse_than_median, takes_next
-from gangline.models.sweeps.trial import Function, Parameters, State, TrialResult, run_trial
+from gangline.models.sweeps.trial import Function, Parameters, State, Trial, TrialResult, run_trial
 
 Grid = Mapping[str, Sequence[Any]] | Sequence[Parameters]
 _PRELOAD = ["gangline.models.module", "gangline.models.sweeps.trial"]
 _PAGE_SECONDS = 1.0
+_RELOAD_SECONDS = 2
 _END_SECONDS = 5.0
 _TRIAL = "trial of a sweep"
 _GUARD = (
@@ -54,22 +57,16 @@ class SweepResult:
     def best(self) -> TrialResult:
         """The trial with the best metric; ValueError if none has one."""
         known = [
-            (trial.value, -trial.number, trial)
+            trial
             for trial in self.trials
             if trial.state is State.DONE and trial.value is not None and not math.isnan(trial.value)
         ]
         if not known:
             raise ValueError("no trial has ended with a metric")
-        return max((value if self.maximize else -value, number, trial) for value, number, trial in known)[2]
+        return (max if self.maximize else min)(known, key=lambda trial: trial.value or 0.0)
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
-        rows = [["trial", *names, "state", "metric", "seconds", "contexts"]]
-        for trial in self.trials:
-            value = "" if trial.value is None else f"{trial.value:.6g}"
-            state = trial.state or "not run"
-            own = [str(trial.parameters.get(name, "")) for name in names]
-            rows.append([str(trial.number), *own, state, value, f"{trial.seconds:.1f}", trial.contexts])
+        rows = _texts(self.trials)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -125,90 +122,83 @@ def sweep(
         raise ValueError(f"contexts_per_trial is {contexts_per_trial}; expected 1 to {len(devices)}")
     if mode not in ("max", "min"):
         raise ValueError(f"mode is {mode!r}; expected 'max' or 'min'")
-    groups = [
-        tuple(devices[first : first + contexts_per_trial])
-        for first in range(0, len(devices) - contexts_per_trial + 1, contexts_per_trial)
-    ]
+    size = contexts_per_trial
+    groups = [tuple(devices[first : first + size]) for first in range(0, len(devices) - size + 1, size)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "trials.jsonl") as file:
-        running = _Sweep(function, wanted, groups, folder, file, maximize=mode == "max", stops=early_stopping)
+        results = [TrialResult(number, parameters) for number, parameters in enumerate(wanted)]
+        running = _Sweep(function, results, groups, folder, file, maximize=mode == "max", stops=early_stopping)
         running.read(retry_failed=retry_failed)
-        ended = sum(trial.state is not None for trial in running.results)
-        places = ", ".join(str(place.contexts) for place in running.places)
+        ended = sum(trial.state is not None for trial in results)
+        places = ", ".join(place.contexts for place in running.places)
         before = f", {ended} of them had ended before" if ended else ""
         _log.info("%d trials on %s, results in %s%s", len(wanted), places, folder, before)
         running.run()
-    return SweepResult(tuple(running.results), mode == "max")
+    return SweepResult(tuple(results), mode == "max")
 
 
+@dataclass
 class _Sweep:
     """A sweep that runs."""
 
-    def __init__(
-        self,
-        function: Function,
-        wanted: Sequence[Parameters],
-        groups: Sequence[tuple[Any, ...]],
-        folder: Path,
-        file: IO[str],
-        *,
-        maximize: bool,
-        stops: bool,
-    ) -> None:
-        self._function, self._groups, self._folder, self._file = function, groups, folder, file
-        self._maximize, self._stops = maximize, stops
-        self.results = [TrialResult(number, parameters) for number, parameters in enumerate(wanted)]
-        self.places = [Place(", ".join(map(str, group))) for group in groups]
-        self._of_connection: dict[connection.Connection, tuple[int, TrialResult, Any]] = {}
-        self._begun: set[connection.Connection] = set()
-        self._written = 0.0
-        on_host = sum(any(context.device_type == "cpu" for context in group) for group in groups)
-        self._threads = max((os.cpu_count() or 1) // max(on_host, 1), 1)
+    function: Function
+    results: list[TrialResult]
+    groups: Sequence[tuple[Context, ...]]
+    folder: Path
+    file: IO[str]
+    maximize: bool
+    stops: bool
+    processes: dict[connection.Connection, tuple[int, TrialResult, Any]] = field(default_factory=dict)
+    """Place, trial and process by the connection to it."""
+    begun: set[int] = field(default_factory=set)
+    """Numbers of the trials whose function was called."""
+    page_written: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.places = [Place(", ".join(map(str, group))) for group in self.groups]
+        on_host = sum(any(context.device_type == "cpu" for context in group) for group in self.groups)
+        self.threads = max((os.cpu_count() or 1) // max(on_host, 1), 1)
 
     def read(self, *, retry_failed: bool) -> None:
         """Take over the trials that an earlier run has ended."""
-        self._file.seek(0)
-        ended = {}
-        lines = self._file.read().splitlines(keepends=True)
+        self.file.seek(0)
+        lines = self.file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith("\n"):
-            self._file.write("\n")  # ends the line that was cut off
+            self.file.write("\n")  # ends the line that was cut off
+        name, ended = _described(self.function), {}
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):  # a line that was cut off by the end of its process
                 found = json.loads(line)
-                of_function = found.pop("function", None)
-                if of_function != _described(self._function):
-                    own = _described(self._function)
+                if (earlier := found.pop("function", None)) != name:
                     raise ValueError(
-                        f"{self._folder} holds trials of {of_function!r}, not of {own!r}; expected another folder"
+                        f"{self.folder} holds trials of {earlier!r}, not of {name!r}; expected another folder"
                     )
                 ended[_key(found["parameters"])] = found
         for number, trial in enumerate(self.results):
             found = ended.get(_key(trial.parameters))
-            if found is None or (retry_failed and found["state"] == State.FAILED):
-                continue
-            curve = [(int(step), float(value)) for step, value in found["curve"]]
-            self.results[number] = TrialResult(
-                **{**found, "number": number, "state": State(found["state"]), "curve": curve}
-            )
+            if found is not None and not (retry_failed and found["state"] == State.FAILED):
+                curve = [(int(step), float(value)) for step, value in found["curve"]]
+                known = {**found, "number": number, "state": State(found["state"]), "curve": curve}
+                self.results[number] = TrialResult(**known)
 
     def run(self) -> None:
         """Run the trials that have not ended, until all have."""
         waiting = [trial for trial in self.results if trial.state is None]
         try:
-            while waiting or self._of_connection:
+            while waiting or self.processes:
                 now = time.monotonic()
                 for index, place in enumerate(self.places):
                     others = [other for other in self.places if other is not place]
                     if waiting and place.busy_since is None and takes_next(place, others, len(waiting), now):
                         self._start(index, waiting.pop(0))
-                for ready in connection.wait(list(self._of_connection), timeout=_PAGE_SECONDS):
+                for ready in connection.wait(list(self.processes), timeout=_PAGE_SECONDS):
                     assert isinstance(ready, connection.Connection)
                     self._receive(ready)
-                if time.monotonic() - self._written > _PAGE_SECONDS:
+                if time.monotonic() - self.page_written > _PAGE_SECONDS:
                     self._write_page()
         finally:
-            for own, (_, _, process) in self._of_connection.items():
+            for own, (_, _, process) in self.processes.items():
                 own.close()
                 process.kill()  # it could wait for others; an interrupted trial begins again
                 process.join()
@@ -219,81 +209,107 @@ class _Sweep:
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         own, theirs = context.Pipe()
-        own_folder = self._folder / _folder_name(trial.parameters)
-        own_folder.mkdir(exist_ok=True)
+        folder = self.folder / _folder_name(trial.parameters)
+        folder.mkdir(exist_ok=True)
+        given = Trial(trial.number, dict(trial.parameters), tuple(self.groups[index]), folder)
         process = context.Process(
-            name=_TRIAL,
-            target=run_trial,
-            args=(
-                *(theirs, os.getpid(), self._function, trial.number, dict(trial.parameters)),
-                *(self._groups[index], own_folder, self._threads),
-            ),
+            name=_TRIAL, target=run_trial, args=(theirs, os.getpid(), self.function, given, self.threads)
         )
         process.start()
         theirs.close()
         trial.contexts = self.places[index].contexts
         self.places[index].busy_since = time.monotonic()
-        self._of_connection[own] = index, trial, process
+        self.processes[own] = index, trial, process
 
     def _receive(self, own: connection.Connection) -> None:
         """Handle a message of a trial, or its end without one."""
-        index, trial, process = self._of_connection[own]
+        index, trial, process = self.processes[own]
         try:
             kind, content = own.recv()
         except (EOFError, OSError):
             process.join()
             kind, content = "failed", f"its process ended with exit code {process.exitcode}"
-            if own not in self._begun:
+            if trial.number not in self.begun:
                 raise RuntimeError(f"trial {trial.number} cannot begin: {content}; {_GUARD}") from None
         if kind == "begun":
-            self._begun.add(own)
-            return
-        if kind == "report":
+            self.begun.add(trial.number)
+        elif kind == "report":
             trial.curve.append(content)
             others = [other for other in self.results if other is not trial]
             with contextlib.suppress(OSError):  # its end follows
-                own.send(self._stops and is_worse_than_median(trial, others, maximize=self._maximize))
-            return
-        place = self.places[index]
+                own.send(self.stops and is_worse_than_median(trial, others, maximize=self.maximize))
+        else:
+            self._end(self.places[index], trial, State(kind), content)
+            del self.processes[own]
+            own.close()
+            process.join(_END_SECONDS)
+            process.kill()
+
+    def _end(self, place: Place, trial: TrialResult, state: State, content: Any) -> None:
+        """Record the end of a trial: its metric, or its error."""
         assert place.busy_since is not None
-        trial.seconds = time.monotonic() - place.busy_since
-        trial.state = State(kind)
+        trial.state, trial.seconds = state, time.monotonic() - place.busy_since
         place.busy_since = None
-        if trial.state is State.FAILED:
+        if state is State.FAILED:
             trial.error = content
             _log.warning("trial %d %s failed: %s", trial.number, dict(trial.parameters), content.splitlines()[-1])
         else:
-            if trial.state is State.DONE:
+            if state is State.DONE:
                 place.durations.append(trial.seconds)
             values = [value for _, value in trial.curve]
-            best = (max if self._maximize else min)(values) if values else None
+            best = (max if self.maximize else min)(values) if values else None
             trial.value = content if content is not None else best
-            _log.info("trial %d %s: %s %s", trial.number, dict(trial.parameters), trial.state, trial.value)
-        self._of_connection.pop(own)
-        own.close()
-        process.join(_END_SECONDS)
-        process.kill()
-        self._file.write(json.dumps({**asdict(trial), "function": _described(self._function)}) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+            _log.info("trial %d %s: %s %s", trial.number, dict(trial.parameters), state, trial.value)
+        self.file.write(json.dumps({**asdict(trial), "function": _described(self.function)}) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
         self._write_table()
 
     def _write_table(self) -> None:
         """Write sweep.csv."""
-        names = list(dict.fromkeys(name for trial in self.results for name in trial.parameters))
-        aside = self._folder / "sweep.csv.tmp"
-        with aside.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["trial", *names, "state", "metric", "seconds", "contexts"])
-            for trial in self.results:
-                own = [trial.parameters.get(name, "") for name in names]
-                value = "" if trial.value is None else trial.value
-                writer.writerow([trial.number, *own, trial.state or "", value, round(trial.seconds, 3), trial.contexts])
-        aside.replace(self._folder / "sweep.csv")
+        text = io.StringIO()
+        csv.writer(text).writerows(_rows(self.results))
+        _replace(self.folder / "sweep.csv", text.getvalue())
 
     def _write_page(self) -> None:
-        self._written = time.monotonic()
-        write_page(self._folder / "sweep.html", self.results, is_over=all(trial.state for trial in self.results))
+        """Write sweep.html, which reloads itself until the sweep is over."""
+        self.page_written = time.monotonic()
+        lines = [Line(str(trial.number), trial.curve) for trial in self.results if trial.curve]
+        heads, *rows = _texts(self.results)
+        errors = [trial.error.strip().rpartition("\n")[2] for trial in self.results]
+        cells = [[*row, error] for row, error in zip(rows, errors, strict=True)]
+        counts = Counter(trial.state for trial in self.results if trial.state)
+        ended = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+        text = page(
+            "gangline sweep",
+            f"{counts.total()} of {len(rows)} trials have ended{f': {ended}' if ended else ''}",
+            [line_chart(lines, "step", "metric"), table([*heads, "error"], cells)],
+            reload_seconds=None if counts.total() == len(rows) else _RELOAD_SECONDS,
+        )
+        _replace(self.folder / "sweep.html", text)
+
+
+def _rows(trials: Sequence[TrialResult]) -> Iterator[list[Any]]:
+    """Yield the head of the table of trials, and its rows."""
+    names = list(dict.fromkeys(name for trial in trials for name in trial.parameters))
+    yield ["trial", *names, "state", "metric", "seconds", "contexts"]
+    for trial in trials:
+        values = [trial.parameters.get(name, "") for name in names]
+        state = trial.state or ("runs" if trial.contexts else "waits")
+        metric = "" if trial.value is None else trial.value
+        yield [trial.number, *values, state, metric, round(trial.seconds, 1), trial.contexts]
+
+
+def _texts(trials: Sequence[TrialResult]) -> list[list[str]]:
+    """Return the rows of the table of trials for readers."""
+    return [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in _rows(trials)]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in place of an earlier one."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, newline="")
+    aside.replace(path)
 
 
 def _combinations(grid: Grid) -> list[Parameters]:
@@ -306,13 +322,12 @@ def _combinations(grid: Grid) -> list[Parameters]:
         for name, values in grid.items():
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise TypeError(f"grid[{name!r}] is {values!r}; expected a list of values")
-        found: Iterable[Parameters] = (
+        wanted: list[Parameters] = [
             dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
-        )
+        ]
     else:
-        found = [dict(parameters) for parameters in grid]
-    wanted = list(found) if grid else []
-    if not wanted:
+        wanted = [dict(parameters) for parameters in grid]
+    if not grid or not wanted:
         raise ValueError(f"grid is {grid!r}; expected one value or more of each parameter")
     keys = [_key(parameters) for parameters in wanted]
     if len(set(keys)) < len(keys):

@@ -6,7 +6,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,10 @@ class TrialStopped(Exception):  # noqa: N818  it is no error
     """Raised by `Trial.report` in a trial that early stopping ends; let it pass."""
 
 
+def _goes_on(step: int, value: float) -> bool:  # noqa: ARG001
+    return False
+
+
 @dataclass(frozen=True)
 class Trial:
     """What the function of a sweep gets."""
@@ -35,7 +39,7 @@ class Trial:
     """Contexts to train on, for `Module`."""
     folder: Path
     """Folder of this trial, for its checkpoints; it remains if the sweep is killed, and the next try finds it."""
-    send: Callable[[int, float], bool] = field(repr=False)
+    send: Callable[[int, float], bool] = field(default=_goes_on, repr=False)
     """Passes a value on; returns whether the trial is to stop."""
 
     def report(self, step: int, value: float) -> None:
@@ -82,19 +86,10 @@ class TrialResult:
     """Traceback of a failed trial."""
 
 
-def run_trial(
-    connection: Connection,
-    parent: int,
-    function: Function,
-    number: int,
-    parameters: Parameters,
-    contexts: tuple[Context, ...],
-    folder: Path,
-    num_threads: int,
-) -> None:
+def run_trial(connection: Connection, parent: int, function: Function, trial: Trial, num_threads: int) -> None:
     """Run a function in this process, which ends when its parent does.
 
-    Sends ("begun", None); then ("report", step, value), and receives whether to stop; at the end ("done", value),
+    Sends ("begun", None); then ("report", (step, value)), and receives whether to stop; at the end ("done", value),
     ("stopped", None) or ("failed", traceback).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep ends its trials
@@ -111,7 +106,7 @@ def run_trial(
     try:
         connection.send(("begun", None))
         try:
-            found = function(Trial(number, parameters, contexts, folder, send))
+            found = function(replace(trial, send=send))
             if found is None and not reported:
                 raise ValueError("the function returned None and reported nothing; expected the metric")
             if found is not None and not isinstance(found, (SupportsFloat, SupportsIndex)):

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from gangline.models.zoo import alexnet, lenet, mlp, resnet, unet  # registers them
-from gangline.models.zoo.registry import Entry, create, create_network, find, names, register
-
-__all__ = [
-    "Entry",
-    "alexnet",
-    "create",
-    "create_network",
-    "find",
-    "lenet",
-    "mlp",
-    "names",
-    "register",
-    "resnet",
-    "unet",
-]
+from gangline.models.zoo import alexnet, lenet, mlp, resnet, unet  # noqa: F401  registers them
+from gangline.models.zoo.registry import Entry as Entry
+from gangline.models.zoo.registry import create as create
+from gangline.models.zoo.registry import create_network as create_network
+from gangline.models.zoo.registry import find as find
+from gangline.models.zoo.registry import names as names
+from gangline.models.zoo.registry import register as register

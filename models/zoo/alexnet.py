@@ -17,14 +17,9 @@ _LEAST = 63
 """Smallest height and width in pixels: the third pooling leaves one pixel of them."""
 
 
-@register("alexnet", image_shape=(3, 224, 224))
-def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
-    """Build AlexNet, 61.1 million parameters for 1,000 classes; see `AlexNet` for the arguments."""
-    return AlexNet(num_classes, dropout)
-
-
+@register("alexnet")
 class AlexNet(nn.Module):
-    """Five convolutions, adaptive pooling to 6x6, and three linear layers, two of them after dropout."""
+    """Five convolutions, pooling to 6x6, and three linear layers, two after dropout: 61.1 million parameters."""
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
         """Build the layers; weights are initialised by He et al. 2015 ("Delving deep into rectifiers"), biases are 0.
@@ -38,35 +33,20 @@ class AlexNet(nn.Module):
         """
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 64, 11, stride=4, padding=2),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(64, 192, 5, padding=2),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2),
-            nn.Conv2d(192, 384, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(384, 256, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(256, 256, 3, padding=1),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2),
+            *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2)),
+            *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2)),
+            *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2)),
         )
         self.avgpool = nn.AdaptiveAvgPool2d((6, 6))
         self.classifier = nn.Sequential(
-            nn.Dropout(dropout),
-            nn.Linear(256 * 6 * 6, 4096),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
-            nn.ReLU(inplace=True),
+            *(nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True)),
+            *(nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
             nn.Linear(4096, num_classes),
         )
         with torch.no_grad():
-            for (
-                name,
-                parameter,
-            ) in self.named_parameters():  # torch's bound is 1/sqrt(fan_in), He's sqrt(6) wider
+            for name, parameter in self.named_parameters():  # torch's bound is 1/sqrt(fan_in), He's sqrt(6) wider
                 parameter.mul_(0.0 if name.endswith("bias") else math.sqrt(6))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,17 @@ from gangline.models.zoo.registry import register
 
 
 @register("mlp", image_shape=(1, 28, 28))
-def mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
+def mlp(num_classes: int = 10, num_inputs: int = 28 * 28, hidden: tuple[int, int] = (128, 64)) -> nn.Module:
     """Build a perceptron: inputs flattened to ``num_inputs`` values, to logits (batch, num_classes)."""
+    first, second = hidden
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            fc1=nn.Linear(num_inputs, 128),
+            fc1=nn.Linear(num_inputs, first),
             relu1=nn.ReLU(),
-            fc2=nn.Linear(128, 64),
+            fc2=nn.Linear(first, second),
             relu2=nn.ReLU(),
-            fc3=nn.Linear(64, num_classes),
+            fc3=nn.Linear(second, num_classes),
         )
     )
 
@@ -27,13 +28,4 @@ def mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
 @register("wide_mlp", image_shape=(1, 28, 28))
 def wide_mlp(num_classes: int = 10, num_inputs: int = 28 * 28) -> nn.Module:
     """Build a perceptron with two hidden layers of 2,048 units: with small batches, communication dominates."""
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            fc1=nn.Linear(num_inputs, 2048),
-            relu1=nn.ReLU(),
-            fc2=nn.Linear(2048, 2048),
-            relu2=nn.ReLU(),
-            fc3=nn.Linear(2048, num_classes),
-        )
-    )
+    return mlp(num_classes, num_inputs, (2048, 2048))

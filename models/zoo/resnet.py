@@ -7,7 +7,7 @@ input. Images may have any height and width of at least 32 pixels, because the l
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,51 +15,21 @@ from torch import nn
 from gangline.models.zoo.registry import register
 
 
-@register("resnet18", image_shape=(3, 224, 224))
-def resnet18(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """Build ResNet-18, 11.7 million parameters; see `ResNet` for the arguments."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, zero_init_residual)
-
-
-@register("resnet34", image_shape=(3, 224, 224))
-def resnet34(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """Build ResNet-34, 21.8 million parameters; see `ResNet` for the arguments."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, zero_init_residual)
-
-
-@register("resnet50", image_shape=(3, 224, 224))
-def resnet50(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """Build ResNet-50, 25.6 million parameters; see `ResNet` for the arguments."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, zero_init_residual)
-
-
-@register("resnet101", image_shape=(3, 224, 224))
-def resnet101(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """Build ResNet-101, 44.5 million parameters; see `ResNet` for the arguments."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, zero_init_residual)
-
-
-@register("resnet152", image_shape=(3, 224, 224))
-def resnet152(num_classes: int = 1000, zero_init_residual: bool = False) -> nn.Module:
-    """Build ResNet-152, 60.2 million parameters; see `ResNet` for the arguments."""
-    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, zero_init_residual)
-
-
 class ResNet(nn.Module):
     """A 7x7 convolution, four stages of residual blocks at 1/4 to 1/32 of the image's size, and a linear classifier."""
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
         depths: tuple[int, int, int, int],
+        bottleneck: bool,
         num_classes: int = 1000,
         zero_init_residual: bool = False,
     ) -> None:
         """Build the layers; convolutions are initialised by He et al. 2015 ("Delving deep into rectifiers"), fan-out.
 
         Args:
-            block: class of the residual blocks.
             depths: number of blocks in each stage.
+            bottleneck: whether blocks have three convolutions, 1x1, 3x3 and 1x1 to four times the width; else two, 3x3.
             num_classes: number of outputs.
             zero_init_residual: initialise every block as the identity: the scale of its last BatchNorm is 0, not 1
                 (Goyal et al., "Accurate, large minibatch SGD", 2017).
@@ -69,99 +39,69 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = _stage(block, depths[0], 64, 64, stride=1)
-        self.layer2 = _stage(block, depths[1], 64 * block.expansion, 128, stride=2)
-        self.layer3 = _stage(block, depths[2], 128 * block.expansion, 256, stride=2)
-        self.layer4 = _stage(block, depths[3], 256 * block.expansion, 512, stride=2)
+        channels, stages = 64, []
+        for stage, depth in enumerate(depths):
+            width = 64 * 2**stage
+            blocks = [_Block(channels, width, 1 if stage == 0 else 2, bottleneck)]
+            channels = 4 * width if bottleneck else width
+            blocks += [_Block(channels, width, 1, bottleneck) for _ in range(depth - 1)]
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * block.expansion, num_classes)
+        self.fc = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
-                nn.init.zeros_(module.last_norm.weight)
+            elif zero_init_residual and isinstance(module, _Block):
+                nn.init.zeros_(module.layers[-1][1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits (batch, num_classes) for images (batch, 3, height, width)."""
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            features = stage(features)
         logits: torch.Tensor = self.fc(self.avgpool(features).flatten(1))
         return logits
 
 
-class BasicBlock(nn.Module):
-    """Residual block of two 3x3 convolutions."""
+class _Block(nn.Module):
+    """Residual block, whose first 3x3 convolution divides height and width by ``stride``, rounded up."""
 
-    expansion: ClassVar[int] = 1
-    """Output channels per unit of ``width``."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        """Build a block from ``channels`` to ``width`` channels that divides height and width by ``stride``."""
+    def __init__(self, channels: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        kernels = ((1, 1), (3, stride), (1, 1)) if bottleneck else ((3, stride), (3, 1))
+        widths = [channels, *[width] * (len(kernels) - 1), 4 * width if bottleneck else width]
+        for number, (kernel, step) in enumerate(kernels):
+            before, after = widths[number : number + 2]
+            conv = nn.Conv2d(before, after, kernel, step, padding=kernel // 2, bias=False)
+            self.add_module(f"conv{number + 1}", conv)
+            self.add_module(f"bn{number + 1}", nn.BatchNorm2d(after))
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(channels, width, stride)
+        self.downsample = None
+        if stride != 1 or channels != widths[-1]:
+            projection = nn.Conv2d(channels, widths[-1], 1, stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(widths[-1]))
+        self.depth = len(kernels)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The BatchNorm before the addition."""
-        return self.bn2
+    def layers(self) -> list[tuple[nn.Module, nn.BatchNorm2d]]:
+        """The convolutions, each with the BatchNorm after it."""
+        return [(getattr(self, f"conv{n}"), getattr(self, f"bn{n}")) for n in range(1, self.depth + 1)]
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map (batch, channels, height, width) to (batch, width, height / stride, width / stride), rounded up."""
-        residual = self.relu(self.bn1(self.conv1(features)))
-        residual = self.bn2(self.conv2(residual))
+        residual = features
+        for number, (conv, norm) in enumerate(self.layers):
+            residual = norm(conv(self.relu(residual) if number else residual))
         shortcut = features if self.downsample is None else self.downsample(features)
         output: torch.Tensor = self.relu(residual + shortcut)
         return output
 
 
-class Bottleneck(nn.Module):
-    """Residual block: 1x1 convolution to ``width`` channels, 3x3, then 1x1 to four times ``width``."""
-
-    expansion: ClassVar[int] = 4
-    """Output channels per unit of ``width``."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        """Build a block from ``channels`` to 4 ``width`` channels that divides height and width by ``stride``."""
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * self.expansion)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(channels, width * self.expansion, stride)
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The BatchNorm before the addition."""
-        return self.bn3
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map (batch, channels, height, width) to (batch, 4 width, height / stride, width / stride), rounded up."""
-        residual = self.relu(self.bn1(self.conv1(features)))
-        residual = self.relu(self.bn2(self.conv2(residual)))
-        residual = self.bn3(self.conv3(residual))
-        shortcut = features if self.downsample is None else self.downsample(features)
-        output: torch.Tensor = self.relu(residual + shortcut)
-        return output
-
-
-def _stage(
-    block: type[BasicBlock] | type[Bottleneck], depth: int, channels: int, width: int, stride: int
-) -> nn.Sequential:
-    """Build a stage of ``depth`` blocks; the first has the stride."""
-    rest = [block(width * block.expansion, width, stride=1) for _ in range(depth - 1)]
-    return nn.Sequential(block(channels, width, stride), *rest)
-
-
-def _shortcut(channels: int, output_channels: int, stride: int) -> nn.Sequential | None:
-    """Build the projection from a block's input shape to its output shape; None if they are equal."""
-    if stride == 1 and channels == output_channels:
-        return None
-    return nn.Sequential(nn.Conv2d(channels, output_channels, 1, stride, bias=False), nn.BatchNorm2d(output_channels))
+for _layers, _depths in (
+    (18, (2, 2, 2, 2)),
+    (34, (3, 4, 6, 3)),
+    (50, (3, 4, 6, 3)),
+    (101, (3, 4, 23, 3)),
+    (152, (3, 8, 36, 3)),
+):
+    register(f"resnet{_layers}")(partial(ResNet, _depths, _layers >= 50))

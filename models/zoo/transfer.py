@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gangline.models.checkpoint.checkpoint import load_weights
+from gangline.kvstore.optimizer.spec import check_learning_rate
+from gangline.models.arguments import check_int, check_number
+from gangline.models.checkpoint.checkpoint import load_weights, read_weights
 from gangline.models.zoo import registry
 
 WEIGHT_FACTOR = 10.0
@@ -63,11 +65,12 @@ def pretrained(
             raise
         load_weights(network, weights)  # raises if they do not fit as they are
         return network, []
-    file_classes = _rows(Path(weights), f"{name}.weight")
-    if file_classes is not None and file_classes != layer.weight.shape[0]:
+    params = read_weights(weights)
+    rows = params.get(f"{name}.weight", params.get(f"module.{name}.weight"))  # the prefix of DDP
+    file_classes = layer.weight.shape[0] if rows is None or not rows.ndim else len(rows)
+    if file_classes != layer.weight.shape[0]:
         _replace(network, name, layer, file_classes, torch.Generator())  # only for the shape: loaded next
     load_weights(network, weights)
-    assert file_classes is not None  # else load_weights had raised
     wanted = file_classes if num_classes is None else num_classes
     return network, replace_last_layer(network, wanted, generator) if replace_last or file_classes != wanted else []
 
@@ -92,7 +95,7 @@ def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Ge
             ``num_classes`` is below 1.
         TypeError: if ``num_classes`` is not an int.
     """
-    _check_count("num_classes", num_classes)
+    check_int("num_classes", num_classes)
     name, layer = _last_layer(network)
     return _replace(network, name, layer, num_classes, generator)
 
@@ -149,13 +152,14 @@ def learning_rate_factors(
     for what, given in (("new", new), ("frozen", frozen)):
         if isinstance(given, str):
             raise TypeError(f"{what} is {given!r}; expected a list of names")
-        _check_names(what, given, names)
+        for name in given:
+            if name not in names:
+                raise ValueError(f"{what} has {name!r}, which is not a parameter; {_nearest(name, names)}")
     both = [name for name in new if name in frozen]
     if both:
         raise ValueError(f"{both} are new and frozen, so they would never be trained; freeze only layers before them")
     for what, factor in (("weight", weight), ("bias", bias), ("early", early)):
-        if not 0 <= factor < math.inf:
-            raise ValueError(f"the factor {what} is {factor}; expected a finite number, 0 or more")
+        check_number(f"the factor {what}", factor)
     factors = {name: early for name in names if name not in frozen}
     factors |= {name: bias if name.endswith("bias") else weight for name in new}
     return {name: float(factor) for name, factor in factors.items() if factor != 1}
@@ -171,10 +175,9 @@ def scale_batch(batch_size: int, learning_rate: float, devices: int) -> tuple[in
         ValueError: if a count is below 1, or the rate is negative or not finite.
         TypeError: if a count is not an int.
     """
-    _check_count("batch_size", batch_size)
-    _check_count("devices", devices)
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"the learning rate is {learning_rate}; expected a finite number, 0 or more")
+    check_int("batch_size", batch_size)
+    check_int("devices", devices)
+    check_learning_rate(learning_rate)
     return batch_size * devices, learning_rate * devices
 
 
@@ -220,36 +223,6 @@ def _replace(
     return [f"{name}.{of}" for of, _ in new.named_parameters()]
 
 
-def _rows(path: Path, name: str) -> int | None:
-    """Return the first dimension of a tensor in a file of weights; None on any error, which `load_weights` reports."""
-    wanted = (name, f"module.{name}")  # the prefix of DDP
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
-            with safe_open(path, "pt") as file:
-                shapes = {key: file.get_slice(key).get_shape() for key in file.keys() if key in wanted}  # noqa: SIM118
-        else:
-            params = torch.load(path, map_location="cpu", weights_only=True)
-            shapes = {key: params[key].shape for key in wanted if key in params}
-    except Exception:  # noqa: BLE001  load_weights reports a broken file
-        return None
-    return next((int(shape[0]) for shape in shapes.values() if len(shape)), None)
-
-
-def _check_names(what: str, given: Iterable[str], names: list[str]) -> None:
-    for name in given:
-        if name not in names:
-            raise ValueError(f"{what} has {name!r}, which is not a parameter; {_nearest(name, names)}")
-
-
 def _nearest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
     return f"did you mean one of {near}?" if near else f"expected one of {names}"
-
-
-def _check_count(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is {value!r}; expected an int")
-    if value < 1:
-        raise ValueError(f"{what} is {value}; expected 1 or more")

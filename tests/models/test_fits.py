@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from gangline.models.data import checks
+from gangline.cli.training import checks
 
 
 class Stream(IterableDataset[Any]):

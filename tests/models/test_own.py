@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from gangline import Module
 from gangline.cli.main import main
-from gangline.models import Module, import_by_name, zoo
-from gangline.models.data import checks
+from gangline.cli.training import checks
+from gangline.models import import_by_name, zoo
 from gangline.models.data.datasets import Splits
 
 NETS = """\

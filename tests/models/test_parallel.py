@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import collectives
+from gangline import Module, collectives
 from gangline.collectives import Communicator, cpu
-from gangline.models import Module
 
 
 def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:

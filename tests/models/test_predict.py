@@ -10,7 +10,7 @@ import torch
 from command import gangline_command, write_digits
 from torch import nn
 
-from gangline.models import Module
+from gangline import Module
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.zoo import create

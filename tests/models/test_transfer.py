@@ -326,8 +326,8 @@ def test_batch_and_rate_grow_with_the_devices() -> None:
         ((0, 0.1, 2), ValueError, "batch_size is 0"),
         ((8, 0.1, 0), ValueError, "devices is 0"),
         ((8, 0.1, 2.0), TypeError, "devices is 2.0"),
-        ((8, -0.1, 2), ValueError, "the learning rate is -0.1"),
-        ((8, math.nan, 2), ValueError, "the learning rate is nan"),
+        ((8, -0.1, 2), ValueError, "learning rate is -0.1"),
+        ((8, math.nan, 2), ValueError, "learning rate is nan"),
     ],
 )
 def test_invalid_arguments_of_scale_batch_are_refused(arguments: Any, error: type[Exception], message: str) -> None:

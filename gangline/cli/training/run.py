@@ -29,6 +29,7 @@ from gangline.cli.options import (
     signals_of,
     write_json,
 )
+from gangline.cli.training.checks import check_fits, check_labels, first_sample
 from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
 from gangline.cli.training.scaling import scaling_of
 from gangline.collectives.context import Context
@@ -43,7 +44,6 @@ from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import read_metadata
 from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
-from gangline.models.data.checks import check_fits, check_labels, first_sample
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, ProgressBar, Speedometer

@@ -8,17 +8,27 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from gangline.models.arguments import check_int
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.files import IMAGE_SUFFIXES, FolderListing, read
 from gangline.models.data.reader import Unreadable
 
 _log = logging.getLogger("gangline")
+
+
+class ImageOptions(TypedDict, total=False):
+    """Options of `Images`."""
+
+    skip_unreadable: int
+    num_workers: int
+    augmentation: Augmentation | None
+    seed: int
 
 
 class Images(Dataset[Any]):
@@ -58,28 +68,15 @@ class Images(Dataset[Any]):
             RuntimeError: if a store refuses to be listed.
             TypeError: if an argument has a wrong type.
         """
-        self._set_up(FolderListing(root), image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
-        if not self._names:
-            raise ValueError(f"image folder {self.shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
-
-    def _set_up(
-        self,
-        listing: FolderListing,
-        image_shape: Sequence[int],
-        dtype: torch.dtype,
-        skip_unreadable: int,
-        num_workers: int,
-        augmentation: Augmentation | None,
-        seed: int,
-    ) -> None:
         channels, height, width = image_shape
         if channels not in (1, 3) or min(height, width) < 1:
             raise ValueError(f"image_shape is {tuple(image_shape)}; expected 1 or 3 channels, height and width")
-        _check_count("num_workers", num_workers, "processes")
-        _check_count("skip_unreadable", skip_unreadable, "files")
+        check_int("num_workers", num_workers, 0)
+        check_int("skip_unreadable", skip_unreadable, 0)
+        listing = FolderListing(root)
         self.root, self.shown = listing.root, listing.shown
-        self._names = listing.names
-        self.files: list[Any] = [listing.file(name) for name in listing.names]
+        self._names = self._select(listing)
+        self.files: list[Any] = [listing.file(name) for name in self._names]
         """The Path or the URL of each image, without secrets."""
         self.num_workers = num_workers
         self.augmentation = augmentation or Augmentation()
@@ -89,6 +86,12 @@ class Images(Dataset[Any]):
         self._skipped: dict[str, str] = {}
         # In shared memory, so that persistent workers of a DataLoader see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def _select(self, listing: FolderListing) -> list[str]:
+        """Return the names of the images of a folder that belong to the dataset."""
+        if not listing.names:
+            raise ValueError(f"image folder {listing.shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
+        return listing.names
 
     def __len__(self) -> int:
         return len(self._names)
@@ -214,11 +217,8 @@ class ImageFolder(Images):
         image_shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         *,
-        skip_unreadable: int = 0,
-        num_workers: int = 0,
-        augmentation: Augmentation | None = None,
         classes: Sequence[str] | None = None,
-        seed: int = 0,
+        **options: Unpack[ImageOptions],
     ) -> None:
         """List the files; arguments and errors are those of `Images`, and these.
 
@@ -226,58 +226,41 @@ class ImageFolder(Images):
             root: see `Images`.
             image_shape: see `Images`.
             dtype: see `Images`.
-            skip_unreadable: see `Images`.
-            num_workers: see `Images`.
-            augmentation: see `Images`.
             classes: names that the sub-folders must have, in label order, such as those a network was trained on; None:
                 the sub-folders' names in alphabetical order.
-            seed: see `Images`.
+            options: skip_unreadable, num_workers, augmentation and seed of `Images`.
 
         Raises:
             ValueError: if there are no sub-folders, a class has no images, or the sub-folders are not ``classes``.
         """
-        listing = FolderListing(root)
+        self.classes = list(classes or ())
+        super().__init__(root, image_shape, dtype, **options)
+
+    def _select(self, listing: FolderListing) -> list[str]:
         if not listing.folders:
             raise ValueError(f"image folder {listing.shown} has no sub-folders; expected one for each class")
-        self.classes = list(classes) if classes is not None else listing.folders
+        self.classes = self.classes or listing.folders
         _check_classes(listing, self.classes)
         number = {name: label for label, name in enumerate(self.classes)}
-        listing.names = [name for name in listing.names if name.split("/")[0] in number and "/" in name]
-        self.labels = [number[name.split("/")[0]] for name in listing.names]
+        names = [name for name in listing.names if name.split("/")[0] in number and "/" in name]
+        self.labels = [number[name.split("/")[0]] for name in names]
         for label in sorted(set(range(len(self.classes))) - set(self.labels)):
             folder = listing.file(self.classes[label])
             raise ValueError(f"class folder {folder} has no images ({', '.join(IMAGE_SUFFIXES)})")
-        self._set_up(listing, image_shape, dtype, skip_unreadable, num_workers, augmentation, seed)
+        return names
 
     @staticmethod
     def unlabelled(
         root: str | Path,
         image_shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
-        *,
-        skip_unreadable: int = 0,
-        num_workers: int = 0,
-        augmentation: Augmentation | None = None,
+        **options: Unpack[ImageOptions],
     ) -> Images:
         """Return all images under a folder, with or without sub-folders, for `Module.predict`: without labels."""
-        return Images(
-            root,
-            image_shape,
-            dtype,
-            skip_unreadable=skip_unreadable,
-            num_workers=num_workers,
-            augmentation=augmentation,
-        )
+        return Images(root, image_shape, dtype, **options)
 
     def _item(self, image: torch.Tensor, index: int) -> tuple[torch.Tensor, int]:
         return image, self.labels[index]
-
-
-def _check_count(name: str, value: Any, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected a number of {unit}")
-    if value < 0:
-        raise ValueError(f"{name} is {value}; expected 0 or more")
 
 
 def _check_classes(listing: FolderListing, classes: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from gangline.models.arguments import check_int
 from gangline.models.data.images.augmentation import Augmentation, warp
 from gangline.models.data.images.files import IMAGE_SUFFIXES, FolderListing, read
 from gangline.models.data.images.folder import decoded_image
@@ -67,8 +68,7 @@ class ImagePatches(Dataset[Any]):
         self._augmentation = augmentation or Augmentation()
         if self._augmentation.resize is not None or self._augmentation.crop is not None:
             raise ValueError("the augmentation of patches has resize or crop; expected none: size is that of the patch")
-        if patches_per_image < 1:
-            raise ValueError(f"patches_per_image is {patches_per_image}; expected 1 or more")
+        check_int("patches_per_image", patches_per_image)
         height, width = (size, size) if isinstance(size, int) else size
         self._shape = (channels, height, width)
         if channels not in (1, 3):
