@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from gangline.cli.planning.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
 from gangline.models import import_by_name
 from gangline.models.data.batches import Batch, concat, num_samples, take
 from gangline.models.data.sources import source
-from gangline.models.load_balance.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
 from gangline.models.module import Module
 
 _BLOCKS = 7

@@ -1,0 +1,1 @@
+"""Predictions of step times and splits, for `gangline advise`, `gangline train --advise` and `gangline balance`."""
