@@ -74,10 +74,6 @@ if TYPE_CHECKING:
     from gangline.models.segmentation.scenes import digit_scenes as digit_scenes
     from gangline.models.segmentation.scenes import write_scenes as write_scenes
     from gangline.models.segmentation.tiles import predict_image as predict_image
-    from gangline.models.sweeps.sweep import SweepResult as SweepResult
-    from gangline.models.sweeps.sweep import sweep as sweep
-    from gangline.models.sweeps.trial import Trial as Trial
-    from gangline.models.sweeps.trial import TrialResult as TrialResult
     from gangline.models.unequal_ranks.balanced_loader import BalancedLoader as BalancedLoader
     from gangline.models.unequal_ranks.balanced_loader import balance as balance
     from gangline.models.unequal_ranks.gather_rows import gather_rows as gather_rows
@@ -88,6 +84,10 @@ if TYPE_CHECKING:
     from gangline.models.zoo.transfer import pretrained as pretrained
     from gangline.models.zoo.transfer import replace_last_layer as replace_last_layer
     from gangline.models.zoo.transfer import scale_batch as scale_batch
+    from gangline.sweeps.sweep import SweepResult as SweepResult
+    from gangline.sweeps.sweep import sweep as sweep
+    from gangline.sweeps.trial import Trial as Trial
+    from gangline.sweeps.trial import TrialResult as TrialResult
 
 _HOMES = {
     "collectives.communicator": ("Communicator", "connect", "in_process"),
@@ -134,8 +134,8 @@ _HOMES = {
     "models.segmentation.overlays": ("segmentation_page",),
     "models.segmentation.scenes": ("digit_scenes", "write_scenes"),
     "models.segmentation.tiles": ("predict_image",),
-    "models.sweeps.sweep": ("SweepResult", "sweep"),
-    "models.sweeps.trial": ("Trial", "TrialResult"),
+    "sweeps.sweep": ("SweepResult", "sweep"),
+    "sweeps.trial": ("Trial", "TrialResult"),
     "models.unequal_ranks.balanced_loader": ("BalancedLoader", "balance"),
     "models.unequal_ranks.gather_rows": ("gather_rows",),
     "models.zoo": ("create_network",),

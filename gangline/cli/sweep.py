@@ -20,7 +20,7 @@ from gangline.collectives.errors import UsageError
 if TYPE_CHECKING:
     from gangline.collectives.context import Context
     from gangline.models.loop.callbacks import BatchEndParam
-    from gangline.models.sweeps.trial import Trial
+    from gangline.sweeps.trial import Trial
 
 _DEVICES = ("--cpus", "--gpus", "--context", "--work-load-list")
 _NOT_IN_TRIALS = ("--advise", "--verify", "--test-io", "--json", "--timeline")
@@ -57,7 +57,7 @@ def sweep(
 
     Run it again with the same folder to go on where it was stopped.
     """
-    from gangline.models.sweeps.sweep import sweep as run_sweep
+    from gangline.sweeps.sweep import sweep as run_sweep
 
     options = train_options or []
     for word in (*options, *(f"--{value.partition('=')[0]}" for value in values or [])):

@@ -10,7 +10,7 @@ import ray
 from ray import tune
 
 from gangline.collectives.context import Context, cpu, gpu
-from gangline.models.sweeps.trial import Function, Trial
+from gangline.sweeps.trial import Function, Trial
 
 
 def trainable(function: Function) -> Callable[[dict[str, Any]], None]:

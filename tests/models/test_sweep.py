@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gangline import Trial, cpu, sweep
-from gangline.models.sweeps.queue import Place, is_worse_than_median, takes_next
-from gangline.models.sweeps.sweep import _folder_name
-from gangline.models.sweeps.trial import State, TrialResult
+from gangline.sweeps.queue import Place, is_worse_than_median, takes_next
+from gangline.sweeps.sweep import _folder_name
+from gangline.sweeps.trial import State, TrialResult
 from tests.kvstore.test_launch import ROOT
 
 SCRIPT = """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from gangline.models.sweeps.trial import TrialResult
+from gangline.sweeps.trial import TrialResult
 
 _LEAST_OTHERS = 3
 """Trials that a trial is compared with at least before it is stopped."""

@@ -29,11 +29,11 @@ import torch.multiprocessing
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
 from gangline.models.reports.chart import Line, line_chart, page, table
-from gangline.models.sweeps.queue import Place, is_worse_than_median, takes_next
-from gangline.models.sweeps.trial import Function, Parameters, State, Trial, TrialResult, run_trial
+from gangline.sweeps.queue import Place, is_worse_than_median, takes_next
+from gangline.sweeps.trial import Function, Parameters, State, Trial, TrialResult, run_trial
 
 Grid = Mapping[str, Sequence[Any]] | Sequence[Parameters]
-_PRELOAD = ["gangline.models.module", "gangline.models.sweeps.trial"]
+_PRELOAD = ["gangline.models.module", "gangline.sweeps.trial"]
 _PAGE_SECONDS = 1.0
 _RELOAD_SECONDS = 2
 _END_SECONDS = 5.0
