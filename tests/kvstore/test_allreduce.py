@@ -595,9 +595,6 @@ def test_init_is_refused_while_a_rank_has_joined() -> None:
         assert last == 0
 
 
-# Module
-
-
 # Opening and closing
 
 
