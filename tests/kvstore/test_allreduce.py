@@ -654,18 +654,6 @@ def test_close_leaves_the_job_of_the_environment() -> None:
     assert again == left
 
 
-def _given(comm: Communicator) -> float:
-    with create("allreduce", communicator=comm) as kv:
-        kv.init("a", numbers(0))
-    tensor = torch.tensor([float(comm.rank)])
-    comm.all_reduce(tensor)
-    return tensor.item()
-
-
-def test_close_leaves_a_given_communicator_open() -> None:
-    assert spawn(_given, 2, threads=1) == [1.0, 1.0]
-
-
 # One process and two: the single-worker stores take weights as well
 
 

@@ -284,20 +284,13 @@ def test_sums_of_other_types_are_the_same_bits(kv: KVStore, dtype: torch.dtype) 
     kv.init(list(start), list(start.values()))
     (bucket,) = plan(list(start.items()), 1 << 20)
     kv.fuse(bucket)
-    values = []
-    for device in range(3):
-        made = bucket.empty(CPU)
-        for key, view in bucket.views(made).items():
-            view.copy_(gradient(key, 0, device) * 1000)
-        values.append(made)
+    values = [flat(bucket, lambda key, d=device: gradient(key, 0, d) * 1000) for device in range(3)]  # type: ignore[misc]
+    out = torch.empty(bucket.numel, dtype=dtype)
     kv.push_bucket(bucket, values)
-    found = bucket.views(out := torch.empty(bucket.numel, dtype=dtype))
     kv.pull_bucket(bucket, [out])
     kv.push(KEYS, [[bucket.views(value)[key] for value in values] for key in KEYS])
-    for key in KEYS:
-        one = torch.empty(SHAPES[key], dtype=dtype)
-        kv.pull(key, one)
-        assert torch.equal(found[key], one)
+    by_keys = pulled(kv, dtype=dtype)
+    assert all(torch.equal(view, by_keys[key]) for key, view in bucket.views(out).items())
 
 
 @pytest.mark.parametrize("setting", ["nothing", "sgd", "adam", "updater", "2bit"])
@@ -385,29 +378,20 @@ def test_a_bucket_has_one_owner_and_bytes_stay_balanced(places: int) -> None:
             assert max(loads) - min(loads) <= max(bucket.numel for bucket in buckets)
 
 
-def test_owners_stay_through_a_buckets_pushes_and_pulls() -> None:
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_a_buckets_owner_stays_through_pushes_and_pulls(fused_first: bool) -> None:
     bucket = bucket_of()
-    kv = DeviceStore()
-    with kv:
+    with DeviceStore() as kv:
         prepared(kv)
-        push(kv, 0)
-        assert {kv.owner(key) for key in KEYS} == {0, 1}
+        if not fused_first:
+            push(kv, 0)
+            assert {kv.owner(key) for key in KEYS} == {0, 1}
         kv.fuse(bucket)
-        (owner,) = {kv.owner(key) for key in KEYS}
         kv.push_bucket(bucket, flats(bucket, 1))
+        (owner,) = {kv.owner(key) for key in KEYS}
         pulled_flat(kv, bucket)
         push(kv, 2)
         assert {kv.owner(key) for key in KEYS} == {owner}
-
-
-def test_a_bucket_fused_before_the_first_list_gets_one_owner() -> None:
-    bucket = bucket_of()
-    kv = DeviceStore()
-    with kv:
-        prepared(kv).fuse(bucket)
-        kv.push_bucket(bucket, flats(bucket, 0))
-        push(kv, 1)
-        assert len({kv.owner(key) for key in KEYS}) == 1
 
 
 @pytest.mark.parametrize("call", ["push", "push of a list", "pull", "pull of a list"])

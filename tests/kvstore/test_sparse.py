@@ -773,12 +773,15 @@ def test_the_counter_sees_operations_on_a_whole_table() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam", "updater"])
 def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> None:
     shape = (5000, WIDTH)
     parts = [RowSparse([9, 4000, 9, 17 + device], torch.ones(4, WIDTH), shape) for device in range(devices)]
     kv.init("w", torch.ones(shape))
-    kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
+    if name == "updater":
+        kv.set_updater(add_rows)
+    else:
+        kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
     kv.push("w", parts)
     with Elements() as counted:
         kv.push("w", parts)
@@ -807,13 +810,3 @@ def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
     with Elements() as counted:
         kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
     assert 0 < counted.most <= 3 * WIDTH
-
-
-def test_the_sum_of_rows_for_an_updater_is_as_large_as_they_are(kv: KVStore) -> None:
-    shape = (5000, WIDTH)
-    kv.init("w", torch.ones(shape))
-    kv.set_updater(add_rows)
-    parts = [RowSparse([9, 4000], torch.ones(2, WIDTH), shape) for _ in range(3)]
-    with Elements() as counted:
-        kv.push("w", parts)
-    assert 0 < counted.most <= 6 * WIDTH
