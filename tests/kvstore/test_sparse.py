@@ -469,7 +469,12 @@ WHOLE += re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a
         ("adafactor", f"optimizer 'adafactor' {WHOLE}", table(), sparse([1])),
         ("muon", f"optimizer 'muon' {WHOLE}", table(), sparse([1])),
         (Plain, f"optimizer 'Plain' {WHOLE}", table(), sparse([1])),
-        ("sparseadam", "takes row-sparse gradients only, but that of key 'b' is dense", sparse([1]), table()),
+        (
+            "sparseadam",
+            "'sparseadam' takes row-sparse gradients only, but that of key 'b' is dense",
+            sparse([1]),
+            table(),
+        ),
     ],
     ids=["adafactor", "muon", "Plain", "sparseadam"],
 )
