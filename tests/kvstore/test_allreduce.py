@@ -595,9 +595,6 @@ def test_init_is_refused_while_a_rank_has_joined() -> None:
         assert last == 0
 
 
-# Module
-
-
 # Opening and closing
 
 
@@ -655,18 +652,6 @@ def test_close_leaves_the_job_of_the_environment() -> None:
     assert left[0] == "DeadNodeError"
     assert "rank 1" in left[1]
     assert again == left
-
-
-def _given(comm: Communicator) -> float:
-    with create("allreduce", communicator=comm) as kv:
-        kv.init("a", numbers(0))
-    tensor = torch.tensor([float(comm.rank)])
-    comm.all_reduce(tensor)
-    return tensor.item()
-
-
-def test_close_leaves_a_given_communicator_open() -> None:
-    assert spawn(_given, 2, threads=1) == [1.0, 1.0]
 
 
 # One process and two: the single-worker stores take weights as well

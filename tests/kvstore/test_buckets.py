@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.collectives import Work
 from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, create
 from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
-from gangline.kvstore.optimizer.keyed import OptimizerState
+from tests.kvstore import keyed
+from tests.kvstore.keyed import KEYS, SHAPES, Operations, check_same, gradient, held, pulled, push, weights
 
 CPU = torch.device("cpu")
 LIMIT = 20.0
 """Time limit of a wait, in seconds."""
-SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
-KEYS = list(SHAPES)
 DEVICES = 2
-
-# Every name with arguments that make its arithmetic matter.
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adadelta": {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01},
-    "adafactor": {"lr": 0.05, "beta2_decay": -0.7, "weight_decay": 0.01},
-    "adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
-    "adam": {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01},
-    "adamax": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
-    "adamw": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1},
-    "asgd": {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01},
-    "muon": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 1},
-    "nadam": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
-    "nag": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "lr_mult": {3: 10}, "wd_mult": {"3": 0}},
-    "radam": {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01},
-    "rmsprop": {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True},
-    "rprop": {"lr": 0.05, "etas": (0.4, 1.3)},
-    "sgd": {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
-}
+OPTIMIZERS = {name: arguments for name, (_, arguments) in keyed.OPTIMIZERS.items()}
+OPTIMIZERS["muon"] = OPTIMIZERS["muon"] | {"ns_steps": 1}
+OPTIMIZERS["nag"] = OPTIMIZERS["nag"] | {"lr_mult": {3: 10}, "wd_mult": {"3": 0}}
 
 
 def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
@@ -73,27 +53,6 @@ def compressed_adam(kv: KVStore) -> None:
 SETTINGS["topk and adam"] = compressed_adam
 
 
-@pytest.fixture(params=["local", "device"])
-def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
-    with create(request.param) as made:
-        yield made
-
-
-def weights(dtype: torch.dtype = torch.float32) -> dict[Any, torch.Tensor]:
-    """Element j of key i holds (j - 3) / 4 + i."""
-    return {
-        key: ((torch.arange(torch.Size(shape).numel()).reshape(shape) - 3) / 4 + i).to(dtype)
-        for i, (key, shape) in enumerate(SHAPES.items())
-    }
-
-
-def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
-    """Return sevenths between -5/7 and 5/7, different by element, key, step and device."""
-    shape = SHAPES[key]
-    numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + device * 5 + KEYS.index(key)
-    return ((numbers % 11 - 5) / 7).reshape(shape)
-
-
 def bucket_of(keys: Sequence[Any] = KEYS) -> Bucket:
     (bucket,) = plan([(key, torch.empty(SHAPES[key])) for key in keys], 1 << 20)
     return bucket
@@ -110,16 +69,6 @@ def flats(bucket: Bucket, step: int, devices: int = DEVICES) -> list[torch.Tenso
     return [flat(bucket, lambda key, d=device: gradient(key, step, d)) for device in range(devices)]  # type: ignore[misc]
 
 
-def push_keys(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int = DEVICES) -> None:
-    kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
-
-
-def pulled(kv: KVStore, keys: Sequence[Any] = KEYS, dtype: torch.dtype = torch.float32) -> dict[Any, torch.Tensor]:
-    outs = {key: torch.full(SHAPES[key], 99.0, dtype=dtype) for key in keys}
-    kv.pull(list(outs), list(outs.values()))
-    return outs
-
-
 def pulled_flat(kv: KVStore, bucket: Bucket) -> dict[Any, torch.Tensor]:
     outs = [torch.full((bucket.numel,), 99.0, dtype=bucket.dtype) for _ in range(DEVICES)]
     kv.pull_bucket(bucket, outs)
@@ -128,32 +77,11 @@ def pulled_flat(kv: KVStore, bucket: Bucket) -> dict[Any, torch.Tensor]:
     return first
 
 
-def check_same(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
-    """Raise unless the same keys have the same bits."""
-    assert list(found) == list(expected)
-    different = [key for key in expected if bits(found[key]) != bits(expected[key])]
-    assert different == []
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
-
-
 def prepared(kv: KVStore, setting: Setting = SETTINGS["nothing"]) -> KVStore:
     start = weights()
     kv.init(list(start), list(start.values()))
     setting(kv)
     return kv
-
-
-@functools.cache
-def by_keys(setting: str, steps: int, devices: int = DEVICES) -> tuple[dict[Any, torch.Tensor], OptimizerState | None]:
-    """Return weights and optimizer state after the same pushes key by key."""
-    with create("local") as kv:
-        prepared(kv, SETTINGS[setting])
-        for step in range(steps):
-            push_keys(kv, step, devices=devices)
-        return pulled(kv), kv.optimizer_state() if setting in OPTIMIZERS else None
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -356,20 +284,13 @@ def test_sums_of_other_types_are_the_same_bits(kv: KVStore, dtype: torch.dtype) 
     kv.init(list(start), list(start.values()))
     (bucket,) = plan(list(start.items()), 1 << 20)
     kv.fuse(bucket)
-    values = []
-    for device in range(3):
-        made = bucket.empty(CPU)
-        for key, view in bucket.views(made).items():
-            view.copy_(gradient(key, 0, device) * 1000)
-        values.append(made)
+    values = [flat(bucket, lambda key, d=device: gradient(key, 0, d) * 1000) for device in range(3)]  # type: ignore[misc]
+    out = torch.empty(bucket.numel, dtype=dtype)
     kv.push_bucket(bucket, values)
-    found = bucket.views(out := torch.empty(bucket.numel, dtype=dtype))
     kv.pull_bucket(bucket, [out])
     kv.push(KEYS, [[bucket.views(value)[key] for value in values] for key in KEYS])
-    for key in KEYS:
-        one = torch.empty(SHAPES[key], dtype=dtype)
-        kv.pull(key, one)
-        assert torch.equal(found[key], one)
+    by_keys = pulled(kv, dtype=dtype)
+    assert all(torch.equal(view, by_keys[key]) for key, view in bucket.views(out).items())
 
 
 @pytest.mark.parametrize("setting", ["nothing", "sgd", "adam", "updater", "2bit"])
@@ -421,7 +342,10 @@ def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
     kv.fuse(bucket)
     assert all(work.is_completed() for work in works)
     kv.push_bucket(bucket, flats(bucket, 1))
-    check_same(pulled(kv), by_keys("adam", 2)[0])
+    with create("local") as other:
+        for step in range(2):
+            push(prepared(other, SETTINGS["adam"]) if not step else other, step)
+        check_same(pulled(kv), pulled(other))
 
 
 # -- owners on the device store ---------------------------------------------------------------------------------------
@@ -459,13 +383,13 @@ def test_owners_stay_through_a_buckets_pushes_and_pulls() -> None:
     kv = DeviceStore()
     with kv:
         prepared(kv)
-        push_keys(kv, 0)
+        push(kv, 0)
         assert {kv.owner(key) for key in KEYS} == {0, 1}
         kv.fuse(bucket)
         (owner,) = {kv.owner(key) for key in KEYS}
         kv.push_bucket(bucket, flats(bucket, 1))
         pulled_flat(kv, bucket)
-        push_keys(kv, 2)
+        push(kv, 2)
         assert {kv.owner(key) for key in KEYS} == {owner}
 
 
@@ -475,7 +399,7 @@ def test_a_bucket_fused_before_the_first_list_gets_one_owner() -> None:
     with kv:
         prepared(kv).fuse(bucket)
         kv.push_bucket(bucket, flats(bucket, 0))
-        push_keys(kv, 1)
+        push(kv, 1)
         assert len({kv.owner(key) for key in KEYS}) == 1
 
 
@@ -562,83 +486,62 @@ def test_a_store_without_bucket_support_takes_buckets(fused: bool) -> None:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-FLATS: dict[str, tuple[Callable[[Bucket], Any], str]] = {
-    "too short": (lambda bucket: [bucket.empty(CPU)[:-1]], r"80 elements of torch.float32 .* shape \(79,\)"),
-    "too long": (lambda bucket: [torch.zeros(81)], r"80 elements .* shape \(81,\)"),
-    "two axes": (lambda bucket: [bucket.empty(CPU).reshape(8, 10)], r"80 elements .* shape \(8, 10\)"),
-    "dtype": (lambda bucket: [bucket.empty(CPU).double()], "80 elements of torch.float32 .* torch.float64"),
-    "strides": (
-        lambda bucket: [torch.zeros(160)[::2]],
-        "80 elements .* expected a contiguous flat one",
-    ),
-    "the second": (lambda bucket: [bucket.empty(CPU), torch.zeros(81)], r"80 elements .* shape \(81,\)"),
-    "none": (lambda bucket: [], "empty"),
-}
+ANY: list[str] = ["fuse", "push_bucket", "pull_bucket"]
+MOVED = ANY[1:]
+NOT_IN_STORE = ("3", torch.empty(3, 3)), ("nope", torch.zeros(2))
 
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-@pytest.mark.parametrize("case", FLATS)
-def test_wrong_flat_tensors_are_refused_and_nothing_changes(
-    kv: KVStore, case: str, fused: bool, async_op: bool
-) -> None:
-    make, words = FLATS[case]
-    bucket = bucket_of()
-    prepared(kv, SETTINGS["sgd"])
-    if fused:
-        kv.fuse(bucket)
-    for call in (kv.push_bucket, kv.pull_bucket):
-        with pytest.raises(ValueError, match=words):
-            call(bucket, make(bucket), async_op=async_op)
-    check_same(pulled(kv), weights())
-
-
-STRANGERS: dict[str, tuple[tuple[Any, torch.Tensor], type[Exception], str]] = {
-    "unknown key": (("nope", torch.zeros(2)), KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
+# The calls, their bucket, the flat tensors, other arguments, the class of the error, what it says.
+REFUSED: dict[str, tuple[list[str], Any, Any, dict[str, Any], type[Exception], str]] = {
+    "too short": (MOVED, None, [torch.zeros(79)], {}, ValueError, r"80 elements of torch.float32 .* shape \(79,\)"),
+    "too long": (MOVED, None, [torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
+    "two axes": (MOVED, None, [torch.zeros(8, 10)], {}, ValueError, r"80 elements .* shape \(8, 10\)"),
+    "dtype": (MOVED, None, [torch.zeros(80).double()], {}, ValueError, "80 elements of torch.float32 .* torch.float64"),
+    "strides": (MOVED, None, [torch.zeros(160)[::2]], {}, ValueError, "80 elements .* expected a contiguous flat one"),
+    "second": (MOVED, None, [torch.zeros(80), torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
+    "none": (MOVED, None, [], {}, ValueError, "empty"),
+    "priority": (MOVED, None, None, {"priority": "high"}, TypeError, "priority is 'high'; expected an int"),
+    "bool priority": (MOVED, None, None, {"priority": True}, TypeError, "priority is True; expected an int"),
+    "no priority": (MOVED, None, None, {"priority": None}, TypeError, "priority is None; expected an int"),
+    "unknown": (ANY, NOT_IN_STORE, None, {}, KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
     "shape": (
-        (3, torch.zeros(5, 2)),
+        ANY,
+        [("3", torch.empty(3, 3)), (3, torch.zeros(5, 2))],
+        None,
+        {},
         ValueError,
         r"key 3 has shape \(2, 5\), but got a tensor of shape \(5, 2\)",
     ),
-    "would broadcast": ((3, torch.zeros(1, 5)), ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
+    "broadcast": (ANY, [(3, torch.zeros(1, 5))], None, {}, ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
+    "key's dtype": (
+        ANY,
+        [(key, value.double()) for key, value in weights().items()],
+        None,
+        {},
+        ValueError,
+        r"key 'fc.weight' has dtype torch\.float32, but got a tensor of torch\.float64",
+    ),
 }
 
 
-@pytest.mark.parametrize("call", ["fuse", "push_bucket", "pull_bucket"])
-@pytest.mark.parametrize("case", STRANGERS)
-def test_buckets_of_keys_that_do_not_fit_are_refused_and_nothing_changes(kv: KVStore, case: str, call: str) -> None:
-    stranger, error, words = STRANGERS[case]
-    (bucket,) = plan([("3", torch.empty(3, 3)), stranger], 1 << 20)
-    prepared(kv)
-    given_flat = torch.full((bucket.numel,), 7.0)
-    arguments = () if call == "fuse" else ([given_flat],)
-    with pytest.raises(error, match=words) as caught:
-        getattr(kv, call)(bucket, *arguments)
-    assert type(caught.value) is error
-    assert (given_flat == 7).all()
-    check_same(pulled(kv), weights())
-
-
-@pytest.mark.parametrize("call", ["fuse", "push_bucket", "pull_bucket"])
-def test_a_bucket_of_another_dtype_is_refused(kv: KVStore, call: str) -> None:
-    (bucket,) = plan([(key, value.double()) for key, value in weights().items()], 1 << 20)
-    prepared(kv)
-    arguments = () if call == "fuse" else ([bucket.empty(CPU)],)
-    with pytest.raises(
-        ValueError, match=r"key 'fc.weight' has dtype torch\.float32, but got a tensor of torch\.float64"
-    ):
-        getattr(kv, call)(bucket, *arguments)
-    check_same(pulled(kv), weights())
-
-
-@pytest.mark.parametrize("call", ["push_bucket", "pull_bucket"])
-@pytest.mark.parametrize("priority", ["high", True, None])
-def test_a_bad_priority_is_refused(kv: KVStore, call: str, priority: Any) -> None:
-    bucket = bucket_of()
-    prepared(kv).fuse(bucket)
-    with pytest.raises(TypeError, match=f"priority is {priority!r}; expected an int"):
-        getattr(kv, call)(bucket, flats(bucket, 0), priority=priority)
-    check_same(pulled(kv), weights())
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_wrong_arguments_are_refused_and_nothing_changes(store: str, fused: bool) -> None:
+    with create(store) as kv:
+        prepared(kv, SETTINGS["sgd"])
+        if fused:
+            kv.fuse(bucket_of())
+        for case, (calls, tensors, given_flats, options, error, words) in REFUSED.items():
+            bucket = bucket_of() if tensors is None else next(plan(tensors, 1 << 20))
+            flat_tensors = [torch.full((bucket.numel,), 7.0).to(bucket.dtype)] if given_flats is None else given_flats
+            before = [one.clone() for one in flat_tensors]
+            for call in calls:
+                for more in [{}] if call == "fuse" else [{"async_op": False}, {"async_op": True}]:
+                    arguments = () if call == "fuse" else (flat_tensors,)
+                    with pytest.raises(error, match=words) as caught:
+                        getattr(kv, call)(bucket, *arguments, **options, **more)
+                    assert type(caught.value) is error, case
+            assert all(torch.equal(one, old) for one, old in zip(flat_tensors, before, strict=True)), case
+            check_same(pulled(kv), weights())
 
 
 @pytest.mark.parametrize(
@@ -698,28 +601,7 @@ def test_a_closed_store_refuses_buckets(kv: KVStore) -> None:
 # -- memory and operations --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _only_what_the_test_makes() -> Iterator[None]:
-    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-counting = pytest.mark.usefixtures("_only_what_the_test_makes")
-
-
-def held() -> int:
-    """Return the bytes of all storages that tensors made in this test keep alive."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu":
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
+counting = pytest.mark.usefixtures("only_what_the_test_makes")
 KEY_BYTES = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
 COPIES: dict[str, tuple[int, int]] = {"nothing": (0, 0), "sgd": (1, 1), "clipped sgd": (1, 0)}
 """By setting: number of flat sums for two devices, and of weight-sized state tensors."""
@@ -762,7 +644,7 @@ def test_fusing_after_pushes_frees_the_sums_of_the_keys(kv: KVStore) -> None:
     bucket, values = bucket_of(), flats(bucket_of(), 0)
     before = held()
     prepared(kv, SETTINGS["sgd"])
-    push_keys(kv, 0)
+    push(kv, 0)
     assert held() - before == 3 * KEY_BYTES
     kv.fuse(bucket)
     assert held() - before == bucket.nbytes + KEY_BYTES
@@ -792,22 +674,6 @@ def test_close_frees_buckets(kv: KVStore) -> None:
     assert held() == before
 
 
-class Operations(TorchDispatchMode):
-    """Counts torch's sums ("add") and copies ("copy")."""
-
-    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "copy"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.counts[self.NAMES[name]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_a_bucket_is_pushed_and_pulled_as_one(kv: KVStore, devices: int) -> None:
     bucket, values = bucket_of(), flats(bucket_of(), 0, devices)
@@ -832,15 +698,42 @@ def test_plain_sgd_on_a_bucket_costs_one_sum_and_one_add_per_key(kv: KVStore, de
     assert operations.counts == {"add": devices - 1 + len(KEYS)}
 
 
-def test_a_third_party_store_inherits_row_pulls_and_refuses_an_optimizer() -> None:
+class PerKeyOptimizer(PerKey):
+    """Third-party store that takes optimizers."""
+
+    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+        self.spec = spec
+
+
+def test_a_third_party_store_without_update_refuses_clip_global_norm() -> None:
+    with PerKeyOptimizer() as kv:
+        with pytest.raises(ValueError, match="a 'per_key' store does not clip by clip_global_norm; use clip_norm or"):
+            kv.set_optimizer(("sgd", {"clip_global_norm": 1.0}))
+        kv.set_optimizer(("sgd", {"clip_norm": 1.0}))
+        assert kv.spec.clip_norm == 1.0
+
+
+def test_a_third_party_store_inherits_row_pulls_and_refuses_what_it_does_not_do() -> None:
     with PerKey() as kv:
         kv.init("table", torch.arange(12.0).view(4, 3))
         out, rows = torch.zeros(4, 3), RowSparse([0], torch.zeros(1, 3), (4, 3))
         kv.row_sparse_pull("table", [out, rows], row_ids=[3, 1, 3])
         assert out.tolist() == [[0, 0, 0], [3, 4, 5], [0, 0, 0], [9, 10, 11]]
         assert (rows.indices.tolist(), rows.values.tolist()) == ([1, 3], [[3, 4, 5], [9, 10, 11]])
-        with pytest.raises(ValueError, match="a 'per_key' store runs no optimizer"):
-            kv.set_optimizer("sgd")
+        assert kv.compression_residuals() == {}
+        kv.set_gradient_compression(None)
+        kv.load_compression_residuals({})
+        for call, words in (
+            (lambda: kv.set_optimizer("sgd"), "a 'per_key' store runs no optimizer"),
+            (lambda: kv.set_gradient_compression({"type": "2bit"}), "a 'per_key' store does not compress gradients"),
+            (lambda: kv.set_gradient_compression({"type": "1bit"}), "'1bit'; expected one of"),
+            (
+                lambda: kv.load_compression_residuals({"table/0": out}),
+                "keeps no compression residuals, but got 1",
+            ),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
         for call in (kv.optimizer_state, lambda: kv.learning_rate, lambda: kv.set_learning_rate(0.1)):
             with pytest.raises(RuntimeError, match="a 'per_key' store runs no optimizer"):
                 call()

@@ -259,71 +259,7 @@ def test_the_rate_and_the_state_are_those_of_update(tmp_path: Path) -> None:
     assert float(pulled(kv)[2]) == pytest.approx(-0.25 - 0.25 * 1.5, abs=1e-5)
 
 
-def test_a_store_without_update_refuses_clip_global_norm() -> None:
-    class Plain(KVStore):
-        specs: list[OptimizerSpec] = []  # noqa: RUF012  of one test
-
-        def _init(self, pairs: Any, async_op: bool) -> Any: ...
-        def _push(self, pairs: Any, priority: int, async_op: bool) -> Any: ...
-        def _pull(self, pairs: Any, priority: int, async_op: bool) -> Any: ...
-        def _pushpull(self, values: Any, outs: Any, priority: int, async_op: bool) -> Any: ...
-        def _assign(self, pairs: Any) -> None: ...
-        def _set_optimizer(self, spec: OptimizerSpec) -> None:
-            self.specs.append(spec)
-
-    kv = Plain("plain")
-    with pytest.raises(ValueError, match="a 'plain' store does not clip by clip_global_norm; use clip_norm or"):
-        kv.set_optimizer(("sgd", {"clip_global_norm": 1.0}))
-    kv.set_optimizer(("sgd", {"clip_norm": 1.0}))
-    assert [spec.clip_norm for spec in Plain.specs] == [1.0]
-
-
 # Trainer
-
-
-def network() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(8, 7, generator=generator).double(), 5 * torch.randn(8, 2, generator=generator).double()
-
-
-SIZES = (5, 3)
-THRESHOLDS = {"clip_gradient": 0.05, "clip_norm": 0.2, "clip_global_norm": 0.3}
-
-
-def by_trainer(name: str, store: str | KVStore, mine: slice) -> list[Tensor]:
-    model = network()
-    arguments = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, name: THRESHOLDS[name]}
-    named = {f"{name}.{key}": parameter for key, parameter in model.named_parameters()}
-    trainer = Trainer(named, "sgd", arguments, store)
-    for step in range(20):
-        data, target = (part[mine] for part in batch(step))
-        trainer.zero_grad()
-        nn.functional.mse_loss(model(data), target).backward()
-        trainer.step(len(data))
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def by_torch(name: str) -> list[Tensor]:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    for step in range(20):
-        data, target = batch(step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(data), target).backward()
-        if name == "clip_gradient":
-            clip_grad_value_(model.parameters(), THRESHOLDS[name])
-        elif name == "clip_global_norm":
-            clip_grad_norm_(model.parameters(), THRESHOLDS[name])
-        else:
-            for parameter in model.parameters():
-                clip_grad_norm_([parameter], THRESHOLDS[name])
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
 
 
 def apart(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -345,12 +281,6 @@ def test_a_trainer_continues_after_a_refused_push() -> None:
 
 
 # Workers
-
-
-def trainers_of_unequal_batches(kv: KVStore) -> None:
-    mine = slice(0, SIZES[0]) if kv.rank == 0 else slice(SIZES[0], None)
-    for name in THRESHOLDS:
-        assert apart(by_trainer(name, kv, mine), by_torch(name)) <= 1e-11, name
 
 
 LARGE = {"small": (7, 5), "vector": (200_003,), "matrix": (301, 500)}
@@ -461,7 +391,6 @@ def who_has_joined_takes_part(kv: KVStore) -> list[float]:
 
 
 CASES = [
-    trainers_of_unequal_batches,
     keys_that_are_cut,
     rows_of_workers,
     the_rate_is_rank_0s,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gangline.collectives import Work
 from gangline.kvstore import KVStore, RowSparse, create
-from gangline.kvstore.arguments import Pairs, Pushed
+from tests.kvstore.keyed import bits
 
 LIMIT = 20.0
 """Time limit of a wait, in seconds."""
@@ -58,14 +55,7 @@ def all_pulled(kv: KVStore) -> dict[Any, torch.Tensor]:
 
 def same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
     """Return True if equal names have equal bits."""
-    return found.keys() == expected.keys() and all(
-        one.contiguous().numpy().tobytes() == expected[name].contiguous().numpy().tobytes()
-        for name, one in found.items()
-    )
-
-
-def flat(lists: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return list(itertools.chain.from_iterable(lists))
+    return found.keys() == expected.keys() and all(bits(one) == bits(expected[name]) for name, one in found.items())
 
 
 class Sender:
@@ -112,11 +102,6 @@ class Senders:
 
 
 # -- two bits ---------------------------------------------------------------------------------------------------------
-
-
-def check_sums(senders: Senders, values: list[list[torch.Tensor]], found: Mapping[Any, Any]) -> None:
-    for key, of_key in zip(KEYS, values, strict=True):
-        assert np.array_equal(found[key].numpy(), senders.sum(key, of_key)), key
 
 
 @functools.cache
@@ -187,7 +172,7 @@ def test_compression_does_not_change_the_pushed_tensors(kv: KVStore) -> None:
     for _ in range(3):
         kv.push(KEYS, values)
         kv.push(KEYS, values, async_op=True).wait(LIMIT)
-    assert all(torch.equal(a, b) for a, b in zip(flat(values), flat(gradients(0, 2)), strict=True))
+    assert all(same(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(values, gradients(0, 2), strict=True))
 
 
 def test_pushpull_without_outs_writes_back_the_sum_of_decoded_values(kv: KVStore) -> None:
@@ -236,6 +221,9 @@ def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
     bad = math.nan if codec in ("2bit", "fp16") else -math.inf
     kv.set_optimizer(("adam", {"lr": 0.5}))
     kv.set_gradient_compression(CODECS[codec])
+    with pytest.raises(ValueError, match="key '3' holds NaN or infinity"):
+        kv.push(KEYS, last_bad(1, bad, where))
+    assert not any(value.any() for value in kv.compression_residuals().values())
     kv.push(KEYS, gradients(0, 2))
     weights, residuals, state = all_pulled(kv), kv.compression_residuals(), kv.optimizer_state().tensors
     outs = [torch.full(shape, 99.0) for shape in SHAPES.values()]
@@ -254,13 +242,6 @@ def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
             for step in steps:
                 store.push(KEYS, gradients(step, 2))
         assert same(all_pulled(kv), all_pulled(other))
-
-
-def test_a_refused_first_push_leaves_no_residual(kv: KVStore) -> None:
-    kv.set_gradient_compression(TWO_BIT)
-    with pytest.raises(ValueError, match="key '3' holds NaN or infinity"):
-        kv.push(KEYS, last_bad(1, math.nan, "last sender"))
-    assert not any(value.any() for value in kv.compression_residuals().values())
 
 
 def test_an_infinite_sum_of_value_and_residual_changes_nothing(kv: KVStore) -> None:
@@ -324,17 +305,6 @@ def test_integers_and_complex_numbers_are_not_compressed(kv: KVStore, dtype: tor
     assert set(kv.compression_residuals()) == {'"w"/0'}
 
 
-# -- compressed pulls -------------------------------------------------------------------------------------------------
-
-
-def test_a_store_in_one_process_compresses_no_pulls_and_says_so(kv: KVStore) -> None:
-    kv.set_gradient_compression(TWO_BIT)
-    with pytest.raises(ValueError, match=r"pull_type is .fp16., but a .(local|device). store copies weights"):
-        kv.set_gradient_compression({"type": "fp16", "pull_type": "fp16"})
-    kv.push("w", gradient("w", 0))  # the compression before it stays
-    assert np.array_equal(pulled(kv, "w").numpy(), Sender(20).send(gradient("w", 0)))
-
-
 # -- setting and ending -----------------------------------------------------------------------------------------------
 
 
@@ -368,6 +338,11 @@ def test_setting_compression_waits_for_pending_pushes(kv: KVStore) -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown type": ({"type": "1bit"}, ValueError, "'1bit'; expected one of .*'2bit'"),
     "a name": ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
+    "pulls": (
+        {"type": "fp16", "pull_type": "fp16"},
+        ValueError,
+        r"pull_type is .fp16., but a .(local|device). store copies weights",
+    ),
 }
 
 
@@ -379,31 +354,27 @@ def test_wrong_settings_are_named_and_change_nothing(kv: KVStore, case: str) -> 
     for step in range(3):
         values = gradients(step, 2)
         kv.push(KEYS, values)
-        check_sums(senders, values, all_pulled(kv))
+        found = all_pulled(kv)
+        for key, of_key in zip(KEYS, values, strict=True):
+            assert np.array_equal(found[key].numpy(), senders.sum(key, of_key)), key
         with pytest.raises(error, match=words):
             kv.set_gradient_compression(params)
 
 
-@pytest.fixture
-def _only_what_the_test_makes() -> Iterator[None]:
-    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_only_what_the_test_makes")
+@pytest.mark.usefixtures("only_what_the_test_makes")
 def test_a_closed_store_refuses_and_keeps_nothing(kv: KVStore) -> None:
     kv.set_gradient_compression(TWO_BIT)
     kv.push("w", torch.full(SHAPES["w"], 0.015625))
     assert tensors_full_of(0.015625) == 1  # the residual
     kv.close()
     assert tensors_full_of(0.015625) == 0
-    for call in (kv.compression_residuals, lambda: kv.set_gradient_compression(TWO_BIT)):
+    for call in (
+        kv.compression_residuals,
+        lambda: kv.set_gradient_compression(TWO_BIT),
+        lambda: kv.load_compression_residuals({}),
+    ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
-    with pytest.raises(RuntimeError, match="closed"):
-        kv.load_compression_residuals({})
 
 
 def tensors_full_of(number: float) -> int:
@@ -483,60 +454,3 @@ def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
         kv.load_compression_residuals({"3/0": torch.zeros(7)})
     kv.load_compression_residuals({})
     assert kv.compression_residuals() == {}
-
-
-# -- a store of others ------------------------------------------------------------------------------------------------
-
-
-class Shelf(KVStore):
-    """Third-party store that replaces values, without compression."""
-
-    def __init__(self, name: str = "shelf") -> None:
-        super().__init__(name)
-        self.held: dict[Any, torch.Tensor] = {}
-
-    def _init(self, pairs: Pairs, async_op: bool) -> Work:
-        self.held.update({key: value.clone() for key, (value,) in pairs})
-        return Work.finished("init")
-
-    def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
-        for key, values in pairs:
-            self.held[key] = torch.stack([value for value in values if isinstance(value, torch.Tensor)]).sum(0)
-        return Work.finished("push")
-
-    def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
-        for key, outs in pairs:
-            for out in outs:
-                out.copy_(self.held[key])
-        return Work.finished("pull")
-
-    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
-        self._push(values, priority, async_op)
-        return self._pull(outs, priority, async_op)
-
-    def _assign(self, pairs: Pairs) -> None:
-        self.held.update({key: value.clone() for key, (value,) in pairs})
-
-
-REFUSALS: dict[str, tuple[Callable[[KVStore], Any], str]] = {
-    "compression": (lambda kv: kv.set_gradient_compression(TWO_BIT), "a 'shelf' store does not compress gradients"),
-    "residuals": (
-        lambda kv: kv.load_compression_residuals({"3/0": torch.zeros(7)}),
-        "a 'shelf' store keeps no compression residuals, but got 1",
-    ),
-    "wrong settings": (lambda kv: kv.set_gradient_compression({"type": "1bit"}), "'1bit'; expected one of"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_a_third_partys_store_without_compression_refuses_it(case: str) -> None:
-    call, words = REFUSALS[case]
-    with Shelf() as kv:
-        kv.init(3, torch.zeros(7))
-        with pytest.raises(ValueError, match=re.escape(words)):
-            call(kv)
-        kv.set_gradient_compression(None)
-        kv.load_compression_residuals({})
-        assert kv.compression_residuals() == {}
-        kv.push(3, [gradient(3, 0), gradient(3, 1)])
-        assert torch.equal(pulled(kv, 3), gradient(3, 0) + gradient(3, 1))

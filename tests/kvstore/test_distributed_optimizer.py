@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import gangline
 from gangline import DistributedOptimizer
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore import KVStore, create
@@ -304,10 +303,6 @@ def over_async_servers() -> str:
 def test_stores_that_add_up_different_steps_are_refused() -> None:
     first, second = run_job(over_async_servers, 2, 1)
     assert first == second
-
-
-def test_it_is_a_public_name() -> None:
-    assert gangline.DistributedOptimizer is DistributedOptimizer
 
 
 def assigns(communicator: Communicator) -> Weights:

@@ -50,13 +50,13 @@ def train(store: str) -> tuple[list[torch.Tensor], float]:
     comm = gangline.connect()
     mean = float(comm.all_reduce(torch.tensor([float(comm.rank)]))[0]) / comm.size
     comm.close()
-    return play(OPTIMIZERS[0], store), mean
+    return play(OPTIMIZERS["sgd"], store), mean
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "servers"), [("dist_sync", 1), ("allreduce", 0)])
 def test_stores_trainer_and_connect_find_their_job(store: str, servers: int) -> None:
-    alone = plain_loop(OPTIMIZERS[0], "local", slice(None))
+    alone = plain_loop(OPTIMIZERS["sgd"], "local", slice(None))
     for weights, mean in gangline.launch(train, store, servers=servers):
         for got, expected in zip(weights, alone, strict=True):
             assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-9

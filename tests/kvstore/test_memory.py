@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gangline.kvstore import KVStore, create
+from gangline.kvstore import KVStore
+from tests.kvstore.keyed import Operations, held
+
+pytestmark = pytest.mark.usefixtures("only_what_the_test_makes")
 
 KEYS = ["a", "b", 3]
 SHAPES = [(64, 33), (128,), (7, 5, 3)]
 WEIGHTS = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
 """Bytes of one copy of the weights, or of the gradients."""
-
-
-@pytest.fixture(autouse=True)
-def _only_what_the_test_makes() -> Iterator[None]:
-    """Freeze existing objects for the garbage collector: scanning all of torch each time takes long."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(params=["local", "device"])
-def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
-    with create(request.param) as made:
-        yield made
-
-
-def held() -> int:
-    """Return the bytes of all storages that tensors made in this test keep alive."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu":
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def values(devices: int, rank: int = 0) -> list[list[torch.Tensor]]:
@@ -57,22 +31,6 @@ def values(devices: int, rank: int = 0) -> list[list[torch.Tensor]]:
 
 def zeros() -> list[torch.Tensor]:
     return [torch.zeros(shape) for shape in SHAPES]
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's sums ("add") and copies ("copy")."""
-
-    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "copy"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.counts[self.NAMES[name]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -89,18 +47,12 @@ def test_the_counter_counts_each_storage_once() -> None:
     assert held() == before
 
 
-def test_init_holds_one_copy_of_the_weights(kv: KVStore) -> None:
-    given = zeros()
-    before = held()
-    kv.init(KEYS, given)
-    assert held() - before == WEIGHTS
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_without_an_updater_a_store_holds_the_weights_only(kv: KVStore, devices: int) -> None:
     given, grads, outs = zeros(), values(devices), values(devices)
     before = held()
     kv.init(KEYS, given)
+    assert held() - before == WEIGHTS
     for _ in range(3):
         kv.push(KEYS, grads)
         kv.pull(KEYS, outs)
@@ -109,64 +61,35 @@ def test_without_an_updater_a_store_holds_the_weights_only(kv: KVStore, devices:
     assert held() - before == WEIGHTS
 
 
+def subtract(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
+    stored.sub_(summed)
+
+
 @pytest.mark.parametrize(
-    ("spec", "copies_of_state"),
+    ("spec", "copies_of_state", "sum_of_one", "step_counts"),
     [
-        (("sgd", {"lr": 0.1}), 0),
-        (("sgd", {"lr": 0.1, "wd": 0.1}), 0),
-        (("sgd", {"lr": 0.1, "momentum": 0.9}), 1),
-        (("nag", {"lr": 0.1, "momentum": 0.9}), 1),
+        (("sgd", {"lr": 0.1}), 0, False, 0),
+        (("sgd", {"lr": 0.1, "wd": 0.1}), 0, False, 0),
+        (("sgd", {"lr": 0.1, "momentum": 0.9}), 1, False, 0),
+        (("nag", {"lr": 0.1, "momentum": 0.9}), 1, False, 0),
+        ("adam", 2, False, 4 * len(KEYS)),
+        (subtract, 0, True, 0),
     ],
-    ids=["sgd", "sgd with decay", "sgd with momentum", "nag"],
+    ids=["sgd", "sgd with decay", "sgd with momentum", "nag", "adam", "updater"],
 )
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_add_the_weights_one_sum_and_the_state(
-    kv: KVStore, devices: int, spec: Any, copies_of_state: int
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_store_holds_the_weights_one_sum_over_devices_and_the_state(
+    kv: KVStore, devices: int, spec: Any, copies_of_state: int, sum_of_one: bool, step_counts: int
 ) -> None:
     given, grads, outs = zeros(), values(devices), values(devices)
     before = held()
     kv.init(KEYS, given)
-    kv.set_optimizer(spec)
+    (kv.set_updater if spec is subtract else kv.set_optimizer)(spec)
     assert held() - before == WEIGHTS
     for _ in range(3):
         kv.push(KEYS, grads)
         kv.pull(KEYS, outs)
-        assert held() - before == WEIGHTS * (2 + copies_of_state)
-
-
-@pytest.mark.parametrize(
-    ("spec", "copies_of_state"), [(("sgd", {"lr": 0.1}), 0), (("sgd", {"lr": 0.1, "momentum": 0.9}), 1)]
-)
-def test_one_device_adds_no_copy_of_the_gradients(kv: KVStore, spec: Any, copies_of_state: int) -> None:
-    given, grads = zeros(), values(1)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_optimizer(spec)
-    for _ in range(3):
-        kv.push(KEYS, grads)
-        assert held() - before == WEIGHTS * (1 + copies_of_state)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_adam_adds_two_copies_and_its_step_counts(kv: KVStore, devices: int) -> None:
-    given, grads = zeros(), values(devices)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_optimizer("adam")
-    for _ in range(3):
-        kv.push(KEYS, grads)
-    assert held() - before == WEIGHTS * (3 + (devices > 1)) + 4 * len(KEYS)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_updater_adds_one_sum(kv: KVStore, devices: int) -> None:
-    given, grads = zeros(), values(devices)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    for _ in range(3):
-        kv.push(KEYS, grads)
-    assert held() - before == WEIGHTS * 2
+        assert held() - before == WEIGHTS * (1 + (devices > 1 or sum_of_one) + copies_of_state) + step_counts
 
 
 def test_only_pushed_keys_hold_a_sum_and_a_state(kv: KVStore) -> None:
@@ -260,21 +183,16 @@ def test_pushpull_over_two_devices_costs_one_add_per_key_and_one_copy_per_out(kv
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_a_push_costs_one_add_per_further_device(kv: KVStore, devices: int) -> None:
+def test_a_push_costs_one_add_per_further_device_and_a_pull_one_copy_per_out(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())
-    grads = values(devices)
-    with Operations() as operations:
-        kv.push(KEYS, grads)
-    assert operations.counts == ({"add": (devices - 1) * len(KEYS)} if devices > 1 else {"copy": len(KEYS)})
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_a_pull_costs_one_copy_per_out(kv: KVStore, devices: int) -> None:
-    kv.init(KEYS, zeros())
-    outs = values(devices)
-    with Operations() as operations:
-        kv.pull(KEYS, outs)
-    assert operations.counts == {"copy": devices * len(KEYS)}
+    for call, counts in (
+        (kv.push, {"add": (devices - 1) * len(KEYS)} if devices > 1 else {"copy": len(KEYS)}),
+        (kv.pull, {"copy": devices * len(KEYS)}),
+    ):
+        tensors = values(devices)
+        with Operations() as operations:
+            call(KEYS, tensors)
+        assert operations.counts == counts
 
 
 def test_init_costs_one_copy_per_key(kv: KVStore) -> None:

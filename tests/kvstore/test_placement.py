@@ -84,18 +84,12 @@ def test_keys_of_a_call_are_placed_in_descending_size_on_the_device_with_fewest_
     assert owners(kv, named) == expected
 
 
+@pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
-def test_any_call_with_lists_places_a_key(kv: DeviceStore, call: str) -> None:
+def test_any_call_with_lists_places_a_key(kv: DeviceStore, call: str, async_op: bool) -> None:
     sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
     initialised(kv, sizes)
-    getattr(kv, call)(list(sizes), lists(list(sizes.values()), 2))
-    assert owners(kv, sizes) == [0, 1, 1, 0]
-
-
-def test_an_async_push_places_a_key(kv: DeviceStore) -> None:
-    sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
-    initialised(kv, sizes)
-    kv.push(list(sizes), lists(list(sizes.values()), 2), async_op=True).wait(20)
+    getattr(kv, call)(list(sizes), lists(list(sizes.values()), 2), async_op=async_op).wait(20)
     assert owners(kv, sizes) == [0, 1, 1, 0]
 
 
@@ -150,22 +144,15 @@ def test_the_sums_are_right_wherever_they_are_made(kv: DeviceStore) -> None:
             assert torch.equal(out, torch.arange(size) * 10.0 * places + places * (places - 1) / 2)
 
 
-@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull", "broadcast"])
 def test_bare_tensors_do_not_decide_the_owner(kv: DeviceStore, call: str) -> None:
     sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
-    initialised(kv, sizes)
-    getattr(kv, call)(list(sizes), [torch.zeros(size) for size in sizes.values()])
-    push(kv, sizes, 2)
-    assert loads(kv, sizes, 2) == [5, 5]
-
-
-def test_a_broadcast_into_bare_tensors_does_not_decide_the_owner(kv: DeviceStore) -> None:
-    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
-    kv.broadcast(
-        list(sizes),
-        [torch.zeros(size) for size in sizes.values()],
-        [torch.empty(size) for size in sizes.values()],
-    )
+    bare = [torch.zeros(size) for size in sizes.values()]
+    if call == "broadcast":
+        kv.broadcast(list(sizes), bare, [one.clone() for one in bare])
+    else:
+        initialised(kv, sizes)
+        getattr(kv, call)(list(sizes), bare)
     push(kv, sizes, 2)
     assert loads(kv, sizes, 2) == [5, 5]
 

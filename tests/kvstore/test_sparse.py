@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import KVStore, RowSparse, create
+from tests.kvstore import keyed
+from tests.kvstore.keyed import bits
 
 STORES = ["local", "device"]
 LIMIT = 20.0
 """Time limit of a wait, in seconds."""
 ROWS, WIDTH = 6, 3
 
-# Every optimizer that works element by element, with arguments that make its arithmetic matter.
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adadelta": (torch.optim.Adadelta, {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
-    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "radam": (torch.optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True}),
-    "rprop": (torch.optim.Rprop, {"lr": 0.05, "etas": (0.4, 1.3)}),
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
-}
+# Every optimizer that works element by element.
+OPTIMIZERS = {name: one for name, one in keyed.OPTIMIZERS.items() if name not in ("adafactor", "muon")}
 # Those for which torch itself updates some rows only.
 TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -46,12 +35,6 @@ TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 NAMED = [[1, 4], [4, 0], [1], [], [5, 1, 4]]
 """Rows of each step's gradient; 2 and 3 never occur, 0 and 5 only late."""
-
-
-@pytest.fixture(params=STORES)
-def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
-    with create(request.param) as made:
-        yield made
 
 
 def table(rows: int = ROWS, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,10 +68,6 @@ def pulled(kv: KVStore, key: Any = "w", like: torch.Tensor | None = None) -> tor
     out = torch.full((ROWS, WIDTH), 99.0) if like is None else torch.full_like(like, 99)
     kv.pull(key, out)
     return out
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
 
 
 # -- RowSparse --------------------------------------------------------------------------------------------------------
@@ -452,6 +431,9 @@ def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(k
     start(kv, (name, TORCHS[name][1] | {"rescale_grad": 0.5, "clip_gradient": 0.4}), keys=["changed", "given"])
     kv.push("changed", parts)
     changed = double(kv, "changed")
+    alone = gradient(1)
+    kv.push("changed", alone)
+    assert torch.equal(alone.values, gradient(1).values)
     kv.set_optimizer((name, TORCHS[name][1]))
     total = (dense(parts[0]) + dense(parts[1])).mul(0.5).clamp(-0.4, 0.4)
     assert (total.abs() == 0.4).any()
@@ -461,14 +443,6 @@ def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(k
     assert torch.equal(changed, double(kv, "given"))
     assert torch.equal(parts[0].values, gradient(4).values)
     assert parts[1].values.unique().tolist() == [1.0]
-
-
-def test_a_single_push_with_rescaling_leaves_its_rows_alone(kv: KVStore) -> None:
-    start(kv, ("sgd", {"lr": 1.0, "rescale_grad": 0.5}))
-    part = gradient(1)
-    kv.push("w", part)
-    assert torch.equal(part.values, gradient(1).values)
-    assert torch.equal(double(kv), table(dtype=torch.float64) - dense(gradient(1)) / 2)
 
 
 class Plain(torch.optim.Optimizer):
@@ -484,32 +458,40 @@ class Plain(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"])
 
 
+WHOLE = "works on whole tensors, but the gradient of key 'b' is row-sparse; .*"
+WHOLE += re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a dense")
+
+
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize(("spec", "name"), [("adafactor", "adafactor"), ("muon", "muon"), (Plain, "Plain")], ids=str)
-def test_optimizers_of_whole_tensors_refuse_rows_by_name(kv: KVStore, spec: Any, name: str, async_op: bool) -> None:
+@pytest.mark.parametrize(
+    ("spec", "words", "good", "bad"),
+    [
+        ("adafactor", f"optimizer 'adafactor' {WHOLE}", table(), sparse([1])),
+        ("muon", f"optimizer 'muon' {WHOLE}", table(), sparse([1])),
+        (Plain, f"optimizer 'Plain' {WHOLE}", table(), sparse([1])),
+        (
+            "sparseadam",
+            "'sparseadam' takes row-sparse gradients only, but that of key 'b' is dense",
+            sparse([1]),
+            table(),
+        ),
+    ],
+    ids=["adafactor", "muon", "Plain", "sparseadam"],
+)
+def test_optimizers_refuse_gradients_of_the_other_kind_by_name(
+    kv: KVStore, spec: Any, words: str, good: Any, bad: Any, async_op: bool
+) -> None:
     start(kv, spec, torch.float32, ["a", "b"])
-    kv.push("a", table())
+    kv.push("a", good)
     before, state = pulled(kv, "a"), of_rows(kv, '"a"')
-    words = f"optimizer '{name}' works on whole tensors, but the gradient of key 'b' is row-sparse"
     with pytest.raises(ValueError, match=words):
-        kv.push(["a", "b"], [table(), sparse([1])], async_op=async_op).wait(LIMIT)
+        kv.push(["a", "b"], [good, bad], async_op=async_op).wait(LIMIT)
     assert torch.equal(pulled(kv, "a"), before)
     assert torch.equal(pulled(kv, "b"), table())
     assert all(torch.equal(value, state[place]) for place, value in of_rows(kv, '"a"').items())
-    kv.push("b", [table(), sparse([1])])  # their sum is dense
-    assert not torch.equal(pulled(kv, "b"), table())
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_sparseadam_refuses_dense_gradients_by_name(kv: KVStore, async_op: bool) -> None:
-    start(kv, "sparseadam", torch.float32, ["a", "b"])
-    kv.push("a", sparse([1]))
-    before, state = pulled(kv, "a"), of_rows(kv, '"a"')
-    with pytest.raises(ValueError, match="'sparseadam' takes row-sparse gradients only, but that of key 'b' is dense"):
-        kv.push(["a", "b"], [sparse([1]), table()], async_op=async_op).wait(LIMIT)
-    assert torch.equal(pulled(kv, "a"), before)
-    assert torch.equal(pulled(kv, "b"), table())
-    assert all(torch.equal(value, state[place]) for place, value in of_rows(kv, '"a"').items())
+    if spec != "sparseadam":
+        kv.push("b", [table(), sparse([1])])  # their sum is dense
+        assert not torch.equal(pulled(kv, "b"), table())
 
 
 # -- row_sparse_pull --------------------------------------------------------------------------------------------------
@@ -566,35 +548,24 @@ def test_rows_that_were_pulled_are_a_copy(kv: KVStore) -> None:
     assert torch.equal(pulled(kv), table())
 
 
-def test_one_row_ids_applies_to_a_list_of_outs(kv: KVStore) -> None:
-    kv.init("w", table())
-    outs: list[Any] = [empty_rows(), torch.zeros(ROWS, WIDTH), empty_rows()]
-    kv.row_sparse_pull("w", outs, row_ids=torch.tensor([5, 1]))
-    for out in outs:
-        whole = out.to_dense() if isinstance(out, RowSparse) else out
-        assert torch.equal(whole[[1, 5]], table()[[1, 5]])
-        assert not whole[[0, 2, 3, 4]].any()
-
-
-def test_a_list_of_row_ids_has_one_for_each_out(kv: KVStore) -> None:
-    kv.init("w", table())
-    outs = [empty_rows(), empty_rows(), empty_rows()]
-    kv.row_sparse_pull("w", outs, row_ids=[torch.tensor([5, 1]), [2], np.array([], np.int64)])
-    assert [out.indices.tolist() for out in outs] == [[1, 5], [2], []]
-    assert all(torch.equal(out.values, table()[out.indices]) for out in outs)
-
-
-def test_a_list_of_keys_has_row_ids_for_each(kv: KVStore) -> None:
+def test_lists_of_keys_outs_and_row_ids(kv: KVStore) -> None:
     keys = ["a", 3]
     kv.init(keys, [table(), table() * 2])
-    outs = [empty_rows(), empty_rows(), empty_rows()]
-    kv.row_sparse_pull(keys, [outs[0], outs[1:]], row_ids=[[4, 4], [torch.tensor([0]), torch.tensor([5, 1])]])
-    assert [out.indices.tolist() for out in outs] == [[4], [0], [1, 5]]
-    assert torch.equal(outs[0].values, table()[[4]])
-    assert torch.equal(outs[2].values, table()[[1, 5]] * 2)
-    kv.row_sparse_pull(["a", "a"], [outs[0], outs[1]], row_ids=[[1], [2]])
-    assert [out.indices.tolist() for out in outs[:2]] == [[1], [2]]
-    kv.row_sparse_pull([], [], row_ids=[])
+    outs, whole = [empty_rows() for _ in range(3)], torch.zeros(ROWS, WIDTH)
+    kv.row_sparse_pull("a", [outs[0], whole, outs[1]], row_ids=torch.tensor([5, 1]))  # for all outs
+    for out in (outs[0].to_dense(), whole, outs[1].to_dense()):
+        assert torch.equal(out[[1, 5]], table()[[1, 5]])
+        assert not out[[0, 2, 3, 4]].any()
+    for call_keys, call_outs, row_ids, named, factors in (
+        ("a", outs, [torch.tensor([5, 1]), [2], np.array([], np.int64)], [[1, 5], [2], []], (1, 1, 1)),
+        (keys, [outs[0], outs[1:]], [[4, 4], [torch.tensor([0]), torch.tensor([5, 1])]], [[4], [0], [1, 5]], (1, 2, 2)),
+        (["a", "a"], outs[:2], [[1], [2]], [[1], [2], [1, 5]], (1, 1, 2)),
+        ([], [], [], [[1], [2], [1, 5]], (1, 1, 2)),
+    ):
+        kv.row_sparse_pull(call_keys, call_outs, row_ids=row_ids)
+        assert [out.indices.tolist() for out in outs] == named
+        for out, factor in zip(outs, factors, strict=True):
+            assert torch.equal(out.values, table()[out.indices] * factor)
 
 
 def test_numpy_outs_and_strided_ones_are_written_in_place(kv: KVStore) -> None:
@@ -672,21 +643,16 @@ def test_a_wrong_row_pull_is_named_at_once_and_writes_nothing(kv: KVStore, case:
     assert torch.equal(out.values, table()[[4]] * 2)
 
 
-@pytest.mark.parametrize("priority", ["high", True, None])
-def test_a_row_pull_with_a_bad_priority_is_refused(kv: KVStore, priority: Any) -> None:
+def test_a_closed_store_refuses_rows_and_an_open_one_bad_priorities(kv: KVStore) -> None:
     kv.init("w", table())
-    with pytest.raises(TypeError, match=f"priority is {priority!r}"):
-        kv.row_sparse_pull("w", G, priority, [1])
+    for priority in ("high", True, None):
+        with pytest.raises(TypeError, match=f"priority is {priority!r}"):
+            kv.row_sparse_pull("w", G, priority, [1])  # type: ignore[arg-type]
     assert (G == 7).all()
-
-
-def test_a_closed_store_refuses_rows(kv: KVStore) -> None:
-    kv.init("w", table())
     kv.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        kv.push("w", sparse([1]))
-    with pytest.raises(RuntimeError, match="closed"):
-        kv.row_sparse_pull("w", G, row_ids=[1])
+    for call in (lambda: kv.push("w", sparse([1])), lambda: kv.row_sparse_pull("w", G, row_ids=[1])):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
 
 
 # -- against a plain dictionary ---------------------------------------------------------------------------------------
@@ -812,12 +778,15 @@ def test_the_counter_sees_operations_on_a_whole_table() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam", "updater"])
 def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> None:
     shape = (5000, WIDTH)
     parts = [RowSparse([9, 4000, 9, 17 + device], torch.ones(4, WIDTH), shape) for device in range(devices)]
     kv.init("w", torch.ones(shape))
-    kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
+    if name == "updater":
+        kv.set_updater(add_rows)
+    else:
+        kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
     kv.push("w", parts)
     with Elements() as counted:
         kv.push("w", parts)
@@ -846,21 +815,3 @@ def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
     with Elements() as counted:
         kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
     assert 0 < counted.most <= 3 * WIDTH
-
-
-def test_the_sum_of_rows_for_an_updater_is_as_large_as_they_are(kv: KVStore) -> None:
-    shape = (5000, WIDTH)
-    kv.init("w", torch.ones(shape))
-    kv.set_updater(add_rows)
-    parts = [RowSparse([9, 4000], torch.ones(2, WIDTH), shape) for _ in range(3)]
-    with Elements() as counted:
-        kv.push("w", parts)
-    assert 0 < counted.most <= 6 * WIDTH
-
-
-def test_the_message_of_a_refused_optimizer_says_what_takes_rows(kv: KVStore) -> None:
-    start(kv, "muon", torch.float32)
-    with pytest.raises(
-        ValueError, match=re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a dense")
-    ):
-        kv.push("w", sparse([1]))

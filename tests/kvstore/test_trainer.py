@@ -91,18 +91,6 @@ def test_a_step_without_any_gradient_is_one_warning(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_parameter_without_a_gradient_on_any_worker_is_not_updated() -> None:
-    model = network()
-    before = weights(model)
-    trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "weight_decay": 0.5}, "local")
-    model[2](torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    trainer.step(1)
-    after = weights(model)
-    assert torch.equal(after[0], before[0])
-    assert torch.equal(after[1], before[1])
-    assert not torch.equal(after[2], before[2])
-
-
 def test_a_frozen_parameter_stays_and_one_freed_later_is_refused_by_name() -> None:
     model = network()
     model[0].requires_grad_(False)

@@ -11,7 +11,13 @@ from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
 STEPS, SIZES = 20, (5, 3)
-OPTIMIZERS = [("sgd", {"learning_rate": 0.02, "momentum": 0.5}), ("adam", {"learning_rate": 0.01})]
+THRESHOLDS = {"clip_gradient": 0.01, "clip_norm": 0.1, "clip_global_norm": 0.15}
+CLIPPED = {"learning_rate": 0.02, "momentum": 0.9, "wd": 0.01}
+OPTIMIZERS = {
+    "sgd": ("sgd", {"learning_rate": 0.02, "momentum": 0.5}),
+    "adam": ("adam", {"learning_rate": 0.01}),
+    **{name: ("sgd", {**CLIPPED, name: at}) for name, at in THRESHOLDS.items()},
+}
 
 
 def network() -> nn.Module:
@@ -45,7 +51,7 @@ def play(optimizer: tuple[str, dict[str, float]], store: str) -> list[Tensor]:
     return plain_loop(optimizer, store, slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_workers_with_unequal_batches_train_as_one_process(optimizer: tuple[str, dict[str, float]]) -> None:
     alone = plain_loop(optimizer, "local", slice(None))
     for weights in run_job(play, 2, 2, optimizer, "dist_sync"):

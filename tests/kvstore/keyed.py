@@ -1,0 +1,98 @@
+"""Keys, their gradients and all optimizers for tests of stores; counters of bytes and of operations."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gangline.kvstore import KVStore
+
+SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
+KEYS = list(SHAPES)
+Tensors = dict[Any, torch.Tensor]
+
+# Every name with its class, and arguments that make its arithmetic matter.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.7, "rho": 0.8, "weight_decay": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05, "beta2_decay": -0.7, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "adam": (torch.optim.Adam, {"lr": 0.05, "betas": (0.8, 0.95), "amsgrad": True, "weight_decay": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01}),
+    "muon": (torch.optim.Muon, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05, "alpha": 0.9, "momentum": 0.5, "centered": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.05, "etas": (0.4, 1.3)}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+}
+
+
+def weights(dtype: torch.dtype = torch.float32) -> Tensors:
+    """Element j of key i holds (j - 3) / 4 + i."""
+    return {
+        key: ((torch.arange(torch.Size(shape).numel()).reshape(shape) - 3) / 4 + i).to(dtype)
+        for i, (key, shape) in enumerate(SHAPES.items())
+    }
+
+
+def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
+    """Return sevenths between -5/7 and 5/7, different by element, key, step and device."""
+    shape = SHAPES[key]
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + step * 3 + device * 5 + KEYS.index(key)
+    return ((numbers % 11 - 5) / 7).reshape(shape)
+
+
+def push(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int = 2) -> None:
+    kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
+
+
+def pulled(kv: KVStore, keys: Sequence[Any] = KEYS, dtype: torch.dtype = torch.float32) -> Tensors:
+    outs = {key: torch.full(SHAPES[key], 99.0, dtype=dtype) for key in keys}
+    kv.pull(list(outs), list(outs.values()))
+    return outs
+
+
+def check_same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> None:
+    """Raise unless the same keys have the same bits."""
+    assert list(found) == list(expected)
+    different = [key for key in expected if bits(found[key]) != bits(expected[key])]
+    assert different == []
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+def held() -> int:
+    """Return the bytes of all storages that tensors made in this test keep alive."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's sums ("add") and copies ("copy")."""
+
+    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "copy"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.counts[self.NAMES[name]] += 1
+        return func(*args, **(kwargs or {}))
