@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
 from gangline.models.data import sources
-from gangline.models.data.datasets import DATASETS, digits, image_folder, raw_digits, synthetic
+from gangline.models.data.datasets import digits, image_folder, raw_digits, synthetic
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import Source, source
 
@@ -224,12 +224,37 @@ def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
 # -- data that are batches already ----------------------------------------------------------------------------------
 
 
-def test_a_loader_gives_its_own_batches() -> None:
-    loader = DataLoader(Counted(), batch_size=4, drop_last=True)
-    batches = source(loader, None, shuffle=True, seed=0)
-    assert labels_of(batches.epoch(0)) == ORDERED[:2]
-    assert batches.num_batches() == 2
+@pytest.mark.parametrize(
+    ("data", "expected", "count"),
+    [
+        (in_order(), ORDERED, 3),
+        ([[arrays()[0][:7].numpy(), arrays()[1][:7].numpy()], (arrays()[0][7:], arrays()[1][7:])],
+         [list(range(7)), [7, 8, 9]], 2),
+        (Stream(4), ORDERED, None),
+        (DataLoader(Stream(), batch_size=4), ORDERED, None),
+        (DataLoader(Stream(4), batch_size=None), ORDERED, None),
+        (DataLoader(Counted(), batch_size=4, drop_last=True), ORDERED[:2], 2),
+    ],
+    ids=["list", "arrays of any size", "iterable dataset", "loader of one", "loader without batching", "loader"],
+)  # fmt: skip
+def test_batches_serve_every_epoch_as_they_are(data: Any, expected: list[list[int]], count: int | None) -> None:
+    batches = source(data, None, shuffle=True, seed=0)
+    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [expected, expected]
+    assert batches.num_batches() == count
+    assert batches.can_skip == (isinstance(data, DataLoader) and isinstance(data.dataset, Counted))
     assert batches.generator is None
+
+
+@pytest.mark.parametrize(
+    ("data", "epochs"),
+    [(((data, label % 3) for data, label in in_order()), 1), (DataLoader(Stream(), batch_size=4), 2)],
+    ids=["generator", "loader of an iterable dataset"],
+)
+def test_fit_trains_by_batches_a_network_that_learns_its_shapes_from_them(data: Any, epochs: int) -> None:
+    seen: list[int] = []
+    with Module(nn.LazyLinear(SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(data, num_epoch=epochs, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
+    assert seen == [4, 4, 2] * epochs
 
 
 def test_a_loaders_own_generator_is_known() -> None:
@@ -241,19 +266,6 @@ def test_a_loaders_own_generator_is_known() -> None:
     generator.manual_seed(3)
     assert [flat(batch.tolist() for _, batch in loader) for _ in range(2)] == epochs
     assert all(sorted(order) == list(range(SAMPLES)) for order in epochs)
-
-
-def test_a_list_of_batches_serves_every_epoch() -> None:
-    batches = source(in_order(), None, shuffle=True, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() == 3
-    assert not batches.can_skip
-
-
-def test_batches_may_be_numpy_and_of_any_size() -> None:
-    data, label = arrays()
-    given = [[data[:7].numpy(), label[:7].numpy()], (data[7:], label[7:])]
-    assert labels_of(source(given, None, shuffle=False, seed=0).epoch(0)) == [list(range(7)), [7, 8, 9]]
 
 
 def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
@@ -274,58 +286,6 @@ def test_fit_trains_one_epoch_by_a_generator_and_refuses_the_next() -> None:
             with pytest.raises(ValueError, match="expected an iterable such as a list"):
                 module.fit(iter(given), num_epoch=2)
             assert module.position.epoch == 1
-
-
-def test_a_generator_serves_a_network_that_learns_its_shapes_from_data() -> None:
-    given = ((data, label % 3) for data, label in in_order())
-    seen: list[int] = []
-    with Module(nn.LazyLinear(3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(given, num_epoch=1, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
-    assert seen == [4, 4, 2]
-
-
-def test_an_iterable_dataset_of_batches_serves_every_epoch() -> None:
-    batches = source(Stream(4), None, shuffle=False, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() is None
-    assert not batches.can_skip
-
-
-def test_a_loader_over_an_iterable_dataset_serves_every_epoch() -> None:
-    batches = source(DataLoader(Stream(), batch_size=4), None, shuffle=False, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() is None
-    assert not batches.can_skip
-
-
-def test_fit_trains_by_a_loader_over_an_iterable_dataset() -> None:
-    seen: list[int] = []
-    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            DataLoader(Stream(), batch_size=4),
-            num_epoch=2,
-            batch_end_callback=lambda param: seen.append(len(param.locals["label"])),
-        )
-    assert seen == [4, 4, 2] * 2
-
-
-def test_a_loader_without_batching_gives_its_items_as_batches() -> None:
-    batches = source(DataLoader(Stream(4), batch_size=None), None, shuffle=False, seed=0)
-    assert labels_of(batches.epoch(0)) == ORDERED
-
-
-def test_fit_validates_by_an_iterable_dataset_beside_arrays() -> None:
-    data, label = arrays()
-    scores: list[float] = []
-    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            (data, label),
-            Stream(4),
-            num_epoch=1,
-            batch_size=4,
-            eval_end_callback=lambda param: scores.append(param.eval_metric.get_name_value()[0][1]),
-        )
-        assert scores == [module.score(in_order())[0][1]]
 
 
 def test_batches_without_labels_have_none() -> None:
@@ -433,61 +393,45 @@ def test_skipped_samples_are_not_read(kind: str) -> None:
 DATA, LABEL = arrays()
 
 
-@pytest.mark.parametrize(
-    "data", [DATA, DATA.numpy(), {"x": DATA}, "digits", 3, None], ids=["tensor", "array", "dict", "text", "int", "None"]
-)
-def test_invalid_data_are_refused_with_their_type(data: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"train_data is a {type(data).__name__}; expected \(data, labels\), a Dataset"
-    ):
-        source(data, 4, shuffle=False, seed=0)
+NO_DATA = r"expected \(data, labels\), a Dataset"
+NO_SIZE = "train_data holds samples, so batch_size is needed"
+OWN_SIZE = "batch_size is 4, but train_data has batches already"
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (DATA, 4, TypeError, f"train_data is a Tensor; {NO_DATA}"),
+    (DATA.numpy(), 4, TypeError, f"train_data is a ndarray; {NO_DATA}"),
+    ({"x": DATA}, 4, TypeError, f"train_data is a dict; {NO_DATA}"),
+    ("digits", 4, TypeError, f"train_data is a str; {NO_DATA}"),
+    (3, 4, TypeError, f"train_data is a int; {NO_DATA}"),
+    (None, 4, TypeError, f"train_data is a NoneType; {NO_DATA}"),
+    ((DATA,), 4, ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
+    ((DATA, LABEL, LABEL), 4, ValueError, "train_data is a tuple of 3"),
+    ((DATA, LABEL[:9]), 4, ValueError, "train_data has 10 samples, but 9 labels"),
+    (({"a": DATA, "b": DATA[:7]}, LABEL), 4, ValueError, r"train_data\[0\] has tensors of shapes"),
+    ((DATA, (LABEL, LABEL[:3])), 4, ValueError, r"train_data\[1\] has tensors of shapes"),
+    ((DATA[:0], LABEL[:0]), 4, ValueError, r"train_data\[0\] has no samples"),
+    ((torch.tensor(1.0), LABEL), 4, ValueError, r"train_data\[0\] has a tensor without axes"),
+    ((DATA, list(range(10))), 4, TypeError, r"train_data\[1\]\[0\] is a int"),
+    (([[1.0, 2.0]], LABEL), 4, TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
+    ((DATA, "labels"), 4, TypeError, r"train_data\[1\] is a str"),
+    ((None, LABEL), 4, TypeError, r"train_data\[0\] is a NoneType"),
+    (Counted(0), 4, ValueError, "the dataset has no samples"),
+    *((data, None, ValueError, NO_SIZE) for data in (arrays(), Counted(), TensorDataset(DATA, LABEL))),
+    *(
+        (data, size, error, f"batch_size is {size!r}")
+        for data in (arrays(), Counted())
+        for size, error in ((0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError))
+    ),
+    *((batches, 4, ValueError, OWN_SIZE) for batches in (in_order(), iter(in_order()), Stream(4))),
+    *((DataLoader(data, batch_size=4), 4, ValueError, OWN_SIZE) for data in (Counted(), Stream())),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        ((DATA,), ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
-        ((DATA, LABEL, LABEL), ValueError, "train_data is a tuple of 3"),
-        ((DATA, LABEL[:9]), ValueError, "train_data has 10 samples, but 9 labels"),
-        (({"a": DATA, "b": DATA[:7]}, LABEL), ValueError, r"train_data\[0\] has tensors of shapes"),
-        ((DATA, (LABEL, LABEL[:3])), ValueError, r"train_data\[1\] has tensors of shapes"),
-        ((DATA[:0], LABEL[:0]), ValueError, r"train_data\[0\] has no samples"),
-        ((torch.tensor(1.0), LABEL), ValueError, r"train_data\[0\] has a tensor without axes"),
-        ((DATA, list(range(10))), TypeError, r"train_data\[1\]\[0\] is a int"),
-        (([[1.0, 2.0]], LABEL), TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
-        ((DATA, "labels"), TypeError, r"train_data\[1\] is a str"),
-        ((None, LABEL), TypeError, r"train_data\[0\] is a NoneType"),
-        (Counted(0), ValueError, "the dataset has no samples"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(data: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("data", "batch_size", "error", "message"), REFUSED)
+def test_data_and_batch_sizes_that_do_not_fit_are_refused(
+    data: Any, batch_size: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        source(data, 4, shuffle=False, seed=0)
-
-
-@pytest.mark.parametrize("data", [arrays(), Counted(), TensorDataset(DATA, LABEL)])
-def test_samples_need_a_batch_size(data: Any) -> None:
-    with pytest.raises(ValueError, match="eval_data holds samples, so batch_size is needed"):
-        source(data, None, shuffle=False, seed=0, what="eval_data")
-
-
-@pytest.mark.parametrize("data", [arrays(), Counted()])
-@pytest.mark.parametrize(
-    ("batch_size", "error"), [(0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError)]
-)
-def test_an_invalid_batch_size_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"batch_size is {batch_size!r}"):
         source(data, batch_size, shuffle=False, seed=0)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [in_order(), iter(in_order()), Stream(4), DataLoader(Counted(), batch_size=4), DataLoader(Stream(), batch_size=4)],
-    ids=["list", "iterator", "iterable dataset", "loader", "loader of an iterable dataset"],
-)
-def test_batches_need_no_batch_size(data: Any) -> None:
-    with pytest.raises(ValueError, match="batch_size is 4, but train_data has batches already"):
-        source(data, 4, shuffle=False, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -565,10 +509,6 @@ def test_digits_repeat_their_grey_in_more_channels() -> None:
     assert torch.equal(images[:, 0], images[:, 1])
     assert torch.equal(images[:, 0], images[:, 2])
     assert images.is_contiguous()
-
-
-def test_the_datasets_by_name_hold_digits() -> None:
-    assert DATASETS["digits"] is digits
 
 
 def test_synthetic_data_repeat_by_seed() -> None:
@@ -715,56 +655,13 @@ def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_pa
     assert str(path) in str(caught.value)
 
 
-def test_a_class_without_images_is_refused_by_its_folder(folder: Path) -> None:
-    (folder / "three").mkdir()
-    (folder / "three" / "notes.txt").write_text("no image")
-    with pytest.raises(ValueError, match="has no images") as caught:
-        ImageFolder(folder, (1, 8, 8))
-    assert str(folder / "three") in str(caught.value)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    for missing in (tmp_path / "nowhere", tmp_path / "file"):
-        (tmp_path / "file").write_text("no folder")
-        with pytest.raises(FileNotFoundError, match="does not exist") as caught:
-            ImageFolder(missing, (1, 8, 8))
-        assert str(missing) in str(caught.value)
-
-
-def test_a_folder_without_sub_folders_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "image.png", np.zeros((2, 2), np.uint8))
-    with pytest.raises(ValueError, match="has no sub-folders; expected one for each class") as caught:
-        ImageFolder(tmp_path, (1, 8, 8))
-    assert str(tmp_path) in str(caught.value)
-
-
-def files_of(part: Subset[Any]) -> set[Path]:
-    assert isinstance(part.dataset, ImageFolder)
-    return {part.dataset.files[index] for index in part.indices}
-
-
-def test_a_folder_is_split_by_class_and_seed(folder: Path) -> None:
-    splits = image_folder(folder, (1, 8, 8), torch.float32, seed=0)
+def test_a_folder_is_split_by_class_and_seed_and_read_in_batches(folder: Path) -> None:
+    splits, again, other = (image_folder(folder, (3, 8, 8), torch.float64, seed) for seed in (0, 0, 1))
     assert splits.num_classes == 3
-    assert len(splits.train) == 24
     assert sorted(label for _, label in splits.validation) == [0, 0, 1, 1, 2, 2]
-    assert not files_of(splits.train) & files_of(splits.validation)
-    assert len(files_of(splits.train) | files_of(splits.validation)) == 30
-    again, other = (image_folder(folder, (1, 8, 8), torch.float32, seed) for seed in (0, 1))
-    assert files_of(again.validation) == files_of(splits.validation)
-    assert files_of(other.validation) != files_of(splits.validation)
-
-
-def test_a_folder_too_small_to_be_split_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / name / "only.png", np.zeros((2, 2), np.uint8))
-    with pytest.raises(ValueError, match="cannot be split into four fifths and one") as caught:
-        image_folder(tmp_path, (1, 2, 2), torch.float32, seed=0)
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_a_folder_is_read_in_batches(folder: Path) -> None:
-    splits = image_folder(folder, (3, 8, 8), torch.float64, seed=0)
+    assert sorted([*splits.train.indices, *splits.validation.indices]) == list(range(30))
+    assert again.validation.indices == splits.validation.indices
+    assert set(other.validation.indices) != set(splits.validation.indices)
     found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
     assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (10, 3, 8, 8), (4, 3, 8, 8)]
     assert torch.bincount(torch.cat([labels for _, labels in found])).tolist() == [8, 8, 8]

@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,22 +104,6 @@ def test_labels_follow_the_classes_that_are_expected(folder: Path) -> None:
     assert [Path(name).parent.name for name in dataset.files[::8]] == ["eight", "one", "zero"]
 
 
-@pytest.mark.parametrize(
-    ("classes", "message"),
-    [
-        (["eight", "one"], r"has also zero; expected the 2 classes eight, one"),
-        ([*CLASSES, "nine"], r"has no nine; expected the 4 classes"),
-        (["eight", "one", "nine"], r"has no nine and has also zero"),
-    ],
-)
-def test_other_classes_than_expected_are_refused_with_the_difference(
-    folder: Path, classes: list[str], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        ImageFolder(folder, SHAPE, classes=classes)
-    assert str(folder) in str(caught.value)
-
-
 # -- images without labels ------------------------------------------------------------------------------------------
 
 
@@ -139,20 +124,7 @@ def test_images_without_labels_are_predicted_in_the_order_of_their_files(folder:
     assert torch.equal(predicted, torch.stack([images[index] for index in range(24)]).flatten(1))
 
 
-def test_a_folder_without_any_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no images") as caught:
-        ImageFolder.unlabelled(tmp_path, SHAPE)
-    assert str(tmp_path) in str(caught.value)
-
-
 # -- files that cannot be read --------------------------------------------------------------------------------------
-
-
-def test_without_a_limit_the_first_unreadable_file_is_an_error_that_names_it(folder: Path) -> None:
-    [bad] = spoil(folder, "one/3.png")
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        list(source(ImageFolder(folder, SHAPE), 5, shuffle=False, seed=0).epoch(0))
-    assert bad in str(caught.value)
 
 
 def test_unreadable_files_are_left_out_of_their_batches_and_listed(
@@ -174,14 +146,6 @@ def test_unreadable_files_are_left_out_of_their_batches_and_listed(
     assert "cannot identify" in dataset.skipped[1][1]
     assert [str(image) in caplog.messages[0], bad[0] in caplog.messages[1], bad[1] in caplog.messages[2]] == [True] * 3
     assert len(caplog.messages) == 3
-
-
-def test_one_more_than_the_limit_is_an_error_that_lists_them_all(folder: Path) -> None:
-    bad = spoil(folder, "one/3.png", "zero/2.png", "zero/7.png")
-    dataset = ImageFolder(folder, SHAPE, skip_unreadable=2)
-    with pytest.raises(ValueError, match="3 images cannot be read, more than the 2 that skip_unreadable") as caught:
-        list(source(dataset, 5, shuffle=False, seed=0).epoch(0))
-    assert all(file in str(caught.value) for file in bad)
 
 
 def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: Path) -> None:
@@ -252,26 +216,71 @@ def test_unequal_batches_train_as_the_readable_images_alone_do(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("bad", "limit", "message"),
     [
-        ({"skip_unreadable": -1}, ValueError, "skip_unreadable is -1; expected 0 or more"),
-        ({"skip_unreadable": 1.5}, TypeError, "skip_unreadable is 1.5"),
-        ({"num_workers": -2}, ValueError, "num_workers is -2; expected 0 or more"),
-        ({"num_workers": True}, TypeError, "num_workers is True"),
-        ({"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
+        (["one/3.png"], None, "cannot be read"),
+        (["one/3.png", "zero/2.png", "zero/7.png"], 2, "3 images cannot be read, more than the 2 that skip_unreadable"),
     ],
 )
-def test_invalid_options_are_refused(
-    folder: Path, options: dict[str, Any], error: type[Exception], message: str
+def test_one_more_unreadable_file_than_the_limit_is_an_error_that_lists_them_all(
+    folder: Path, bad: list[str], limit: int | None, message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        ImageFolder(folder, SHAPE, **options)
+    bad = spoil(folder, *bad)
+    dataset = ImageFolder(folder, SHAPE, **({} if limit is None else {"skip_unreadable": limit}))
+    with pytest.raises(ValueError, match=message) as caught:
+        list(source(dataset, 5, shuffle=False, seed=0).epoch(0))
+    assert all(file in str(caught.value) for file in bad)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 8), (1, 0, 8)])
-def test_a_shape_that_no_image_has_is_refused(folder: Path, shape: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="expected 1 or 3 channels, height and width"):
-        ImageFolder(folder, shape)
+# -- folders and options that are refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "error", "message"),
+    [
+        ("", {"classes": ["eight", "one"]}, ValueError, "{folder} has also zero; expected the 2 classes eight, one"),
+        ("", {"classes": [*CLASSES, "nine"]}, ValueError, "{folder} has no nine; expected the 4 classes"),
+        ("", {"classes": ["eight", "one", "nine"]}, ValueError, "{folder} has no nine and has also zero"),
+        ("", {"skip_unreadable": -1}, ValueError, "skip_unreadable is -1; expected 0 or more"),
+        ("", {"skip_unreadable": 1.5}, TypeError, "skip_unreadable is 1.5"),
+        ("", {"num_workers": -2}, ValueError, "num_workers is -2; expected 0 or more"),
+        ("", {"num_workers": True}, TypeError, "num_workers is True"),
+        ("", {"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
+        ("", {"image_shape": (2, 8, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
+        ("", {"image_shape": (1, 0, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
+        ("nowhere", {}, FileNotFoundError, "{folder}/nowhere does not exist"),
+        ("one/0.png", {}, FileNotFoundError, "{folder}/one/0.png does not exist"),
+        ("one", {}, ValueError, "{folder}/one has no sub-folders; expected one for each class"),
+        ("memory://gangline-nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
+        ("file:///gangline/nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
+        ("nothing://me:pass-word-1@host/x", {}, ValueError, "image folder nothing://***@host/x cannot be opened"),
+    ],
+)
+def test_folders_and_options_that_do_not_fit_are_refused(
+    folder: Path, where: str, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    place = where if "://" in where else folder / where
+    text = message.replace("{folder}", where if "://" in where else str(folder))
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        ImageFolder(place, **{"image_shape": SHAPE, **options})
+    assert "pass-word-1" not in str(caught.value)
+
+
+def test_a_class_that_has_no_images_or_too_few_is_refused_by_its_name(folder: Path) -> None:
+    for number in range(1, 8):
+        (folder / "one" / f"{number}.png").unlink()
+    with pytest.raises(ValueError, match="cannot be split into four fifths and one: label one has 1 sample") as caught:
+        image_folder(folder, SHAPE, torch.float32, 0)
+    assert str(folder) in str(caught.value)
+    (folder / "one" / "0.png").rename(folder / "one" / "notes.txt")
+    with pytest.raises(ValueError, match=f"{folder}/one has no images"):
+        ImageFolder(folder, SHAPE)
+    with pytest.raises(ValueError, match=f"{folder}/one has no images"):
+        ImageFolder.unlabelled(folder / "one", SHAPE)
+    for name in ("eight", "one"):
+        (folder / name).rename(folder.parent / name)
+    with pytest.raises(ValueError, match="has one class, 'zero'; expected at least two sub-folders"):
+        image_folder(folder, SHAPE, torch.float32, 0)
 
 
 # -- processes that decode ------------------------------------------------------------------------------------------
@@ -455,18 +464,6 @@ def test_a_url_and_a_path_give_the_same_images(folder: Path, tmp_path: Path) -> 
     assert same_images(ImageFolder(f"file://{folder}", SHAPE), ImageFolder(folder, SHAPE))
 
 
-@pytest.mark.parametrize("url", ["memory://gangline-nowhere", "file:///gangline/nowhere"])
-def test_a_url_of_nothing_is_refused(url: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"image folder {url} does not exist"):
-        ImageFolder(url, SHAPE)
-
-
-def test_a_url_that_nothing_can_open_is_refused_without_its_password() -> None:
-    with pytest.raises(ValueError, match=r"image folder nothing://\*\*\*@host/x cannot be opened") as caught:
-        ImageFolder("nothing://me:pass-word-1@host/x", SHAPE)
-    assert "pass-word-1" not in str(caught.value)
-
-
 # -- splits by label ------------------------------------------------------------------------------------------------
 
 
@@ -532,14 +529,6 @@ def test_invalid_splits_are_refused(data: Any, parts: tuple[Any, ...], error: ty
         split_each_label(data, *parts)
 
 
-def test_a_class_with_one_image_is_refused_by_its_name(folder: Path) -> None:
-    for number in range(1, 8):
-        (folder / "one" / f"{number}.png").unlink()
-    with pytest.raises(ValueError, match="cannot be split into four fifths and one: label one has 1 sample") as caught:
-        image_folder(folder, SHAPE, torch.float32, 0)
-    assert str(folder) in str(caught.value)
-
-
 # -- orientation, and a folder that is none of classes --------------------------------------------------------------
 
 
@@ -572,10 +561,3 @@ def test_damaged_metadata_do_not_make_an_image_unreadable(tmp_path: Path) -> Non
     Image.fromarray(digit(1, 0)).save(tmp_path / "1.png")
     images = ImageFolder.unlabelled(tmp_path, SHAPE)
     assert torch.equal(images[0], images[1])
-
-
-def test_a_folder_with_one_class_is_refused(folder: Path) -> None:
-    for name in ("eight", "one"):
-        (folder / name).rename(folder.parent / name)
-    with pytest.raises(ValueError, match="has one class, 'zero'; expected at least two sub-folders"):
-        image_folder(folder, SHAPE, torch.float32, 0)
