@@ -1,25 +1,22 @@
-"""Sources of batches: every kind of source, its order, starting in mid-epoch; digits and image folders."""
+"""Sources of batches: every kind of source, its order, starting in mid-epoch; digits."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
 from gangline.models.data import sources
-from gangline.models.data.datasets import digits, image_folder, raw_digits, synthetic
-from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.datasets import digits, raw_digits, synthetic
 from gangline.models.data.sources import Source, source
 
 SAMPLES = 10
@@ -519,150 +516,3 @@ def test_synthetic_data_repeat_by_seed() -> None:
     assert len(splits.validation[0]) == 10
     assert torch.equal(images, synthetic((3, 4, 5), torch.float32, 0, 50, 7).train[0])
     assert not torch.equal(images, synthetic((3, 4, 5), torch.float32, 1, 50, 7).train[0])
-
-
-# -- folders of images ----------------------------------------------------------------------------------------------
-
-PER_CLASS = 10
-CLASS_NAMES = ("zero", "one", "two")  # in alphabetical order: one, two, zero
-
-
-def write(path: Path, pixels: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Write ten real 8x8 digits of each of three classes as grey PNG files, in sub-folders named by class."""
-    levels, labels = raw_digits()
-    for digit, name in enumerate(CLASS_NAMES):
-        for number, image in enumerate(levels[labels == digit][:PER_CLASS]):
-            write(tmp_path / name / f"{number}.png", (image * 15).numpy())
-    return tmp_path
-
-
-def digit_pixels(digit: int, number: int) -> torch.Tensor:
-    levels, labels = raw_digits()
-    return (levels[labels == digit][number] * 15).unsqueeze(0)
-
-
-def test_sub_folders_are_classes_in_alphabetical_order(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    assert dataset.classes == ["one", "two", "zero"]
-    assert len(dataset) == 3 * PER_CLASS
-    assert [dataset[index][1] for index in range(len(dataset))] == [0] * 10 + [1] * 10 + [2] * 10
-    assert [path.parent.name for path in dataset.files] == ["one"] * 10 + ["two"] * 10 + ["zero"] * 10
-
-
-def test_labels_do_not_depend_on_the_order_in_which_folders_were_made(tmp_path: Path) -> None:
-    names = [str(number * 7 % 13) for number in range(13)]
-    for name in names:
-        write(tmp_path / name / "b.png", np.full((2, 2), int(name), np.uint8))
-        write(tmp_path / name / "a.png", np.full((2, 2), int(name) + 100, np.uint8))
-    dataset = ImageFolder(tmp_path, (1, 2, 2))
-    assert dataset.classes == ["0", "1", "10", "11", "12", "2", "3", "4", "5", "6", "7", "8", "9"]
-    assert [path.name for path in dataset.files] == ["a.png", "b.png"] * 13
-    for index in range(26):
-        image, label = dataset[index]
-        assert round(float(image[0, 0, 0]) * 255) == int(dataset.classes[label]) + 100 * (index % 2 == 0)
-
-
-def test_pixels_are_those_of_the_file_scaled_to_one(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    for number in range(PER_CLASS):
-        image, _ = dataset[20 + number]
-        assert image.dtype == torch.float32
-        assert torch.equal(image, digit_pixels(0, number) / 255)
-
-
-def test_grey_and_colour_have_the_shape_and_type_asked_for(folder: Path) -> None:
-    grey, _ = ImageFolder(folder, (1, 28, 20), torch.float64)[0]
-    assert grey.shape == (1, 28, 20)
-    assert grey.dtype == torch.float64
-    assert 0 <= grey.min() < grey.max() <= 1
-    colour, _ = ImageFolder(folder, (3, 8, 8))[0]
-    assert colour.shape == (3, 8, 8)
-    assert colour.is_contiguous()
-    assert torch.equal(colour, (digit_pixels(1, 0) / 255).expand(3, 8, 8))
-
-
-def test_colours_keep_their_channels_and_places(tmp_path: Path) -> None:
-    pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3) * 10
-    write(tmp_path / "a" / "colour.png", pixels)
-    image, _ = ImageFolder(tmp_path, (3, 2, 4))[0]
-    assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1) / 255)
-
-
-def test_one_colour_stays_that_colour_when_resized(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "flat.png", np.full((5, 7, 3), (51, 102, 204), np.uint8))
-    image, _ = ImageFolder(tmp_path, (3, 16, 12))[0]
-    assert torch.equal(image, (torch.tensor([51, 102, 204]) / 255).reshape(3, 1, 1).expand(3, 16, 12))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_grey_of_sixteen_bits_is_scaled_to_one_too(tmp_path: Path, channels: int) -> None:
-    write(tmp_path / "a" / "deep.png", np.array([[0, 16384], [32768, 65535]], np.uint16))
-    image, _ = ImageFolder(tmp_path, (channels, 2, 2))[0]
-    assert torch.allclose(image, torch.tensor([[0.0, 0.25], [0.5, 1.0]]).expand(channels, 2, 2), atol=0.005)
-
-
-def test_images_lie_at_any_depth_under_any_known_ending_and_other_files_do_not_count(tmp_path: Path) -> None:
-    pixels = np.zeros((2, 2), np.uint8)
-    for name in ("b.png", "deep/er/a.JPG", "c.bmp", "d.PNG"):
-        write(tmp_path / "class" / name, pixels)
-    (tmp_path / "class" / "notes.txt").write_text("no image")
-    (tmp_path / "readme.txt").write_text("no class")
-    dataset = ImageFolder(tmp_path, (1, 2, 2))
-    assert dataset.classes == ["class"]
-    assert {path.name for path in dataset.files} == {"a.JPG", "b.png", "c.bmp", "d.PNG"}
-    assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
-
-
-def test_images_are_read_lazily(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    gone = dataset.files[7]
-    gone.unlink()
-    assert dataset[6][1] == dataset[8][1] == 0
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        dataset[7]
-    assert str(gone) in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's warning about a damaged TIFF
-@pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
-def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / "class" / f"torn{ending}"
-    write(path, np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8))
-    content = path.read_bytes()
-    dataset = ImageFolder(tmp_path, (1, 16, 16))
-    assert dataset[0][0].shape == (1, 16, 16)
-    for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10):
-        path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match="cannot be read") as caught:
-            dataset[0]
-        assert str(path) in str(caught.value)
-
-
-def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "class" / "large.bmp"
-    write(path, np.zeros((16, 16), np.uint8))
-    content = bytearray(path.read_bytes())
-    content[18:22] = (2**24).to_bytes(4, "little")  # the width in the header
-    path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        ImageFolder(tmp_path, (1, 16, 16))[0]
-    assert str(path) in str(caught.value)
-
-
-def test_a_folder_is_split_by_class_and_seed_and_read_in_batches(folder: Path) -> None:
-    splits, again, other = (image_folder(folder, (3, 8, 8), torch.float64, seed) for seed in (0, 0, 1))
-    assert splits.num_classes == 3
-    assert sorted(label for _, label in splits.validation) == [0, 0, 1, 1, 2, 2]
-    assert sorted([*splits.train.indices, *splits.validation.indices]) == list(range(30))
-    assert again.validation.indices == splits.validation.indices
-    assert set(other.validation.indices) != set(splits.validation.indices)
-    found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
-    assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (10, 3, 8, 8), (4, 3, 8, 8)]
-    assert torch.bincount(torch.cat([labels for _, labels in found])).tolist() == [8, 8, 8]
-    assert found[0][0].dtype == torch.float64

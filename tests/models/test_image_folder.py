@@ -45,14 +45,18 @@ def digit(number: int, which: int) -> np.ndarray[Any, Any]:
     return (levels[labels == number][which] * 15).numpy()
 
 
+def write(path: Path, pixels: np.ndarray[Any, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Write eight real digits of each of three classes as PNG files."""
     root = tmp_path / "digits"
     for number, name in ((8, "eight"), (1, "one"), (0, "zero")):
-        (root / name).mkdir(parents=True)
         for which in range(PER_CLASS):
-            Image.fromarray(digit(number, which)).save(root / name / f"{which}.png")
+            write(root / name / f"{which}.png", digit(number, which))
     return root
 
 
@@ -64,6 +68,111 @@ def spoil(folder: Path, *names: str) -> list[str]:
 
 
 # -- what files hold ------------------------------------------------------------------------------------------------
+
+
+def test_sub_folders_are_classes_in_alphabetical_order_and_pixels_are_scaled_to_one(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE)
+    assert tuple(dataset.classes) == CLASSES
+    assert [Path(name).parent.name for name in dataset.files] == ["eight"] * 8 + ["one"] * 8 + ["zero"] * 8
+    assert len(dataset) == 24
+    for index in range(24):
+        image, label = dataset[index]
+        assert label == index // 8
+        assert image.dtype == torch.float32
+        assert torch.equal(image[0], torch.from_numpy(digit((8, 1, 0)[label], index % 8)) / 255)
+
+
+def test_labels_do_not_depend_on_the_order_in_which_folders_were_made(tmp_path: Path) -> None:
+    names = [str(number * 7 % 13) for number in range(13)]
+    for name in names:
+        write(tmp_path / name / "b.png", np.full((2, 2), int(name), np.uint8))
+        write(tmp_path / name / "a.png", np.full((2, 2), int(name) + 100, np.uint8))
+    dataset = ImageFolder(tmp_path, (1, 2, 2))
+    assert dataset.classes == ["0", "1", "10", "11", "12", "2", "3", "4", "5", "6", "7", "8", "9"]
+    assert [path.name for path in dataset.files] == ["a.png", "b.png"] * 13
+    for index in range(26):
+        image, label = dataset[index]
+        assert round(float(image[0, 0, 0]) * 255) == int(dataset.classes[label]) + 100 * (index % 2 == 0)
+
+
+def test_grey_and_colour_have_the_shape_and_type_asked_for(folder: Path) -> None:
+    grey, _ = ImageFolder(folder, (1, 28, 20), torch.float64)[0]
+    assert grey.shape == (1, 28, 20)
+    assert grey.dtype == torch.float64
+    assert 0 <= grey.min() < grey.max() <= 1
+    colour, _ = ImageFolder(folder, (3, 8, 8))[0]
+    assert colour.is_contiguous()
+    assert torch.equal(colour, (torch.from_numpy(digit(8, 0)) / 255).expand(3, 8, 8))
+
+
+COLOURS = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3) * 10
+FLAT = np.full((5, 7, 3), (51, 102, 204), np.uint8)
+DEEP = np.array([[0, 16384], [32768, 65535]], np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "shape", "expected", "atol"),
+    [
+        (COLOURS, (3, 2, 4), torch.from_numpy(COLOURS).permute(2, 0, 1) / 255, 0),
+        (FLAT, (3, 16, 12), torch.tensor([51, 102, 204]).reshape(3, 1, 1) / 255, 0),
+        (DEEP, (1, 2, 2), torch.tensor([[0.0, 0.25], [0.5, 1.0]]), 0.005),
+        (DEEP, (3, 2, 2), torch.tensor([[0.0, 0.25], [0.5, 1.0]]), 0.005),
+    ],
+    ids=["channels", "one colour resized", "sixteen bits", "sixteen bits as colour"],
+)
+def test_colours_keep_their_channels_places_and_range(
+    tmp_path: Path, pixels: Any, shape: tuple[int, int, int], expected: torch.Tensor, atol: float
+) -> None:
+    write(tmp_path / "a" / "image.png", pixels)
+    image, _ = ImageFolder(tmp_path, shape)[0]
+    assert torch.allclose(image, expected.expand(shape), rtol=0, atol=atol)
+
+
+def test_images_lie_at_any_depth_under_any_known_ending_and_other_and_hidden_files_do_not_count(tmp_path: Path) -> None:
+    for name in ("b.png", "deep/er/a.JPG", "c.bmp", "d.PNG", "../.thumbnails/e.png"):
+        write(tmp_path / "class" / name, np.zeros((2, 2), np.uint8))
+    for name in ("class/notes.txt", "class/._0.png", "readme.txt"):
+        (tmp_path / name).write_text("no image")
+    dataset = ImageFolder(tmp_path, (1, 2, 2))
+    assert dataset.classes == ["class"]
+    assert {Path(name).name for name in dataset.files} == {"a.JPG", "b.png", "c.bmp", "d.PNG"}
+    assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
+
+
+def test_images_are_read_lazily(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE)
+    gone = dataset.files[6]
+    gone.unlink()
+    assert dataset[5][1] == dataset[7][1] == 0
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        dataset[6]
+    assert str(gone) in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's warning about a damaged TIFF
+@pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
+def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "class" / f"torn{ending}"
+    write(path, np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8))
+    content = path.read_bytes()
+    dataset = ImageFolder(tmp_path, (1, 16, 16))
+    assert dataset[0][0].shape == (1, 16, 16)
+    for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="cannot be read") as caught:
+            dataset[0]
+        assert str(path) in str(caught.value)
+
+
+def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "class" / "large.bmp"
+    write(path, np.zeros((16, 16), np.uint8))
+    content = bytearray(path.read_bytes())
+    content[18:22] = (2**24).to_bytes(4, "little")  # the width in the header
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        ImageFolder(tmp_path, (1, 16, 16))[0]
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -84,14 +193,6 @@ def test_every_kind_of_image_gives_the_same_grey(tmp_path: Path, mode: str, chan
     found, label = ImageFolder(tmp_path, (channels, 8, 8))[0]
     assert label == 0
     assert torch.allclose(found, torch.from_numpy(pixels).expand(channels, 8, 8) / 255, atol=0.01)
-
-
-def test_hidden_files_and_folders_do_not_count(folder: Path) -> None:
-    (folder / ".thumbnails").mkdir()
-    (folder / "one" / "._0.png").write_text("no image")
-    dataset = ImageFolder(folder, SHAPE)
-    assert tuple(dataset.classes) == CLASSES
-    assert len(dataset) == 3 * PER_CLASS
 
 
 # -- classes that are expected --------------------------------------------------------------------------------------
@@ -404,6 +505,19 @@ def test_a_users_dataloader_leaves_unreadable_images_out(folder: Path, num_worke
     loader = DataLoader(dataset, batch_size=8, num_workers=num_workers, multiprocessing_context=context)
     assert [len(labels) for _, labels in source(loader, None, shuffle=False, seed=0).epoch(0)] == [8, 7, 8]
     assert [file for file, _ in dataset.skipped] == (bad if num_workers == 0 else [])  # workers keep their own list
+
+
+def test_a_folder_is_split_by_class_and_seed_and_read_in_batches(folder: Path) -> None:
+    splits, again, other = (image_folder(folder, (3, 8, 8), torch.float64, seed) for seed in (0, 0, 1))
+    assert splits.num_classes == 3
+    assert sorted(label for _, label in splits.validation) == [0, 0, 1, 1, 2, 2]
+    assert sorted([*splits.train.indices, *splits.validation.indices]) == list(range(24))
+    assert again.validation.indices == splits.validation.indices
+    assert set(other.validation.indices) != set(splits.validation.indices)
+    found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
+    assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (8, 3, 8, 8)]
+    assert torch.bincount(torch.cat([labels for _, labels in found])).tolist() == [6, 6, 6]
+    assert found[0][0].dtype == torch.float64
 
 
 def test_held_out_images_are_not_augmented(folder: Path) -> None:
