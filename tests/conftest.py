@@ -63,3 +63,12 @@ def _same_random_numbers_and_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == threads
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one torch thread in a file whose tensors are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from gangline import Checkpoint, Module, Speedometer, cpu
 from gangline.models.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -26,14 +27,6 @@ VALID = [6, 1, 3, 5, 1, 2, 1]
 """Number of labels that are not ignored, for each of the seven batches of an epoch."""
 
 counts = pytest.mark.parametrize("count", [1, 2, 3])
-
-
-@pytest.fixture(autouse=True)
-def _single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Cut(BaseException):
@@ -104,11 +97,6 @@ CASES = {
         lambda output, label: F.cross_entropy(output, label, WEIGHT, ignore_index=-1, reduction="sum"),
         lambda label: float(WEIGHT[label[label >= 0]].sum()),
     ),
-    "summed": Case(
-        nn.CrossEntropyLoss(ignore_index=-1, reduction="sum"),
-        lambda output, label: F.cross_entropy(output, label, ignore_index=-1, reduction="sum") / 10,
-        lambda label: 0.1,
-    ),
     "own": Case(
         masked,
         lambda output, label: masked(output, label) * known(label) if known(label) else output.sum() * 0,
@@ -116,58 +104,31 @@ CASES = {
         numbers,
         known,
     ),
-    "squares": Case(
-        nn.MSELoss(),
-        lambda output, label: F.mse_loss(output, label, reduction="sum"),
-        lambda label: float(label.numel()),
-        lambda *valid: [(data, label.nan_to_num(2.0)) for data, label in numbers(*valid)],
-    ),
 }
-
-
-def by_hand(network: nn.Module, case: Case, updates: Sequence[Batches], lr: float = 0.1) -> dict[str, torch.Tensor]:
-    """Run a plain loop that divides the summed losses of an update by their number of valid elements."""
-    plain = torch.optim.SGD(network.parameters(), **{**MOMENTUM, "lr": lr})
-    for window in updates:
-        plain.zero_grad()
-        total = 1.0 if case.loss is CASES["summed"].loss else sum(case.count(label) for _, label in window)
-        scale = 10.0 if case.loss is CASES["summed"].loss else 1.0
-        for data, label in window:
-            (case.summed(network(data), label) * scale / total).backward()
-        plain.step()
-    return network.state_dict()
 
 
 # -- the gradient ---------------------------------------------------------------------------------------------------
 
 
-def every_second(*axes: Collection[Any]) -> list[Any]:
-    """Return all combinations; every second one is marked slow, and the others still pair each value with each."""
-    return [
-        pytest.param(*(value for _, value in case), marks=pytest.mark.slow if sum(n for n, _ in case) % 2 else ())
-        for case in itertools.product(*map(enumerate, axes))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("count", "empty", "name"),
-    every_second(
-        (1, 2, 3), ([0, 4, 2], [4, 0, 2], [2, 4, 0], [0, 0, 3], [3, 0, 0]), ("ignored", "class weights", "own")
-    ),
-    ids=str,
-)
-def test_a_batch_without_a_valid_label_counts_nothing(name: str, empty: list[int], count: int) -> None:
-    case, network = CASES[name], perceptron()
-    batches = case.batches(empty)
-    expected = by_hand(copy.deepcopy(network), case, [batches])
-    with Module(network, case.loss, contexts(count), loss_normalizer=case.normalizer) as module:
-        module.bind((6, FEATURES), grad_req="add")
-        module.init_optimizer("local", "sgd", MOMENTUM)
+@counts
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_batch_without_a_valid_label_counts_nothing(name: str, count: int) -> None:
+    case = CASES[name]
+    for empty in ([0, 4, 2], [4, 0, 2], [2, 4, 0], [0, 0, 3], [3, 0, 0]):
+        network, batches = perceptron(), case.batches(empty)
+        reference = copy.deepcopy(network)
+        total = sum(case.count(label) for _, label in batches)
         for data, label in batches:
-            module.forward_backward(data, label)
-            assert module.get_loss().isnan() == (not case.count(label))
-        module.update()
-        assert distance(module.get_params(), expected) < 1e-11
+            (case.summed(reference(data), label) / total).backward()
+        torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
+        with Module(network, case.loss, contexts(count), loss_normalizer=case.normalizer) as module:
+            module.bind((6, FEATURES), grad_req="add")
+            module.init_optimizer("local", "sgd", MOMENTUM)
+            for data, label in batches:
+                module.forward_backward(data, label)
+                assert module.get_loss().isnan() == (not case.count(label))
+            module.update()
+            assert distance(module.get_params(), reference.state_dict()) < 1e-11
 
 
 @counts
@@ -186,36 +147,25 @@ def test_an_update_without_a_valid_label_has_a_nan_loss_and_changes_nothing(coun
             moved = [not torch.equal(value, before[name]) for name, value in module.get_params().items()]
             assert moved == [counted] * len(moved)
             if not counted:
+                assert module.normalizer == 0.0
                 assert all(torch.equal(value, state[name]) for name, value in module.optimizer_state().tensors.items())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_under_write_several_backwards_add_their_means(count: int) -> None:
-    case, network = CASES["ignored"], perceptron()
-    reference = copy.deepcopy(network)
-    batches = classes([6, 2, 1])
-    for data, label in batches:
-        F.cross_entropy(reference(data), label, ignore_index=-1).backward()
-    torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
-    with Module(network, case.loss, contexts(count)) as module:
-        module.bind((6, FEATURES))
-        assert module.grad_req == "write"
-        module.init_optimizer("local", "sgd", MOMENTUM)
-        for data, label in batches:
-            module.forward_backward(data, label)
-        module.update()
-        assert distance(module.get_params(), reference.state_dict()) < 1e-11
-
-
 @counts
-def test_gradients_given_from_outside_are_added_as_they_are(count: int) -> None:
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_means_under_write_and_gradients_given_from_outside_are_added_as_they_are(count: int, grad_req: str) -> None:
     network = perceptron()
     reference = copy.deepcopy(network)
     generator = torch.Generator().manual_seed(2)
-    with Module(network, context=contexts(count)) as module:
-        module.bind((6, FEATURES), grad_req="add")
+    with Module(network, CASES["ignored"].loss, contexts(count)) as module:
+        module.bind((6, FEATURES), **({} if grad_req == "write" else {"grad_req": grad_req}))
+        assert module.grad_req == grad_req
         module.init_optimizer("local", "sgd", MOMENTUM)
-        for data, _ in classes([6, 2, 1]):
+        for data, label in classes([6, 2, 1]):
+            if grad_req == "write":
+                module.forward_backward(data, label)
+                F.cross_entropy(reference(data), label, ignore_index=-1).backward()
+                continue
             grads = torch.randn(len(data), CLASSES, generator=generator, dtype=torch.float64)
             reference(data).backward(grads)
             module.forward(data)

@@ -72,12 +72,34 @@ def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
 # -- Speedometer ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_has_mxnets_form(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(10, frequent=50)
-    for batch in range(51):
-        count(metric, 9, 1)
-        speedometer(BatchEndParam(0, batch, metric))
-    assert ranges(lines()) == [(0, 0, 50, 0.9)]
+@pytest.mark.parametrize(
+    ("options", "counts", "expected"),
+    [
+        ({"frequent": 50}, [(9, 1)] * 51, [(2, 0, 50, 0.9)]),
+        ({"frequent": 5}, [(1, 1)] * 5, []),
+        (
+            {"frequent": 4},
+            [(10, 0)] * 5 + [(0, 10)] * 4 + [(5, 5)] * 4,
+            [(2, 0, 4, 1.0), (2, 4, 8, 0.0), (2, 8, 12, 0.5)],
+        ),
+        (
+            {"frequent": 4, "auto_reset": False},
+            [(10, 0)] * 5 + [(0, 10)] * 4,
+            [(2, 0, 4, 1.0), (2, 0, 8, pytest.approx(5 / 9, abs=1e-6))],
+        ),
+    ],
+    ids=["a line", "no line in between", "with auto_reset", "without auto_reset"],
+)
+def test_lines_have_mxnets_form_and_tell_of_their_own_batches_or_of_the_epoch_so_far(
+    options: dict[str, Any], counts: list[tuple[int, int]], expected: Any, lines: Any
+) -> None:
+    metric, speedometer = create("acc"), Speedometer(10, **options)
+    for batch, (right, wrong) in enumerate(counts):
+        count(metric, right, wrong)
+        speedometer(BatchEndParam(2, batch, metric))
+    assert ranges(lines()) == expected
+    ((_, whole),) = metric.get_global_name_value()
+    assert whole == pytest.approx(sum(right for right, _ in counts) / sum(map(sum, counts)))
 
 
 def test_every_value_of_a_list_is_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,54 +114,22 @@ def test_every_value_of_a_list_is_in_the_line(caplog: pytest.LogCaptureFixture) 
     )
 
 
-def test_with_auto_reset_a_line_tells_of_its_own_batches(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(10, frequent=4)
-    for batch in range(13):
-        count(metric, *((10, 0) if batch <= 4 else (0, 10) if batch <= 8 else (5, 5)))
-        speedometer(BatchEndParam(2, batch, metric))
-    assert ranges(lines()) == [(2, 0, 4, 1.0), (2, 4, 8, 0.0), (2, 8, 12, 0.5)]
-    ((_, whole),) = metric.get_global_name_value()
-    assert whole == pytest.approx((5 + 4 / 2) / 13)
-
-
-def test_without_auto_reset_a_line_covers_the_epoch_so_far(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(10, frequent=4, auto_reset=False)
-    for batch in range(9):
-        count(metric, *((10, 0) if batch <= 4 else (0, 10)))
-        speedometer(BatchEndParam(0, batch, metric))
-    assert ranges(lines()) == [(0, 0, 4, 1.0), (0, 0, 8, pytest.approx(5 / 9, abs=1e-6))]
-
-
-def test_no_line_is_logged_in_between(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(10, frequent=5)
-    for batch in range(5):
-        count(metric, 1, 1)
-        speedometer(BatchEndParam(0, batch, metric))
-    assert lines() == []
-
-
-def test_speed_is_samples_by_the_time_since_the_last_line(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(32, frequent=3)
+@pytest.mark.parametrize(("frequent", "first", "count_of_lines"), [(3, 0, 2), (10, 7, 1)])
+def test_speed_is_samples_by_the_time_since_the_last_line_or_since_a_resumed_epochs_first_call(
+    frequent: int, first: int, count_of_lines: int, lines: Any
+) -> None:
+    """Three batches are before each line."""
+    metric, speedometer = create("acc"), Speedometer(32, frequent)
     began = time.perf_counter()
-    for batch in range(7):
+    for batch in range(first, first + 3 * count_of_lines + 1):
         count(metric, 1, 0)
         speedometer(BatchEndParam(0, batch, metric))
         spin(0.01)
     at_most = 3 * 32 / (3 * 0.01)
     at_least = 3 * 32 / (time.perf_counter() - began)
     speeds = [float(one["speed"]) for one in lines()]
-    assert len(speeds) == 2
+    assert len(speeds) == count_of_lines
     assert all(at_least - 0.01 <= speed <= at_most + 0.01 for speed in speeds)
-
-
-def test_speed_of_an_epoch_that_begins_in_its_middle_counts_the_batches_since(lines: Any) -> None:
-    metric, speedometer = create("acc"), Speedometer(32, frequent=10)
-    for batch in (7, 8, 9, 10):
-        count(metric, 1, 0)
-        speedometer(BatchEndParam(0, batch, metric))
-        spin(0.01)
-    (line,) = lines()
-    assert float(line["speed"]) <= 3 * 32 / (3 * 0.01) + 0.01  # three batches since the first call
 
 
 def test_a_new_epoch_starts_anew(lines: Any) -> None:
@@ -170,12 +160,6 @@ def test_a_speedometer_leaves_the_epochs_own_value_whole(caplog: pytest.LogCaptu
         assert sum("Speed" in line for line in caplog.messages) == (4 if callback else 0)
     assert len(found[0]) == 2
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("frequent", [0, -5])
-def test_a_speedometer_that_never_speaks_is_refused(frequent: int) -> None:
-    with pytest.raises(ValueError, match=f"frequent is {frequent}; expected 1 or more"):
-        Speedometer(10, frequent)
 
 
 # -- ProgressBar ----------------------------------------------------------------------------------------------------
@@ -215,26 +199,17 @@ def show(bar: ProgressBar, batches: Any, epoch: int = 0, **places: Any) -> None:
         bar(BatchEndParam(epoch, batch, metric, places))
 
 
-@pytest.mark.parametrize("bar", [3], indirect=True)
-def test_a_bar_shows_batches_and_the_metric_and_is_erased_at_the_epochs_end(
-    capsys: pytest.CaptureFixture[str], bar: ProgressBar
+@pytest.mark.parametrize(("bar", "places"), [(3, {}), (None, {"num_batches": 3})], indirect=["bar"])
+def test_a_bar_shows_batches_of_its_total_or_the_datas_and_is_erased_at_the_epochs_end(
+    capsys: pytest.CaptureFixture[str], bar: ProgressBar, places: dict[str, int]
 ) -> None:
-    show(bar, range(2))
+    show(bar, range(2), **places)
     text = capsys.readouterr().err
     assert all(state.startswith("Epoch 0: ") for state in written(text))
     assert "2/3" in left_over(text)
     assert "accuracy=0.75" in left_over(text)
     assert len(open_bars()) == 1
-    show(bar, [2])
-    assert left_over(text + capsys.readouterr().err) == ""
-    assert open_bars() == []
-
-
-def test_a_bar_asks_the_data_for_its_total(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
-    show(bar, range(2), num_batches=3)
-    text = capsys.readouterr().err
-    assert "2/3" in left_over(text)
-    show(bar, [2], num_batches=3)
+    show(bar, [2], **places)
     assert left_over(text + capsys.readouterr().err) == ""
     assert open_bars() == []
 
@@ -337,12 +312,6 @@ def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Pat
     assert saved(tmp_path / "deep") == names(0) + names(1)
 
 
-def test_a_checkpoint_of_the_callback_can_be_resumed(tmp_path: Path) -> None:
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(arrays(), batch_size=5, num_epoch=1, epoch_end_callback=Checkpoint(module, str(tmp_path / "net")))
-    assert checkpoint.read(tmp_path / "net", 1).optimizer_state is not None
-
-
 @pytest.mark.parametrize("states", [None, False, True])
 def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, states: bool | None) -> None:
     options = {} if states is None else {"save_optimizer_states": states}
@@ -351,16 +320,6 @@ def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, stat
         module.fit(arrays(), batch_size=5, num_epoch=3, epoch_end_callback=saves)
     assert saved(tmp_path) == names(2)
     assert (checkpoint.read(tmp_path / "net", 2).optimizer_state is not None) == bool(states)
-
-
-@pytest.mark.parametrize("make", [Checkpoint, module_checkpoint])
-@pytest.mark.parametrize("period", [0, -1])
-def test_a_period_below_one_is_refused(tmp_path: Path, make: Any, period: int) -> None:
-    with (
-        Module(classifier(), context=cpu()) as module,
-        pytest.raises(ValueError, match=f"period is {period}; expected 1 or more"),
-    ):
-        make(module, tmp_path / "net", period)
 
 
 # -- arguments of callbacks -----------------------------------------------------------------------------------------
@@ -394,13 +353,6 @@ def test_a_batch_callback_gets_epoch_and_batch(contexts: list[Any]) -> None:
             assert values[first + batch] == pytest.approx(right[:samples].double().mean().item(), rel=1e-6)
 
 
-def test_an_unknown_number_of_batches_is_none() -> None:
-    seen = []
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(Unsized(), num_epoch=1, batch_end_callback=lambda param: seen.append(param.locals["num_batches"]))
-    assert seen == [None, None]
-
-
 def test_arguments_of_callbacks_are_read_only() -> None:
     param = BatchEndParam(0, 0, create("acc"))
     assert param.locals == {}
@@ -408,8 +360,8 @@ def test_arguments_of_callbacks_are_read_only() -> None:
         param.epoch = 1
 
 
-def test_an_epoch_callback_gets_the_network_its_parameters_and_its_buffers() -> None:
-    seen = []
+def test_an_epoch_callback_gets_the_network_and_copies_of_its_parameters_and_buffers() -> None:
+    seen, kept = [], []
 
     def look(epoch: int, network: nn.Module, params: Any, buffers: Any) -> None:
         assert network is module.network
@@ -418,21 +370,11 @@ def test_an_epoch_callback_gets_the_network_its_parameters_and_its_buffers() -> 
         assert all(torch.equal(value, module.get_params()[name]) for name, value in {**params, **buffers}.items())
         assert buffers["1.num_batches_tracked"] == 3 * (epoch + 1)
         seen.append(epoch)
+        kept.append(params["2.bias"])
 
     with Module(classifier(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
         module.fit(arrays(12), batch_size=4, num_epoch=2, epoch_end_callback=look)
     assert seen == [0, 1]
-
-
-def test_an_epoch_callback_gets_copies() -> None:
-    kept: list[torch.Tensor] = []
-    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            arrays(),
-            batch_size=4,
-            num_epoch=2,
-            epoch_end_callback=lambda _, __, params, ___: kept.append(params["bias"]),
-        )
     assert not torch.equal(kept[0], kept[1])
 
 
@@ -455,47 +397,32 @@ def test_several_callbacks_are_called_in_order() -> None:
     assert calls == ["batch a", "batch b"] * 2 + ["epoch a", "epoch b", "eval a", "eval b"]
 
 
-def test_the_callback_after_scoring_gets_the_metric() -> None:
+def test_callbacks_of_scoring_get_epoch_batch_and_metric() -> None:
     data, label = arrays()
-    seen = []
+    ends, batches = [], []
 
     def look(param: BatchEndParam) -> None:
-        assert param.locals["module"] is module
-        seen.append((param.epoch, param.nbatch, dict(param.eval_metric.get_name_value())))
-
-    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit((data, label), (data, label), batch_size=4, num_epoch=2, eval_end_callback=look)
-        ((name, value),) = module.score((data, label), batch_size=3)
-    assert [(epoch, batch) for epoch, batch, _ in seen] == [(0, 2), (1, 2)]
-    assert seen[1][2] == {name: value}
-
-
-def test_a_batch_callback_of_scoring_gets_epoch_and_batch() -> None:
-    seen = []
-
-    def look(param: BatchEndParam) -> None:
-        seen.append((param.epoch, param.nbatch, param.locals["num_batches"], len(param.locals["data"])))
         assert param.locals["module"] is module
         assert len(param.locals["label"]) == len(param.locals["data"])
+        batches.append((param.epoch, param.nbatch, param.locals["num_batches"], len(param.locals["data"])))
+
+    def end(param: BatchEndParam) -> None:
+        assert param.locals["module"] is module
+        ends.append((param.epoch, param.nbatch, param.eval_metric.get_name_value()))
 
     with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.score(arrays(), batch_size=4, batch_end_callback=look, epoch=7)
-    assert seen == [(7, 0, 3, 4), (7, 1, 3, 4), (7, 2, 3, 2)]
+        module.fit((data, label), (data, label), batch_size=4, num_epoch=2, eval_end_callback=end)
+        score = module.score((data, label), batch_size=4, batch_end_callback=look, epoch=7)
+        module.score(Unsized(), batch_end_callback=look)
+    assert [(epoch, batch) for epoch, batch, _ in ends] == [(0, 2), (1, 2)]
+    assert ends[1][2] == score
+    assert batches[:3] == [(7, 0, 3, 4), (7, 1, 3, 4), (7, 2, 3, 2)]
+    assert [count for _, _, count, _ in batches[3:]] == [None, None]
 
 
-@pytest.mark.parametrize("option", ["batch_end_callback", "epoch_end_callback", "eval_end_callback"])
 @pytest.mark.parametrize("callback", [3, "speedometer", [print, None]])
-def test_fit_refuses_callbacks_that_are_not_callable_before_training(option: str, callback: Any) -> None:
-    network = nn.Linear(2, 3)
-    before = network.weight.detach().clone()
-    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
-        with pytest.raises(TypeError, match=r"callback is .*; expected a function"):
-            module.fit(arrays(), arrays(), batch_size=5, num_epoch=1, **{option: callback})
-        assert torch.equal(network.weight, before)
-
-
-@pytest.mark.parametrize("option", ["batch_end_callback", "score_end_callback"])
-def test_score_refuses_callbacks_that_are_not_callable(option: str) -> None:
+@pytest.mark.parametrize("verb", ["fit", "score"])
+def test_callbacks_that_are_not_callable_are_refused_before_data_are_read(verb: str, callback: Any) -> None:
     asked: list[int] = []
 
     def watched() -> Iterator[Any]:
@@ -503,6 +430,25 @@ def test_score_refuses_callbacks_that_are_not_callable(option: str) -> None:
         yield arrays()
 
     with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-        with pytest.raises(TypeError, match="callback is 3; expected a function"):
-            module.score(watched(), **{option: 3})
-        assert asked == []
+        of_fit = ("batch_end_callback", "epoch_end_callback", "eval_end_callback")
+        for option in of_fit if verb == "fit" else ("batch_end_callback", "score_end_callback"):
+            rest: dict[str, Any] = {"eval_data": watched(), "num_epoch": 1} if verb == "fit" else {}
+            with pytest.raises(TypeError, match=r"callback is .*; expected a function"):
+                getattr(module, verb)(watched(), **rest, **{option: callback})
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda module: Speedometer(10, 0), "frequent is 0; expected 1 or more"),
+        (lambda module: Speedometer(10, -5), "frequent is -5; expected 1 or more"),
+        (lambda module: Checkpoint(module, "net", 0), "period is 0; expected 1 or more"),
+        (lambda module: Checkpoint(module, "net", -1), "period is -1; expected 1 or more"),
+        (lambda module: module_checkpoint(module, "net", 0), "period is 0; expected 1 or more"),
+        (lambda module: module_checkpoint(module, "net", -1), "period is -1; expected 1 or more"),
+    ],
+)
+def test_a_period_below_one_is_refused(make: Any, message: str) -> None:
+    with Module(classifier(), context=cpu()) as module, pytest.raises(ValueError, match=message):
+        make(module)

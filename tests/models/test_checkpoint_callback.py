@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,8 @@ from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs, remove_older
 from gangline.models.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES = 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,19 +82,17 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_with_minutes_only_time_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_epoch", "period", "expected"), [(3, {}, [(4, 1), (7, 2)]), (2, {"period": 2}, [(2, 0), (5, 1)])]
+)
+def test_with_minutes_time_decides_alone_or_beside_a_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_epoch: int, period: dict[str, int], expected: Any
+) -> None:
     """The clock is read once per batch, and again at each save, which begins the next interval."""
     found = written(monkeypatch)
     monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
-    fitted(tmp_path / "net", 3, by_batches=True, minutes=3 / 60)
-    assert found == [(4, 1), (7, 2)]
-
-
-def test_minutes_and_a_period_both_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = written(monkeypatch)
-    monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
-    fitted(tmp_path / "net", 2, by_batches=True, minutes=3 / 60, period=2)
-    assert found == [(2, 0), (5, 1)]
+    fitted(tmp_path / "net", num_epoch, by_batches=True, minutes=3 / 60, **period)
+    assert found == expected
 
 
 def with_clocks_of_their_own(comm: Communicator, prefix: str) -> Any:
@@ -322,9 +311,3 @@ def test_auto_resume_is_refused_if_weights_lack_their_json(tmp_path: Path) -> No
     damage(tmp_path / "net-0001.json", "gone")
     with pytest.raises(ValueError, match=r"net-0001\.safetensors exists, but the JSON"):
         fitted(prefix, 2, resume="auto")
-
-
-def test_a_single_process_uses_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gangline.models.workers.time.monotonic", Clock())
-    workers = Workers()
-    assert workers.clock + 1 == workers.clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,12 @@ from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.reducer import reducer
 from tests.kvstore.parameter_server.processes import run_job
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("one_thread")]
 
 FEATURES, CLASSES, SAMPLES, BATCH, EPOCHS = 6, 3, 37, 8, 4  # 20 steps; the last batch is partial
 CLIPS = {"clip_gradient": 0.02, "clip_norm": 0.1, "clip_global_norm": 0.15}
 ARGUMENTS = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2}
 Params = Mapping[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Branches(nn.Module):
@@ -97,8 +88,8 @@ def clip(name: str, parameters: list[nn.Parameter]) -> bool:
 
 
 @cache
-def plainly(name: str, kind: str = "branches", accumulate: int = 1) -> Params:
-    """Run a torch loop of 20 batches; an update may use several."""
+def plainly(name: str, kind: str = "branches") -> Params:
+    """Run a torch loop of 20 batches."""
     network = made(kind, **({"sparse": False} if kind == "words" else {}))
     own = (
         {"momentum": 0.9, "weight_decay": 1e-2} if kind == "branches" else {}
@@ -107,7 +98,7 @@ def plainly(name: str, kind: str = "branches", accumulate: int = 1) -> Params:
     clipped = 0
     for _ in range(EPOCHS):
         data, label = arrays()
-        for part, of_part in zip(data.split(BATCH * accumulate), label.split(BATCH * accumulate), strict=True):
+        for part, of_part in zip(data.split(BATCH), label.split(BATCH), strict=True):
             optimizer.zero_grad()
             nn.functional.cross_entropy(network(part), of_part).backward()
             clipped += clip(name, list(network.parameters()))
@@ -121,7 +112,6 @@ def trained(
     store: str | KVStore | None,
     loads: list[float],
     kind: str = "branches",
-    accumulate: int = 1,
     contexts: Sequence[Context] = (),
 ) -> Params:
     places = contexts or [cpu(i) for i in range(len(loads))]
@@ -134,7 +124,6 @@ def trained(
             kvstore=store,
             optimizer_params={**(ARGUMENTS if kind == "branches" else {"learning_rate": 0.1}), name: CLIPS[name]},
             eval_metric="loss",
-            accumulate=accumulate,
         )
         return module.get_params()
 
@@ -241,30 +230,6 @@ def test_a_norm_that_is_nan_makes_weights_nan(name: str, spoilt: int) -> None:
     assert sum(bool(value.isnan().any()) for value in params.values()) == spoilt
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    data, label = arrays()
-    arguments = {"learning_rate": 0.01, name: CLIPS[name]}
-
-    def steps(module: Module, count: int) -> None:
-        for _ in range(count):
-            module.forward_backward_update(data, label)
-
-    loss, contexts = nn.CrossEntropyLoss(), [cpu(0), cpu(1)]
-    with Module(made("branches"), loss, contexts) as module:
-        module.init_optimizer("device", "adam", arguments)
-        steps(module, 3)
-        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
-        steps(module, 3)
-        expected = module.get_params()
-    with Module.load(
-        tmp_path / "net", 1, network=made("branches"), loss=loss, context=contexts, load_optimizer_states=True
-    ) as module:
-        module.init_optimizer("device", "adam", arguments)
-        steps(module, 3)
-        assert all(torch.equal(value, expected[key]) for key, value in module.get_params().items())
-
-
 def test_decay_is_added_behind_the_clip_with_a_factor_for_each_parameter() -> None:
     network = made("branches")
     reference = copy.deepcopy(network)
@@ -297,10 +262,6 @@ def test_gpus_train_as_a_torch_loop_that_clips(name: str, store: str) -> None:
 # Workers
 
 
-def one_over_servers(name: str, kind: str) -> Params:
-    return trained(name, "dist_sync", [1.0, 2.0], kind)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -312,20 +273,21 @@ def one_over_servers(name: str, kind: str) -> Params:
     ],
 )
 def test_workers_with_servers_train_as_a_torch_loop_that_clips(name: str, kind: str) -> None:
-    first, second = run_job(one_over_servers, 2, 2, name, kind)
+    first, second = run_job(trained, 2, 2, name, "dist_sync", [1.0, 2.0], kind)
     assert distance(first, plainly(name, kind)) <= 1e-11
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def in_a_servers_job(name: str, prefix: str, begins: bool) -> Params:
+def resumed(store: str, name: str, prefix: str, contexts: int, begins: bool) -> Params:
+    """Train 3 steps and save, or load; then train 3 more."""
     data, label = arrays()
-    loss, arguments = nn.CrossEntropyLoss(), {"learning_rate": 0.01, name: CLIPS[name]}
+    loss, places = nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]
     if begins:
-        module = Module(made("branches"), loss, cpu())
+        module = Module(made("branches"), loss, places)
     else:
-        module = Module.load(prefix, 1, network=made("branches"), loss=loss, context=cpu(), load_optimizer_states=True)
+        module = Module.load(prefix, 1, network=made("branches"), loss=loss, context=places, load_optimizer_states=True)
     with module:
-        module.init_optimizer("dist_sync", "adam", arguments)
+        module.init_optimizer(store, "adam", {"learning_rate": 0.01, name: CLIPS[name]})
         mine = module.workers.share(SAMPLES)
         for _ in range(3 if begins else 0):
             module.forward_backward_update(data[mine], label[mine])
@@ -336,13 +298,21 @@ def in_a_servers_job(name: str, prefix: str, begins: bool) -> Params:
         return module.get_params()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip_norm", "clip_global_norm"])
-def test_a_job_with_servers_resumes_from_its_checkpoint_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    prefix = str(tmp_path / "net")
-    whole = run_job(in_a_servers_job, 2, 2, name, prefix, True)
-    for found in run_job(in_a_servers_job, 2, 2, name, prefix, False):
-        assert all(torch.equal(found[key], value) for key, value in whole[0].items())
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [
+        *(("device", name) for name in CLIPS),
+        *(pytest.param("dist_sync", name, marks=pytest.mark.slow) for name in ("clip_norm", "clip_global_norm")),
+    ],
+)
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(store: str, name: str, tmp_path: Path) -> None:
+    def run(begins: bool) -> list[Params]:
+        arguments = (store, name, str(tmp_path / "net"))
+        return [resumed(*arguments, 2, begins)] if store == "device" else run_job(resumed, 2, 2, *arguments, 1, begins)
+
+    whole, *_ = run(begins=True)
+    for found in run(begins=False):
+        assert all(torch.equal(found[key], value) for key, value in whole.items())
 
 
 # The page

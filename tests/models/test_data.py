@@ -1,25 +1,22 @@
-"""Sources of batches: every kind of source, its order, starting in mid-epoch; digits and image folders."""
+"""Sources of batches: every kind of source, its order, starting in mid-epoch; digits."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from gangline import Module, cpu
 from gangline.models.data import sources
-from gangline.models.data.datasets import DATASETS, digits, image_folder, raw_digits, synthetic
-from gangline.models.data.images.folder import ImageFolder
+from gangline.models.data.datasets import digits, raw_digits, synthetic
 from gangline.models.data.sources import Source, source
 
 SAMPLES = 10
@@ -224,12 +221,37 @@ def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
 # -- data that are batches already ----------------------------------------------------------------------------------
 
 
-def test_a_loader_gives_its_own_batches() -> None:
-    loader = DataLoader(Counted(), batch_size=4, drop_last=True)
-    batches = source(loader, None, shuffle=True, seed=0)
-    assert labels_of(batches.epoch(0)) == ORDERED[:2]
-    assert batches.num_batches() == 2
+@pytest.mark.parametrize(
+    ("data", "expected", "count"),
+    [
+        (in_order(), ORDERED, 3),
+        ([[arrays()[0][:7].numpy(), arrays()[1][:7].numpy()], (arrays()[0][7:], arrays()[1][7:])],
+         [list(range(7)), [7, 8, 9]], 2),
+        (Stream(4), ORDERED, None),
+        (DataLoader(Stream(), batch_size=4), ORDERED, None),
+        (DataLoader(Stream(4), batch_size=None), ORDERED, None),
+        (DataLoader(Counted(), batch_size=4, drop_last=True), ORDERED[:2], 2),
+    ],
+    ids=["list", "arrays of any size", "iterable dataset", "loader of one", "loader without batching", "loader"],
+)  # fmt: skip
+def test_batches_serve_every_epoch_as_they_are(data: Any, expected: list[list[int]], count: int | None) -> None:
+    batches = source(data, None, shuffle=True, seed=0)
+    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [expected, expected]
+    assert batches.num_batches() == count
+    assert batches.can_skip == (isinstance(data, DataLoader) and isinstance(data.dataset, Counted))
     assert batches.generator is None
+
+
+@pytest.mark.parametrize(
+    ("data", "epochs"),
+    [(((data, label % 3) for data, label in in_order()), 1), (DataLoader(Stream(), batch_size=4), 2)],
+    ids=["generator", "loader of an iterable dataset"],
+)
+def test_fit_trains_by_batches_a_network_that_learns_its_shapes_from_them(data: Any, epochs: int) -> None:
+    seen: list[int] = []
+    with Module(nn.LazyLinear(SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(data, num_epoch=epochs, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
+    assert seen == [4, 4, 2] * epochs
 
 
 def test_a_loaders_own_generator_is_known() -> None:
@@ -241,19 +263,6 @@ def test_a_loaders_own_generator_is_known() -> None:
     generator.manual_seed(3)
     assert [flat(batch.tolist() for _, batch in loader) for _ in range(2)] == epochs
     assert all(sorted(order) == list(range(SAMPLES)) for order in epochs)
-
-
-def test_a_list_of_batches_serves_every_epoch() -> None:
-    batches = source(in_order(), None, shuffle=True, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() == 3
-    assert not batches.can_skip
-
-
-def test_batches_may_be_numpy_and_of_any_size() -> None:
-    data, label = arrays()
-    given = [[data[:7].numpy(), label[:7].numpy()], (data[7:], label[7:])]
-    assert labels_of(source(given, None, shuffle=False, seed=0).epoch(0)) == [list(range(7)), [7, 8, 9]]
 
 
 def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
@@ -274,58 +283,6 @@ def test_fit_trains_one_epoch_by_a_generator_and_refuses_the_next() -> None:
             with pytest.raises(ValueError, match="expected an iterable such as a list"):
                 module.fit(iter(given), num_epoch=2)
             assert module.position.epoch == 1
-
-
-def test_a_generator_serves_a_network_that_learns_its_shapes_from_data() -> None:
-    given = ((data, label % 3) for data, label in in_order())
-    seen: list[int] = []
-    with Module(nn.LazyLinear(3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(given, num_epoch=1, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
-    assert seen == [4, 4, 2]
-
-
-def test_an_iterable_dataset_of_batches_serves_every_epoch() -> None:
-    batches = source(Stream(4), None, shuffle=False, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() is None
-    assert not batches.can_skip
-
-
-def test_a_loader_over_an_iterable_dataset_serves_every_epoch() -> None:
-    batches = source(DataLoader(Stream(), batch_size=4), None, shuffle=False, seed=0)
-    assert [labels_of(batches.epoch(epoch)) for epoch in (0, 1)] == [ORDERED, ORDERED]
-    assert batches.num_batches() is None
-    assert not batches.can_skip
-
-
-def test_fit_trains_by_a_loader_over_an_iterable_dataset() -> None:
-    seen: list[int] = []
-    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            DataLoader(Stream(), batch_size=4),
-            num_epoch=2,
-            batch_end_callback=lambda param: seen.append(len(param.locals["label"])),
-        )
-    assert seen == [4, 4, 2] * 2
-
-
-def test_a_loader_without_batching_gives_its_items_as_batches() -> None:
-    batches = source(DataLoader(Stream(4), batch_size=None), None, shuffle=False, seed=0)
-    assert labels_of(batches.epoch(0)) == ORDERED
-
-
-def test_fit_validates_by_an_iterable_dataset_beside_arrays() -> None:
-    data, label = arrays()
-    scores: list[float] = []
-    with Module(nn.Linear(2, SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            (data, label),
-            Stream(4),
-            num_epoch=1,
-            batch_size=4,
-            eval_end_callback=lambda param: scores.append(param.eval_metric.get_name_value()[0][1]),
-        )
-        assert scores == [module.score(in_order())[0][1]]
 
 
 def test_batches_without_labels_have_none() -> None:
@@ -433,61 +390,45 @@ def test_skipped_samples_are_not_read(kind: str) -> None:
 DATA, LABEL = arrays()
 
 
-@pytest.mark.parametrize(
-    "data", [DATA, DATA.numpy(), {"x": DATA}, "digits", 3, None], ids=["tensor", "array", "dict", "text", "int", "None"]
-)
-def test_invalid_data_are_refused_with_their_type(data: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"train_data is a {type(data).__name__}; expected \(data, labels\), a Dataset"
-    ):
-        source(data, 4, shuffle=False, seed=0)
+NO_DATA = r"expected \(data, labels\), a Dataset"
+NO_SIZE = "train_data holds samples, so batch_size is needed"
+OWN_SIZE = "batch_size is 4, but train_data has batches already"
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (DATA, 4, TypeError, f"train_data is a Tensor; {NO_DATA}"),
+    (DATA.numpy(), 4, TypeError, f"train_data is a ndarray; {NO_DATA}"),
+    ({"x": DATA}, 4, TypeError, f"train_data is a dict; {NO_DATA}"),
+    ("digits", 4, TypeError, f"train_data is a str; {NO_DATA}"),
+    (3, 4, TypeError, f"train_data is a int; {NO_DATA}"),
+    (None, 4, TypeError, f"train_data is a NoneType; {NO_DATA}"),
+    ((DATA,), 4, ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
+    ((DATA, LABEL, LABEL), 4, ValueError, "train_data is a tuple of 3"),
+    ((DATA, LABEL[:9]), 4, ValueError, "train_data has 10 samples, but 9 labels"),
+    (({"a": DATA, "b": DATA[:7]}, LABEL), 4, ValueError, r"train_data\[0\] has tensors of shapes"),
+    ((DATA, (LABEL, LABEL[:3])), 4, ValueError, r"train_data\[1\] has tensors of shapes"),
+    ((DATA[:0], LABEL[:0]), 4, ValueError, r"train_data\[0\] has no samples"),
+    ((torch.tensor(1.0), LABEL), 4, ValueError, r"train_data\[0\] has a tensor without axes"),
+    ((DATA, list(range(10))), 4, TypeError, r"train_data\[1\]\[0\] is a int"),
+    (([[1.0, 2.0]], LABEL), 4, TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
+    ((DATA, "labels"), 4, TypeError, r"train_data\[1\] is a str"),
+    ((None, LABEL), 4, TypeError, r"train_data\[0\] is a NoneType"),
+    (Counted(0), 4, ValueError, "the dataset has no samples"),
+    *((data, None, ValueError, NO_SIZE) for data in (arrays(), Counted(), TensorDataset(DATA, LABEL))),
+    *(
+        (data, size, error, f"batch_size is {size!r}")
+        for data in (arrays(), Counted())
+        for size, error in ((0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError))
+    ),
+    *((batches, 4, ValueError, OWN_SIZE) for batches in (in_order(), iter(in_order()), Stream(4))),
+    *((DataLoader(data, batch_size=4), 4, ValueError, OWN_SIZE) for data in (Counted(), Stream())),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        ((DATA,), ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
-        ((DATA, LABEL, LABEL), ValueError, "train_data is a tuple of 3"),
-        ((DATA, LABEL[:9]), ValueError, "train_data has 10 samples, but 9 labels"),
-        (({"a": DATA, "b": DATA[:7]}, LABEL), ValueError, r"train_data\[0\] has tensors of shapes"),
-        ((DATA, (LABEL, LABEL[:3])), ValueError, r"train_data\[1\] has tensors of shapes"),
-        ((DATA[:0], LABEL[:0]), ValueError, r"train_data\[0\] has no samples"),
-        ((torch.tensor(1.0), LABEL), ValueError, r"train_data\[0\] has a tensor without axes"),
-        ((DATA, list(range(10))), TypeError, r"train_data\[1\]\[0\] is a int"),
-        (([[1.0, 2.0]], LABEL), TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
-        ((DATA, "labels"), TypeError, r"train_data\[1\] is a str"),
-        ((None, LABEL), TypeError, r"train_data\[0\] is a NoneType"),
-        (Counted(0), ValueError, "the dataset has no samples"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(data: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("data", "batch_size", "error", "message"), REFUSED)
+def test_data_and_batch_sizes_that_do_not_fit_are_refused(
+    data: Any, batch_size: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        source(data, 4, shuffle=False, seed=0)
-
-
-@pytest.mark.parametrize("data", [arrays(), Counted(), TensorDataset(DATA, LABEL)])
-def test_samples_need_a_batch_size(data: Any) -> None:
-    with pytest.raises(ValueError, match="eval_data holds samples, so batch_size is needed"):
-        source(data, None, shuffle=False, seed=0, what="eval_data")
-
-
-@pytest.mark.parametrize("data", [arrays(), Counted()])
-@pytest.mark.parametrize(
-    ("batch_size", "error"), [(0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError)]
-)
-def test_an_invalid_batch_size_is_refused(data: Any, batch_size: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"batch_size is {batch_size!r}"):
         source(data, batch_size, shuffle=False, seed=0)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [in_order(), iter(in_order()), Stream(4), DataLoader(Counted(), batch_size=4), DataLoader(Stream(), batch_size=4)],
-    ids=["list", "iterator", "iterable dataset", "loader", "loader of an iterable dataset"],
-)
-def test_batches_need_no_batch_size(data: Any) -> None:
-    with pytest.raises(ValueError, match="batch_size is 4, but train_data has batches already"):
-        source(data, 4, shuffle=False, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -567,10 +508,6 @@ def test_digits_repeat_their_grey_in_more_channels() -> None:
     assert images.is_contiguous()
 
 
-def test_the_datasets_by_name_hold_digits() -> None:
-    assert DATASETS["digits"] is digits
-
-
 def test_synthetic_data_repeat_by_seed() -> None:
     splits = synthetic((3, 4, 5), torch.float32, 0, samples=50, num_classes=7)
     images, labels = splits.train
@@ -579,193 +516,3 @@ def test_synthetic_data_repeat_by_seed() -> None:
     assert len(splits.validation[0]) == 10
     assert torch.equal(images, synthetic((3, 4, 5), torch.float32, 0, 50, 7).train[0])
     assert not torch.equal(images, synthetic((3, 4, 5), torch.float32, 1, 50, 7).train[0])
-
-
-# -- folders of images ----------------------------------------------------------------------------------------------
-
-PER_CLASS = 10
-CLASS_NAMES = ("zero", "one", "two")  # in alphabetical order: one, two, zero
-
-
-def write(path: Path, pixels: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Write ten real 8x8 digits of each of three classes as grey PNG files, in sub-folders named by class."""
-    levels, labels = raw_digits()
-    for digit, name in enumerate(CLASS_NAMES):
-        for number, image in enumerate(levels[labels == digit][:PER_CLASS]):
-            write(tmp_path / name / f"{number}.png", (image * 15).numpy())
-    return tmp_path
-
-
-def digit_pixels(digit: int, number: int) -> torch.Tensor:
-    levels, labels = raw_digits()
-    return (levels[labels == digit][number] * 15).unsqueeze(0)
-
-
-def test_sub_folders_are_classes_in_alphabetical_order(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    assert dataset.classes == ["one", "two", "zero"]
-    assert len(dataset) == 3 * PER_CLASS
-    assert [dataset[index][1] for index in range(len(dataset))] == [0] * 10 + [1] * 10 + [2] * 10
-    assert [path.parent.name for path in dataset.files] == ["one"] * 10 + ["two"] * 10 + ["zero"] * 10
-
-
-def test_labels_do_not_depend_on_the_order_in_which_folders_were_made(tmp_path: Path) -> None:
-    names = [str(number * 7 % 13) for number in range(13)]
-    for name in names:
-        write(tmp_path / name / "b.png", np.full((2, 2), int(name), np.uint8))
-        write(tmp_path / name / "a.png", np.full((2, 2), int(name) + 100, np.uint8))
-    dataset = ImageFolder(tmp_path, (1, 2, 2))
-    assert dataset.classes == ["0", "1", "10", "11", "12", "2", "3", "4", "5", "6", "7", "8", "9"]
-    assert [path.name for path in dataset.files] == ["a.png", "b.png"] * 13
-    for index in range(26):
-        image, label = dataset[index]
-        assert round(float(image[0, 0, 0]) * 255) == int(dataset.classes[label]) + 100 * (index % 2 == 0)
-
-
-def test_pixels_are_those_of_the_file_scaled_to_one(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    for number in range(PER_CLASS):
-        image, _ = dataset[20 + number]
-        assert image.dtype == torch.float32
-        assert torch.equal(image, digit_pixels(0, number) / 255)
-
-
-def test_grey_and_colour_have_the_shape_and_type_asked_for(folder: Path) -> None:
-    grey, _ = ImageFolder(folder, (1, 28, 20), torch.float64)[0]
-    assert grey.shape == (1, 28, 20)
-    assert grey.dtype == torch.float64
-    assert 0 <= grey.min() < grey.max() <= 1
-    colour, _ = ImageFolder(folder, (3, 8, 8))[0]
-    assert colour.shape == (3, 8, 8)
-    assert colour.is_contiguous()
-    assert torch.equal(colour, (digit_pixels(1, 0) / 255).expand(3, 8, 8))
-
-
-def test_colours_keep_their_channels_and_places(tmp_path: Path) -> None:
-    pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3) * 10
-    write(tmp_path / "a" / "colour.png", pixels)
-    image, _ = ImageFolder(tmp_path, (3, 2, 4))[0]
-    assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1) / 255)
-
-
-def test_one_colour_stays_that_colour_when_resized(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "flat.png", np.full((5, 7, 3), (51, 102, 204), np.uint8))
-    image, _ = ImageFolder(tmp_path, (3, 16, 12))[0]
-    assert torch.equal(image, (torch.tensor([51, 102, 204]) / 255).reshape(3, 1, 1).expand(3, 16, 12))
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_grey_of_sixteen_bits_is_scaled_to_one_too(tmp_path: Path, channels: int) -> None:
-    write(tmp_path / "a" / "deep.png", np.array([[0, 16384], [32768, 65535]], np.uint16))
-    image, _ = ImageFolder(tmp_path, (channels, 2, 2))[0]
-    assert torch.allclose(image, torch.tensor([[0.0, 0.25], [0.5, 1.0]]).expand(channels, 2, 2), atol=0.005)
-
-
-def test_images_lie_at_any_depth_under_any_known_ending_and_other_files_do_not_count(tmp_path: Path) -> None:
-    pixels = np.zeros((2, 2), np.uint8)
-    for name in ("b.png", "deep/er/a.JPG", "c.bmp", "d.PNG"):
-        write(tmp_path / "class" / name, pixels)
-    (tmp_path / "class" / "notes.txt").write_text("no image")
-    (tmp_path / "readme.txt").write_text("no class")
-    dataset = ImageFolder(tmp_path, (1, 2, 2))
-    assert dataset.classes == ["class"]
-    assert {path.name for path in dataset.files} == {"a.JPG", "b.png", "c.bmp", "d.PNG"}
-    assert all(dataset[index][0].shape == (1, 2, 2) for index in range(4))
-
-
-def test_images_are_read_lazily(folder: Path) -> None:
-    dataset = ImageFolder(folder, (1, 8, 8))
-    gone = dataset.files[7]
-    gone.unlink()
-    assert dataset[6][1] == dataset[8][1] == 0
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        dataset[7]
-    assert str(gone) in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's warning about a damaged TIFF
-@pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
-def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / "class" / f"torn{ending}"
-    write(path, np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8))
-    content = path.read_bytes()
-    dataset = ImageFolder(tmp_path, (1, 16, 16))
-    assert dataset[0][0].shape == (1, 16, 16)
-    for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10):
-        path.write_bytes(content[:length])
-        with pytest.raises(ValueError, match="cannot be read") as caught:
-            dataset[0]
-        assert str(path) in str(caught.value)
-
-
-def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "class" / "large.bmp"
-    write(path, np.zeros((16, 16), np.uint8))
-    content = bytearray(path.read_bytes())
-    content[18:22] = (2**24).to_bytes(4, "little")  # the width in the header
-    path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        ImageFolder(tmp_path, (1, 16, 16))[0]
-    assert str(path) in str(caught.value)
-
-
-def test_a_class_without_images_is_refused_by_its_folder(folder: Path) -> None:
-    (folder / "three").mkdir()
-    (folder / "three" / "notes.txt").write_text("no image")
-    with pytest.raises(ValueError, match="has no images") as caught:
-        ImageFolder(folder, (1, 8, 8))
-    assert str(folder / "three") in str(caught.value)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    for missing in (tmp_path / "nowhere", tmp_path / "file"):
-        (tmp_path / "file").write_text("no folder")
-        with pytest.raises(FileNotFoundError, match="does not exist") as caught:
-            ImageFolder(missing, (1, 8, 8))
-        assert str(missing) in str(caught.value)
-
-
-def test_a_folder_without_sub_folders_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "image.png", np.zeros((2, 2), np.uint8))
-    with pytest.raises(ValueError, match="has no sub-folders; expected one for each class") as caught:
-        ImageFolder(tmp_path, (1, 8, 8))
-    assert str(tmp_path) in str(caught.value)
-
-
-def files_of(part: Subset[Any]) -> set[Path]:
-    assert isinstance(part.dataset, ImageFolder)
-    return {part.dataset.files[index] for index in part.indices}
-
-
-def test_a_folder_is_split_by_class_and_seed(folder: Path) -> None:
-    splits = image_folder(folder, (1, 8, 8), torch.float32, seed=0)
-    assert splits.num_classes == 3
-    assert len(splits.train) == 24
-    assert sorted(label for _, label in splits.validation) == [0, 0, 1, 1, 2, 2]
-    assert not files_of(splits.train) & files_of(splits.validation)
-    assert len(files_of(splits.train) | files_of(splits.validation)) == 30
-    again, other = (image_folder(folder, (1, 8, 8), torch.float32, seed) for seed in (0, 1))
-    assert files_of(again.validation) == files_of(splits.validation)
-    assert files_of(other.validation) != files_of(splits.validation)
-
-
-def test_a_folder_too_small_to_be_split_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / name / "only.png", np.zeros((2, 2), np.uint8))
-    with pytest.raises(ValueError, match="cannot be split into four fifths and one") as caught:
-        image_folder(tmp_path, (1, 2, 2), torch.float32, seed=0)
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_a_folder_is_read_in_batches(folder: Path) -> None:
-    splits = image_folder(folder, (3, 8, 8), torch.float64, seed=0)
-    found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
-    assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (10, 3, 8, 8), (4, 3, 8, 8)]
-    assert torch.bincount(torch.cat([labels for _, labels in found])).tolist() == [8, 8, 8]
-    assert found[0][0].dtype == torch.float64

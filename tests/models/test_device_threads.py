@@ -56,17 +56,6 @@ def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
     assert pair.run(both(threading.get_ident), one_after_another=True) == first
 
 
-def test_a_context_listed_twice_has_two_threads() -> None:
-    device_threads = DeviceThreads([cpu(), cpu()])
-    assert len(set(device_threads.run(both(threading.get_ident)))) == 2
-    device_threads.close()
-
-
-def test_threads_are_named_after_their_contexts(pair: DeviceThreads) -> None:
-    names = pair.run(both(lambda: threading.current_thread().name))
-    assert [name.startswith(f"gangline-{context}") for name, context in zip(names, CONTEXTS, strict=True)] == [True] * 2
-
-
 def test_one_context_runs_in_the_callers_thread() -> None:
     before = threading.active_count()
     alone = DeviceThreads([cpu()])
@@ -77,10 +66,14 @@ def test_one_context_runs_in_the_callers_thread() -> None:
     alone.close()
 
 
-def test_close_ends_the_threads() -> None:
-    device_threads = DeviceThreads([cpu(0), cpu(1), cpu(2)])
+def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_close() -> None:
+    contexts = [cpu(0), cpu(1), cpu(1)]
+    device_threads = DeviceThreads(contexts)
     threads = device_threads.run([(number, threading.current_thread) for number in range(3)])
-    assert all(thread.is_alive() for thread in threads)
+    assert len(set(threads)) == 3
+    for thread, context in zip(threads, contexts, strict=True):
+        assert thread.name.startswith(f"gangline-{context}")
+        assert thread.is_alive()
     device_threads.close()
     assert not any(thread.is_alive() for thread in threads)
 
@@ -211,18 +204,13 @@ def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another
     assert pair.run(both(torch.get_num_threads)) == [3, 3]
 
 
-def test_the_callers_own_count_is_unchanged(pair: DeviceThreads) -> None:
-    assert torch.get_num_threads() == CALLERS
+def test_the_caller_and_a_thread_that_it_starts_later_keep_the_callers_count(pair: DeviceThreads) -> None:
+    found = [torch.get_num_threads()]
     for function in (large_sum, backward_of_a_convolution):
         pair.run(both(function))
-        assert torch.get_num_threads() == CALLERS
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        found.append(torch.get_num_threads())
     pair.close()
-    assert torch.get_num_threads() == CALLERS
-
-
-def test_a_thread_started_later_by_the_caller_uses_the_callers_count(pair: DeviceThreads) -> None:
-    found: list[int] = []
-    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    later.start()
-    later.join()
-    assert found == [CALLERS]
+    assert [*found, torch.get_num_threads()] == [CALLERS] * 6

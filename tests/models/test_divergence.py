@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,8 @@ from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES, BATCH = 32, 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Network(nn.Module):

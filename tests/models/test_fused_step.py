@@ -67,24 +67,6 @@ def test_fused_and_separate_passes_give_the_same_bits(loss: Any, normalizer: Cal
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_loss_that_counts_elements_takes_two_passes() -> None:
-    def one_hot(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        data, label = batch(step)
-        return data, F.one_hot(label, CLASSES).float()
-
-    reference = network()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    with module_of(network(), nn.MSELoss()) as module:
-        for step in range(4):
-            data, label = one_hot(step)
-            module.forward_backward_update(data, label)
-            optimizer.zero_grad()
-            F.mse_loss(reference(data), label).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        for name, value in reference.state_dict().items():
-            torch.testing.assert_close(module.get_params()[name], value)
-
-
 class Waiting(nn.Module):
     """Layer of which the second replica's forward waits, if requested, for a gradient of the first replica."""
 
@@ -145,15 +127,6 @@ def test_after_a_failed_forward_the_others_gradients_are_dropped(monkeypatch: py
         ours, theirs = module.get_params(), other.get_params()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert module.step == other.step
-
-
-def test_a_batch_with_nothing_to_count_has_a_loss_of_nan() -> None:
-    with module_of(network(), nn.CrossEntropyLoss(ignore_index=1)) as module:
-        module.forward_backward_update(*batch(0))
-        data, label = batch(1)
-        module.forward_backward_update(data, torch.ones_like(label))
-        assert torch.isnan(module.get_loss())
-        assert module.normalizer == 0.0
 
 
 def test_a_loss_that_depends_on_nothing_trained_is_an_error() -> None:

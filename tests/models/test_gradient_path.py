@@ -14,7 +14,7 @@ from torch import nn
 from gangline import Module, cpu
 from gangline.collectives import Communicator, spawn
 from gangline.collectives.work import WorkQueue
-from gangline.kvstore import create, local
+from gangline.kvstore import KVStore, create, local
 from gangline.kvstore.reducer import reducer
 
 MOST_FRAMES = 13
@@ -33,71 +33,59 @@ def depth(until: str) -> list[int]:
     return [] if frame is None else [count]
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(
-    store: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reducer, "BUCKET_BYTES", 260)  # a layer of WIDTH
+def frames(store: KVStore, contexts: int, summing: Any, name: str) -> tuple[list[int], list[int]]:
+    """Return the frames of each bucket of a step: from its hook to the hand-over, and from there to the sum.
+
+    Args:
+        store: A store.
+        contexts: Number of contexts.
+        summing: Module or object with the function that sums.
+        name: Name of the function.
+    """
     network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BUCKETS)])
     in_hook: list[int] = []
     in_store: list[int] = []
-    submit, move = WorkQueue.submit, local.move
+    submit, inner = WorkQueue.submit, getattr(summing, name)
 
     def submitted(self: WorkQueue, *arguments: Any) -> None:
         in_hook.extend(depth("_on_gradient"))  # a pull is submitted too if the queue is busy
         submit(self, *arguments)
 
-    def summed(transfers: Any) -> None:
-        if transfers and transfers[0][0]:  # values to sum, not weights to copy
+    def summed(values: Any) -> Any:
+        if summing is not local or (values and values[0][0]):  # values to sum, not weights to copy
             in_store.extend(depth("_serve"))
-        move(transfers)
-
-    data, label = torch.ones(6, WIDTH), torch.ones(6, WIDTH)
-    with create(store) as kv, Module(network, nn.MSELoss(), [cpu(index) for index in range(count)]) as module:
-        module.init_optimizer(kv, "sgd", {"lr": 0.1})
-        for _ in range(2):
-            module.forward_backward_update(data, label)
-        threads = threading.active_count()
-        monkeypatch.setattr(WorkQueue, "submit", submitted)
-        monkeypatch.setattr(local, "move", summed)
-        module.forward_backward_update(data, label)
-        assert threading.active_count() == threads
-    assert len(in_hook) == len(in_store) == BUCKETS  # one hand-over and one call that sums for each
-    assert max(in_hook) + max(in_store) <= MOST_FRAMES
-
-
-def frames_to_the_workers(comm: Communicator) -> tuple[list[int], list[int]]:
-    network = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(BUCKETS)])
-    in_hook: list[int] = []
-    in_store: list[int] = []
-    submit, all_reduce = WorkQueue.submit, comm.all_reduce
-
-    def submitted(self: WorkQueue, *arguments: Any) -> None:
-        in_hook.extend(depth("_on_gradient"))  # a pull is submitted too if the queue is busy
-        submit(self, *arguments)
-
-    def reduced(tensor: torch.Tensor) -> Any:
-        in_store.extend(depth("_serve"))
-        return all_reduce(tensor)
+        return inner(values)
 
     data, label = torch.ones(6, WIDTH), torch.ones(6, WIDTH)
     with (
         pytest.MonkeyPatch.context() as patch,
-        create("allreduce", communicator=comm) as kv,
-        Module(network, nn.MSELoss(), [cpu(0), cpu(1)]) as module,
+        store,
+        Module(network, nn.MSELoss(), [cpu(index) for index in range(contexts)]) as module,
     ):
-        patch.setattr(reducer, "BUCKET_BYTES", 260)
-        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+        patch.setattr(reducer, "BUCKET_BYTES", 260)  # a layer of WIDTH
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
         for _ in range(2):
             module.forward_backward_update(data, label)
+        threads = threading.active_count()
         patch.setattr(WorkQueue, "submit", submitted)
-        patch.setattr(comm, "all_reduce", reduced)
+        patch.setattr(summing, name, summed)
         module.forward_backward_update(data, label)
+        assert threading.active_count() == threads
+    assert len(in_hook) == len(in_store) == BUCKETS  # one hand-over and one call that sums for each
     return in_hook, in_store
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(store: str, count: int) -> None:
+    in_hook, in_store = frames(create(store), count, local, "move")
+    assert max(in_hook) + max(in_store) <= MOST_FRAMES
+
+
+def frames_to_the_workers(comm: Communicator) -> tuple[list[int], list[int]]:
+    return frames(create("allreduce", communicator=comm), 2, comm, "all_reduce")
 
 
 def test_a_bucket_takes_few_frames_to_the_sum_over_the_workers() -> None:
     for in_hook, in_store in spawn(frames_to_the_workers, 2):
-        assert len(in_hook) == len(in_store) == BUCKETS
         assert max(in_hook) + max(in_store) <= MOST_FRAMES_TO_WORKERS

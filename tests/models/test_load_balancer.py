@@ -72,20 +72,21 @@ def share_of_first(module: Module, size: int = 32) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "share"), [((1e-3, 1e-3), 16), ((1e-3, 3e-3), 24), ((3e-3, 1e-3), 8), ((5e-4, 5e-3), 30)]
+    ("seconds", "shares"),
+    [
+        ((1e-3, 1e-3), [16, 16]),
+        ((1e-3, 3e-3), [24, 8]),
+        ((3e-3, 1e-3), [8, 24]),
+        ((5e-4, 5e-3), [30, 2]),
+        ((5e-4, 1e-3, 2e-3), [20, 10, 5]),
+    ],
 )
-def test_shares_follow_the_speeds(seconds: Sequence[float], share: int) -> None:
+def test_shares_follow_the_speeds(seconds: Sequence[float], shares: list[int]) -> None:
+    size = sum(shares)
     with waiting(seconds) as module:
-        assert module.work_load_list == [0.5, 0.5]
-        module.fit(batches(6, 32), num_epoch=2)
-        assert share_of_first(module) == share
-
-
-def test_three_contexts_share_by_speed() -> None:
-    with waiting([5e-4, 1e-3, 2e-3]) as module:
-        module.fit(batches(6, 35), num_epoch=3)
-        counts = [part.stop - part.start for part in split_batch(35, module.work_load_list)]
-        assert counts == [20, 10, 5]
+        assert len(set(module.work_load_list)) == 1
+        module.fit(batches(6, size), num_epoch=3)
+        assert [part.stop - part.start for part in split_batch(size, module.work_load_list)] == shares
 
 
 @pytest.mark.parametrize("loads", [[3, 1], "auto"])
@@ -105,19 +106,15 @@ def test_a_change_of_speeds_in_mid_training_is_followed() -> None:
         assert share_of_first(module) == 8
 
 
-def test_loops_of_the_users_own_are_balanced_too() -> None:
+@pytest.mark.parametrize("separate", [False, True])
+def test_loops_of_the_users_own_are_balanced_too(separate: bool) -> None:
     with waiting([1e-3, 3e-3]) as module:
         for data, label in batches(10, 32):
-            module.forward_backward(data, label)
-            module.update()
-        assert share_of_first(module) == 24
-
-
-def test_separate_forward_and_backward_are_measured_too() -> None:
-    with waiting([1e-3, 3e-3]) as module:
-        for data, label in batches(10, 32):
-            module.forward(data, label, is_train=True)
-            module.backward()
+            if separate:
+                module.forward(data, label, is_train=True)
+                module.backward()
+            else:
+                module.forward_backward(data, label)
             module.update()
         assert share_of_first(module) == 24
 
