@@ -125,16 +125,6 @@ def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> No
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_set_params_reaches_the_store_and_every_replica(store: str) -> None:
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.0})
-        module.set_params({"weight": torch.full((3, 2), 7.0), "bias": torch.zeros(3)})
-        module.forward_backward_update(counted(4, 2), counted(4, 3))  # a rate of 0: pull returns the store's weights
-        assert torch.equal(module.get_params()["weight"], torch.full((3, 2), 7.0))
-        assert all(bool((r.parameters["weight"] == 7).all()) for r in module.bound.replicas.all)
-
-
 def test_params_must_fit() -> None:
     weight, bias = torch.zeros(3, 2), torch.zeros(3)
     with Module(linear(), context=cpu()) as module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from gangline import Module, cpu
 from gangline.models.data.sources import read_speed
 from gangline.models.loop.monitor import Monitor
-from gangline.models.metrics.metric import create
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,9 +120,3 @@ def test_data_that_cannot_be_read_is_refused() -> None:
         read_speed([])
     with pytest.raises(ValueError, match="batch_size is needed"):
         read_speed(arrays())
-
-
-def test_top_k_counts_a_label_among_the_k_largest() -> None:
-    metric = create(("top_k_accuracy", {"top_k": 2}))
-    metric.update(torch.tensor([0, 1, 2]), torch.tensor([[3.0, 2.0, 1.0]] * 3), None)
-    assert metric.get_name_value() == [("top_k_accuracy_2", pytest.approx(2 / 3))]

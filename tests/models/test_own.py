@@ -142,6 +142,7 @@ def test_image_shape_is_an_attribute_of_the_builder() -> None:
         (":build", "is not a name"),
         ("own_package.nets:", "is not a name"),
         ("a:b:c", "is not a name"),
+        ("nets", r"'nets' is unknown; .*'lenet'.*or package\.module:builder"),
     ],
 )
 def test_an_unknown_name_is_refused_with_suggestions(name: str, message: str) -> None:
@@ -175,12 +176,6 @@ def test_the_current_folder_is_searched_once_and_first() -> None:
     import_by_name.resolve("own_package.nets:build")
     assert sys.path.count(str(Path.cwd())) == 1
     assert sys.path[0] == str(Path.cwd())
-
-
-def test_an_unknown_name_without_a_module_gives_the_zoos_list() -> None:
-    assert not import_by_name.is_module_path("lenet")
-    with pytest.raises(ValueError, match=r"network 'nets' is unknown; .*'lenet'.*or package\.module:builder"):
-        zoo.find("nets")
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 
 from gangline import Module, collectives
 from gangline.collectives import Communicator, cpu
+from tests.models.test_workers_together import as_launched, free_port
 
 
 def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -30,19 +29,9 @@ def trained(context: str) -> tuple[str | None, int, dict[str, torch.Tensor]]:
 
 
 def worker(comm: Communicator, port: int) -> tuple[str | None, int, dict[str, torch.Tensor]]:
-    os.environ |= {
-        "RANK": str(comm.rank),
-        "WORLD_SIZE": str(comm.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return trained("parallel")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm, port)
+        return trained("parallel")
 
 
 def test_all_processes_of_a_job_train_as_one_does() -> None:

@@ -22,14 +22,6 @@ CUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     data, label = python_documentation(16).train
     return [(data[size * step : size * (step + 1)], label[size * step : size * (step + 1)]) for step in range(count)]

@@ -74,22 +74,8 @@ def test_several_labels_a_file_and_a_file_of_its_own(
     for number, file in enumerate(sorted((trained / "images").rglob("*.png"))[:5]):
         (flat / f"{number}.png").write_bytes(file.read_bytes())
     table = tmp_path / "table.csv"
-    code, out, _ = gangline_command(
-        capsys,
-        "predict",
-        "--data-dir",
-        flat,
-        "--model-prefix",
-        trained / "net",
-        "--load-epoch",
-        "best",
-        "--top-k",
-        "3",
-        "--output",
-        table,
-        "--cpus",
-        "2",
-    )
+    words = ["--data-dir", flat, "--model-prefix", trained / "net", "--output", table]
+    code, out, _ = gangline_command(capsys, "predict", *words, "--load-epoch", "best", "--top-k", "3", "--cpus", "2")
     assert (code, out) == (0, "")
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert [Path(row["file"]).name for row in rows] == [f"{number}.png" for number in range(5)]

@@ -7,27 +7,18 @@ are compared too, because whole state dicts are compared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import distance, replicas_are_equal, same_bits
 from torch import nn
 
 from gangline import Module, cpu
 
 SIDE, CLASSES = 5, 3
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Use one torch thread: networks this small take longer with several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -52,18 +43,6 @@ def residual() -> nn.Module:
     stem = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES)]
     return nn.Sequential(*stem, Block(4, 4, 1), Block(4, 6, 2), *head)
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.BatchNorm1d(SIDE * SIDE, affine=False),
-        nn.Linear(SIDE * SIDE, 8),
-        nn.BatchNorm1d(8, momentum=None),
-        nn.Tanh(),
-        nn.Linear(8, CLASSES),
-        nn.BatchNorm1d(CLASSES, track_running_stats=False),
-    )
 
 
 def with_dropout() -> nn.Module:
@@ -104,23 +83,16 @@ def plainly(network: nn.Module, batches: Batches, loss: nn.Module | None = None)
 
 
 def by_module(
-    network: nn.Module, batches: Batches, loads: list[float], store: str = "device", loss: nn.Module | None = None
+    network: nn.Module, batches: Batches, loads: list[float], loss: nn.Module | None = None
 ) -> dict[str, torch.Tensor]:
     contexts = [cpu(index) for index in range(len(loads))]
     network, loss = copy.deepcopy(network), loss or nn.CrossEntropyLoss()
     with Module(network, loss, contexts, loads, sync_batchnorm=True) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.01, "momentum": 0.9})
+        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
         for data, label in batches:
             module.forward_backward_update(data, label)
         replicas_are_equal(module)
         return module.get_params()
-
-
-def replicas_are_equal(module: Module) -> None:
-    first, *others = [replica.network.state_dict() for replica in module.bound.replicas.all]
-    for state in others:
-        for name, value in first.items():
-            assert torch.equal(state[name], value), name
 
 
 def test_a_share_without_a_loss_of_its_own_still_counts_through_the_statistics() -> None:
@@ -161,7 +133,7 @@ def test_random_layers_between_repeat_bit_for_bit() -> None:
     first = by_module(made, batches * 2, [2, 1, 1])
     torch.manual_seed(12)  # the caller's, unrelated to the contexts
     again = by_module(made, batches * 2, [2, 1, 1])
-    assert all(torch.equal(first[name], value) for name, value in again.items())
+    assert same_bits(first, again)
 
 
 def test_an_error_in_one_replica_is_raised_and_the_next_batch_works() -> None:
@@ -188,18 +160,6 @@ def test_an_error_in_one_replica_is_raised_and_the_next_batch_works() -> None:
         assert module.get_loss().isfinite()
 
 
-def test_evaluation_is_that_of_one_device() -> None:
-    made, batches = job(residual, [8, 8], torch.float64, 7)
-    data, reference = batches[0][0], copy.deepcopy(made)
-    reference.load_state_dict(plainly(made, batches))
-    with Module(made, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1], sync_batchnorm=True) as module:
-        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
-        for batch in batches:
-            module.forward_backward_update(*batch)
-        module.forward(data, is_train=False)
-        torch.testing.assert_close(module.get_outputs(), reference.eval()(data), rtol=1e-11, atol=1e-11)
-
-
 def test_without_it_each_share_is_normalised_by_itself() -> None:
     made, batches = job(residual, [8, 8], torch.float64, 7)
     expected = plainly(made, batches)
@@ -208,13 +168,3 @@ def test_without_it_each_share_is_normalised_by_itself() -> None:
         for batch in batches:
             module.forward_backward_update(*batch)
         assert distance(module.get_params(), expected) > 1e-4
-
-
-def test_a_layer_whose_statistics_cannot_be_synchronized_is_named() -> None:
-    class Own(nn.BatchNorm1d):
-        def forward(self, data: torch.Tensor) -> torch.Tensor:
-            return super().forward(data).relu()
-
-    network = nn.Sequential(nn.Linear(3, 3), Own(3))
-    with pytest.raises(ValueError, match="layer '1' is a Own with a forward of its own"):
-        Module(network, nn.MSELoss(), [cpu(0), cpu(1)], sync_batchnorm=True).bind((4, 3))

@@ -33,15 +33,6 @@ STATE_ENTRIES = {"resnet18": 122, "resnet34": 218, "resnet50": 320, "resnet101":
 SMALL_AND_BOTTLENECK = ["resnet18", "resnet50"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the layers are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def convolutions(name: str) -> Iterator[tuple[str, str, int, int, int]]:
     """(convolution, its BatchNorm, outputs, inputs, kernel size) of torchvision's network, in its order."""
     yield "conv1", "bn1", 64, 3, 7

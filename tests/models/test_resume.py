@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,6 @@ from gangline.models.checkpoint import checkpoint
 from gangline.models.data.datasets import digits
 
 SAMPLES, FEATURES = 23, 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Cut(BaseException):
@@ -266,10 +257,12 @@ def test_a_file_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None
         checkpoint.read(prefix, 3)
 
 
-def test_a_missing_checkpoint_is_an_error_that_lists_existing_ones(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_path: Path) -> None:
     prefix = saved_module(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no optimizer state; save with save_optimizer_states=True"):
+        Module.load(prefix, 3, network=nn.Linear(2, 2), load_optimizer_states=True)
 
 
 def test_load_returns_the_weights_and_the_optimizer_state(tmp_path: Path) -> None:
@@ -283,12 +276,6 @@ def test_load_returns_the_weights_and_the_optimizer_state(tmp_path: Path) -> Non
     loaded = module.optimizer_state().tensors
     assert all(torch.equal(value, loaded[name]) for name, value in saved.require_optimizer_state().tensors.items())
     module.close()
-
-
-def test_a_checkpoint_without_states_says_so_when_they_are_needed(tmp_path: Path) -> None:
-    prefix = saved_module(tmp_path)
-    with pytest.raises(ValueError, match="no optimizer state; save with save_optimizer_states=True"):
-        Module.load(prefix, 3, network=nn.Linear(2, 2), load_optimizer_states=True)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from tests.kvstore.parameter_server.processes import run_job
 SAMPLES, BATCH, EPOCHS = 23, 2, 2
 BATCHES = 12
 Params = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -201,6 +201,5 @@ def test_a_unet_learns_scenes_of_real_digits(tmp_path: Path) -> None:
     page = tmp_path / "segmentation.html"
     segmentation_page(page, *zip(*pairs, strict=True), found, metrics=[("IoU", float(jaccard.compute()))])
     module.close()
-    print("IoU", float(jaccard.compute()), "Dice", float(dice.compute()))
     assert float(jaccard.compute()) > 0.8
     assert page.read_text().count("data:image/png") == 60

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from torch import nn
 
 from gangline import Checkpoint, Module, cpu
@@ -29,15 +29,6 @@ from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
 Params = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def arrays() -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,10 +78,6 @@ def fitted(
         return reason, module.get_params()
 
 
-def equal(first: Params, second: Params) -> bool:
-    return all(torch.equal(first[name], value) for name, value in second.items())
-
-
 # -- alone ----------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +98,7 @@ def test_a_callback_that_returns_true_ends_training_after_that_update(tmp_path: 
     whole = At(0)
     _, weights = fitted(None, whole)
     assert stop.seen + rest.seen == whole.seen
-    assert equal(weights, resumed)
+    assert same_bits(weights, resumed)
 
 
 def test_a_callback_that_returns_other_than_true_does_not_stop_training() -> None:
@@ -136,7 +123,7 @@ def test_a_stop_within_a_window_of_several_batches_waits_for_its_update(tmp_path
     rest = At(0)
     _, resumed = fitted(tmp_path / "net", rest, accumulate=3, resume="auto")
     assert rest.seen == [(0, 3), (1, 2), (1, 3), (2, 2), (2, 3)]
-    assert equal(fitted(None, accumulate=3)[1], resumed)
+    assert same_bits(fitted(None, accumulate=3)[1], resumed)
 
 
 def test_a_checkpoint_already_saved_at_the_stop_is_not_saved_again(
@@ -164,7 +151,7 @@ def test_a_signal_ends_training_after_the_step_that_runs(tmp_path: Path) -> None
     assert (reason, len(stop.seen)) == ("SIGTERM", 6)
     assert (received_signal(), signal.getsignal(signal.SIGTERM)) == (None, before)
     _, resumed = fitted(tmp_path / "net", resume="auto")
-    assert equal(fitted(None)[1], resumed)
+    assert same_bits(fitted(None)[1], resumed)
 
 
 def test_a_signal_before_training_ends_it_before_the_first_step() -> None:
@@ -330,7 +317,7 @@ def test_validation_in_an_epochs_middle_changes_nothing_of_the_run() -> None:
     (_, without), (_, with_it) = (
         fitted(None, eval_data=data, eval_frequency=(3, "batches")) for data in (None, arrays())
     )
-    assert equal(without, with_it)
+    assert same_bits(without, with_it)
 
 
 @pytest.mark.parametrize("frequency", [0, (3, "steps"), -1])
@@ -372,7 +359,7 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
             assert 6 <= last <= 8, "updates until the next exchange of stop requests"
             assert found[place][:2] == of_first[place][:2] == (reason, whole_seen[:last])
             assert found[place + 1][:2] == ("epochs", whole_seen[last:])
-            assert equal(weights, found[place + 1][2])
+            assert same_bits(weights, found[place + 1][2])
 
 
 def exchanges_in_a_job(comm: Communicator) -> tuple[int, int]:
@@ -444,7 +431,7 @@ def test_workers_of_servers_end_together(tmp_path: Path) -> None:
     assert first[:2] == second[:2]
     assert first[0] == "SIGTERM"
     assert 6 <= len(first[1]) <= 8
-    assert equal(first[2], second[2])
+    assert same_bits(first[2], second[2])
     if len(first[1]) < 8:  # batches of two epochs
         assert checkpoint.read(tmp_path / "signal" / "net", 1).position["batch"] == len(first[1]) - 4
 

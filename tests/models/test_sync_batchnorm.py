@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -23,15 +23,6 @@ from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
 JOINS: list[Mode] = ["threads", "graph"]
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Use one torch thread: networks this small take longer with several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
@@ -236,9 +227,29 @@ def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone(by: 
         assert int(network[1].num_batches_tracked) == 1  # type: ignore[index, arg-type, union-attr]
 
 
-def test_a_frozen_layer_that_has_no_running_statistics_uses_the_whole_batchs_as_torch_does() -> None:
-    network = nn.BatchNorm1d(3, track_running_stats=False).double().eval()
-    data, gradient = random(6, 3), random(6, 3, seed=2)
+class Twice(nn.Module):
+    """Calls a layer twice, the first time before anything is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return self.norm(self.linear(self.norm(data.detach())))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(),  # torch then uses the batch's statistics
+        lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(3, 3)),
+        Twice,
+    ],
+    ids=["frozen without statistics", "lazy", "called twice"],
+)
+def test_other_layers_equal_one_network_over_the_whole_batch(make: Callable[[], nn.Module]) -> None:
+    network, data, gradient = make().double(), random(6, 3), random(6, 3, seed=2)
+    network(random(2, 3))  # gives a lazy layer its shape
     shared_out(network, data, gradient, [4, 2]).is_close_to(wholly(network, data, gradient))
 
 
@@ -247,26 +258,6 @@ def test_torchs_layer_for_process_groups_is_left_alone() -> None:
     with JointBatchNorm(networks).forward_section(ThreadBarrier([0, 1]), 0):
         assert "forward" not in vars(networks[0][0])
         assert "forward" in vars(networks[0][1])
-
-
-def test_lazy_layers_are_synchronized_once_they_have_a_shape() -> None:
-    network = nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(3, 2)).double()
-    network(random(2, 3))
-    data, gradient = random(5, 3), random(5, 2, seed=2)
-    shared_out(network, data, gradient, [1, 4]).is_close_to(wholly(network, data, gradient))
-
-
-def test_a_layer_called_twice_and_one_before_which_nothing_is_trained() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
-
-        def forward(self, data: torch.Tensor) -> Any:
-            return self.norm(self.linear(self.norm(data.detach())))
-
-    network, data, gradient = Twice().double(), random(6, 3), random(6, 3, seed=2)
-    shared_out(network, data, gradient, [4, 2]).is_close_to(wholly(network, data, gradient))
 
 
 @pytest.mark.parametrize("by", JOINS)

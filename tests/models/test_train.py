@@ -46,21 +46,6 @@ WAYS = [
 
 
 @pytest.mark.slow
-def test_float64_digits_give_the_same_weights_every_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one_device: dict[str, torch.Tensor] = {}
-    for number, way in enumerate(WAYS):
-        prefix = tmp_path / str(number)
-        flags = ["--network", "mlp", "--dtype", "float64", "--num-epochs", "2", "--model-prefix", str(prefix), *way]
-        code, out, _ = train(monkeypatch, capsys, *flags)
-        assert code == 0
-        one_device = one_device or weights(prefix, 2)
-        assert distance(weights(prefix, 2), one_device) <= 1e-9
-        assert out == f"Validation-accuracy={float(out.split('=')[1])}\n"
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whole_digits_runs_of_lenet_give_the_same_weights_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,6 +58,7 @@ def test_whole_digits_runs_of_lenet_give_the_same_weights_every_way(
             code, out, _ = train(monkeypatch, capsys, "--dtype", dtype, "--model-prefix", str(prefix), *way)
             assert code == 0
             accuracies.append(float(out.split("=")[1]))
+            assert out == f"Validation-accuracy={accuracies[-1]}\n"
             one_device = one_device or weights(prefix, 10)
             if dtype == "float64":
                 assert distance(weights(prefix, 10), one_device) <= 1e-9
@@ -179,26 +165,6 @@ def test_half_precision_computes_in_it_and_keeps_float32_weights(
     states = saved.require_optimizer_state().tensors
     assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
     assert (saved.loss_scale is not None) == (dtype == "float16")
-
-
-def test_a_residual_network_trains_on_a_folder_of_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from PIL import Image
-
-    for number in range(6):
-        folder = tmp_path / "images" / f"class{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (200 * (number % 2), 20 * number, 50)).save(folder / f"{number}.png")
-    flags = ["--network", "resnet18", "--data-dir", str(tmp_path / "images"), "--cpus", "2", "--num-epochs", "1"]
-    flags += ["--batch-size", "4", "--model-prefix", str(tmp_path / "net")]
-    code, out, err = train(monkeypatch, capsys, *flags)
-    assert code == 0
-    assert "resnet18 on cpu(0), cpu(1) by loads 1, 1, store device, batch size 4, 2 classes, float32" in err
-    assert out.startswith("Validation-accuracy=")
-    saved = weights(tmp_path / "net", 1)
-    assert saved["fc.weight"].shape == (2, 512)
-    assert saved["bn1.running_mean"].any()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives import Communicator, connect, spawn
+from gangline.collectives import connect, spawn
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.collectives.errors import GanglineError
 from gangline.kvstore import create
@@ -54,13 +54,9 @@ def _train_apart(rank: Rank, folder: str, namespaces: list[str], address: str) -
     rank.hear()
 
 
-def _train_together(comm: Communicator) -> Any:
-    return over_collectives(comm)
-
-
 def test_ranks_on_three_hosts(tmp_path: Path) -> None:
     write_keys(tmp_path)
-    together = spawn(_train_together, 3)
+    together = spawn(over_collectives, 3)
     with Hosts(3) as hosts, Processes(_train_apart, 3, str(tmp_path), hosts.names, hosts.addresses[0]) as ranks:
         assert ranks.all_heard() == ["done"] * 3
     check_equal(together, [torch.load(tmp_path / f"rank{rank}") for rank in range(3)])

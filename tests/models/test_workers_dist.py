@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import distance
 from torch import Tensor, nn
 
 from gangline import Module
@@ -60,12 +61,6 @@ def alone() -> tuple[float, State]:
         torch.set_num_threads(threads)
 
 
-def apart(first: State, second: State) -> float:
-    """Return the largest relative difference of a parameter, by norm."""
-    pairs = ((first[name], second[name]) for name in second)
-    return max(float(torch.linalg.norm(a - b) / torch.linalg.norm(b).clamp(min=1e-12)) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     ("store", "workers", "servers"),
     [("dist_sync", 2, 1), ("dist_sync", 4, 2), pytest.param("dist_device_sync", 2, 2, marks=pytest.mark.slow)],
@@ -76,7 +71,7 @@ def test_servers_give_the_same_result_as_one_process(
     results = run_job(train, workers, servers, store)
     for accuracy, weights in results:
         assert accuracy == pytest.approx(alone[0], abs=1e-6)
-        assert apart(weights, alone[1]) < 1e-9
+        assert distance(weights, alone[1]) < 1e-9
         assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
 
 

@@ -24,14 +24,7 @@ from gangline import Checkpoint, DeadNodeError, MismatchError, Module, Speedomet
 from gangline.cli.main import main
 from gangline.collectives import spawn
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.processes import process_pool
 from gangline.kvstore import create
-
-process_pool.PRELOAD += (
-    "torch._dynamo",
-    "torchmetrics.aggregation",
-    "torchmetrics.classification",
-)  # seconds for a process
 
 SAMPLES, FEATURES, CLASSES = 47, 5, 3
 

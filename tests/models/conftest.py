@@ -1,0 +1,21 @@
+"""Fixtures of all tests of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gangline.collectives.processes import process_pool
+
+process_pool.PRELOAD += ("torchmetrics.classification",)  # seconds for a process
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Use one torch thread: the tensors are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
