@@ -38,12 +38,13 @@ def join(comm: Communicator, path: str) -> None:
 
 
 @contextmanager
-def limited(comm: Communicator) -> Iterator[SlowProcess | None]:
-    """Return the last rank's limit of CPU time; None on the others."""
-    if comm.rank < comm.size - 1:
+def limited(comm: Communicator, how: str) -> Iterator[SlowProcess | CrowdedProcess | None]:
+    """Return what slows the last rank down; None on the others, and if nothing does."""
+    if comm.rank < comm.size - 1 or how not in ("limit", "crowd"):
         yield None
         return
-    process = slow_process(os.getpid(), CORES[comm.rank % len(CORES)])
+    core = CORES[comm.rank % len(CORES)]
+    process = slow_process(os.getpid(), core) if how == "limit" else CrowdedProcess(core)
     try:
         yield process
     finally:
@@ -66,11 +67,12 @@ def wrapped(kind: str) -> nn.Module:
     return DistributedDataParallel(network()) if kind == "DDP" else network()
 
 
-def train(model: nn.Module, loader: Any, steps: int | None = None) -> list[list[int]]:
-    """Train an epoch, or its first steps; return the split of each batch."""
+def train(model: nn.Module, loader: Any, pause: float = 0.0) -> list[list[int]]:
+    """Train an epoch with so many seconds of other work for each sample; return the split of each batch."""
     shares = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for data, label in loader:
+        time.sleep(pause * len(data))
         optimizer.zero_grad()
         cross_entropy(model(data), label).backward()
         if type(model) is nn.Sequential:
@@ -78,100 +80,52 @@ def train(model: nn.Module, loader: Any, steps: int | None = None) -> list[list[
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         shares.append(loader.shares)
-        if len(shares) == steps:
-            break
     return shares
 
 
-def splits_of_kinds(comm: Communicator, path: str) -> dict[str, list[int]]:
+def trained(
+    comm: Communicator, path: str, kind: str, batches: int, epochs: int, slow_from: int, how: str
+) -> list[list[list[int]]]:
+    """Train epochs of which one begins to be slow on the last rank; return the splits of each."""
     join(comm, path)
-    found = {}
-    models = {kind: wrapped(kind) for kind in ("DDP", "FSDP2", "plain")}
-    for model in models.values():
-        model(torch.rand(1, 3, 16, 16)).sum().backward()  # imports
-    with limited(comm) as slow:
-        if slow is not None:
-            slow.slow_down(6)
-        for kind, model in models.items():
-            loader = gangline.balance(model, DataLoader(images(40), BATCH))
-            shares = train(model, loader)
-            assert shares[0] == [BATCH, BATCH]
-            found[kind] = shares[-1]
-            loader.close()
+    model = wrapped(kind)
+    model(torch.rand(1, 3, 16, 16)).sum().backward()  # imports
+    loader = gangline.balance(model, DataLoader(images(batches), BATCH))
+    found = []
+    with limited(comm, how) as slow:
+        for epoch in range(epochs):
+            if slow is not None and epoch == slow_from:
+                slow.slow_down(6)
+            found.append(train(model, loader, 0.05 if how == "other work" and comm.rank else 0.0))
+    loader.close()
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.slow
 @needs_cores
-def test_a_rank_with_less_cpu_time_gets_a_smaller_share_under_every_wrapper(tmp_path: Path) -> None:
-    first, last = spawn(splits_of_kinds, 2, str(tmp_path / "store"), threads=1)
+@pytest.mark.parametrize(
+    ("kind", "batches", "epochs", "slow_from", "how", "at_least", "below"),
+    [
+        ("DDP", 40, 1, 0, "limit", 1, BATCH),
+        ("FSDP2", 40, 1, 0, "limit", 1, BATCH),
+        ("plain", 40, 1, 0, "limit", 1, BATCH),
+        ("DDP", 9, 5, 1, "limit", 1, BATCH),
+        ("DDP", 50, 1, 0, "crowd", 1, BATCH),
+        ("DDP", 30, 1, 0, "other work", 1, 2 * BATCH / 3),
+        ("DDP", 70, 2, 0, "equal", BATCH - 3, BATCH + 4),
+    ],
+)
+def test_the_share_of_a_rank_follows_its_speed(
+    kind: str, batches: int, epochs: int, slow_from: int, how: str, at_least: int, below: float, tmp_path: Path
+) -> None:
+    first, last = spawn(trained, 2, str(tmp_path / "store"), kind, batches, epochs, slow_from, how, threads=1)
     assert first == last
-    for kind, (fast, slow) in first.items():
-        assert fast + slow == 2 * BATCH, kind
-        assert 1 <= slow < BATCH, (kind, slow)
-
-
-def becomes_slow(comm: Communicator, path: str) -> list[list[list[int]]]:
-    join(comm, path)
-    model = wrapped("DDP")
-    loader = gangline.balance(model, DataLoader(images(9), BATCH))
-    with limited(comm) as slow:
-        epochs = [train(model, loader)]
-        if slow is not None:
-            slow.slow_down(6)
-        epochs += [train(model, loader) for _ in range(4)]
-    dist.destroy_process_group()
-    return epochs
-
-
-@needs_cores
-@pytest.mark.slow
-def test_a_rank_that_becomes_slow_is_balanced(tmp_path: Path) -> None:
-    first, last = spawn(becomes_slow, 2, str(tmp_path / "store"), threads=1)
-    assert first == last
-    assert [len(epoch) for epoch in first] == [9] * 5
-    assert first[-1][-1][1] < BATCH
-
-
-def equal_ranks(comm: Communicator, path: str) -> list[int]:
-    join(comm, path)
-    model = wrapped("DDP")
-    loader = gangline.balance(model, DataLoader(images(70), BATCH))
-    shares = [train(model, loader)[-1] for _ in range(2)]
-    dist.destroy_process_group()
-    return shares[-1]
-
-
-@needs_cores
-@pytest.mark.slow
-def test_equal_ranks_stay_near_the_equal_split(tmp_path: Path) -> None:
-    first, last = spawn(equal_ranks, 2, str(tmp_path / "store"), threads=1)
-    assert first == last
-    assert first[0] == pytest.approx(BATCH, abs=3)
-
-
-def competing(comm: Communicator, path: str) -> list[int]:
-    join(comm, path)
-    model = wrapped("DDP")
-    loader = gangline.balance(model, DataLoader(images(50), BATCH))
-    crowd = CrowdedProcess(CORES[1])
-    try:
-        if comm.rank == 1:
-            crowd.slow_down(6)
-        shares = train(model, loader)
-    finally:
-        crowd.close()
-    dist.destroy_process_group()
-    return shares[-1]
-
-
-@needs_cores
-@pytest.mark.slow
-def test_a_rank_on_a_crowded_core_gets_a_smaller_share(tmp_path: Path) -> None:
-    first, last = spawn(competing, 2, str(tmp_path / "store"), threads=1)
-    assert first == last
-    assert first[1] < BATCH
+    assert [len(epoch) for epoch in first] == [batches] * epochs
+    assert first[0][0] == [BATCH, BATCH]
+    fast, slow = first[-1][-1]
+    assert fast + slow == 2 * BATCH
+    assert at_least <= slow < below
 
 
 def test_the_split_and_its_gain_are_logged_by_rank_0(tmp_path: Path) -> None:
@@ -197,29 +151,6 @@ def logged(comm: Communicator, path: str) -> list[str]:
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     return [line for line in lines if line.startswith("balance: ")]
-
-
-def decodes_slowly(comm: Communicator, path: str) -> list[int]:
-    join(comm, path)
-    model = wrapped("DDP")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = gangline.balance(model, DataLoader(images(30), BATCH))
-    for data, label in loader:
-        if comm.rank == 1:
-            time.sleep(0.05 * len(data))
-        optimizer.zero_grad()
-        cross_entropy(model(data), label).backward()
-        optimizer.step()
-        shares = loader.shares
-    dist.destroy_process_group()
-    return shares
-
-
-@pytest.mark.slow
-def test_a_rank_whose_loop_is_slow_outside_of_the_model_gets_a_smaller_share(tmp_path: Path) -> None:
-    first, last = spawn(decodes_slowly, 2, str(tmp_path / "store"), threads=1)
-    assert first == last
-    assert 1 <= first[1] < 2 * BATCH / 3
 
 
 class Normalized(nn.Sequential):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from measure import distance
-from test_promise_batchnorm import perceptron, plainly, residual, with_dropout
+from test_promise_batchnorm import residual, with_dropout
 from torch import nn
 
 from gangline import Module, cpu
@@ -19,8 +19,31 @@ from gangline.kvstore import KVStore, create
 from tests.kvstore.parameter_server.processes import run_job
 
 SIDE, CLASSES = 5, 3
-NETWORKS = {made.__name__: made for made in (residual, perceptron, with_dropout)}
 OPTIMIZER: Any = {"lr": 0.01, "momentum": 0.9}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return residual().double()
+
+
+def trained(comm: Communicator) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    shares, rank = [[4, 2], [0, 5], [3, 3]], comm.rank
+    torch.manual_seed(5)
+    store, made, contexts = create("allreduce", communicator=comm), with_dropout().double(), [cpu(0), cpu(1)]
+    with store, Module(made, nn.CrossEntropyLoss(), contexts[: 2 - rank], sync_batchnorm=True) as module:
+        module.init_optimizer(store, "sgd", OPTIMIZER)
+        for (data, label), sizes in zip(batches(shares), shares, strict=True):
+            part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            module.forward_backward_update(*((data[part], label[part]) if sizes[rank] else (None, None)))
+        return module.get_params()
+
+
+@pytest.mark.slow
+def test_random_layers_between_repeat_bit_for_bit() -> None:
+    first, again = (spawn(trained, 2) for _ in range(2))
+    assert all(torch.equal(value, again[0][name]) for name, value in first[0].items())
 
 
 def batches(shares: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,60 +58,11 @@ def batches(shares: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def made(network: str) -> nn.Module:
-    torch.manual_seed(5)
-    return NETWORKS[network]().double()
-
-
-def own(batch: tuple[torch.Tensor, torch.Tensor], sizes: list[int], rank: int) -> Any:
-    """Return a worker's part of a batch; None if it is empty."""
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    return (batch[0][part], batch[1][part]) if sizes[rank] else (None, None)
-
-
-def trained(comm: Communicator, network: str, shares: list[list[int]], loads: list[list[float]]) -> list[Any]:
-    torch.set_num_threads(1)
-    mine = loads[comm.rank]
-    contexts = [cpu(index) for index in range(len(mine))]
-    store = create("allreduce", communicator=comm)
-    with store, Module(made(network), nn.CrossEntropyLoss(), contexts, mine, sync_batchnorm=True) as module:
-        module.init_optimizer(store, "sgd", OPTIMIZER)
-        for batch, sizes in zip(batches(shares), shares, strict=True):
-            module.forward_backward_update(*own(batch, sizes, comm.rank))
-        replicas = [replica.network.state_dict() for replica in module.bound.replicas.all]
-        return [{name: value.clone() for name, value in state.items()} for state in replicas]
-
-
-CASES = [
-    (2, "residual", [[9, 3], [6, 6], [8, 0], [1, 7]], [[1], [1]]),
-    pytest.param(3, "perceptron", [[1, 7, 4], [6, 1, 1], [0, 9, 2]], [[1], [3, 1], [1, 0, 2]], marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("count", "network", "shares", "loads"), CASES)
-def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(
-    count: int, network: str, shares: list[list[int]], loads: list[list[float]]
-) -> None:
-    shares = (shares * 20)[:20]
-    expected = plainly(made(network), batches(shares))
-    for replicas in spawn(trained, count, network, shares, loads):
-        for state in replicas:
-            assert distance(state, expected) <= 1e-11
-            assert all(torch.equal(value, replicas[0][name]) for name, value in state.items())
-
-
-@pytest.mark.slow
-def test_random_layers_between_repeat_bit_for_bit() -> None:
-    shares = [[4, 2], [0, 5], [3, 3]]
-    first, again = (spawn(trained, 2, "with_dropout", shares, [[2, 1], [1]]) for _ in range(2))
-    assert all(torch.equal(value, again[0][0][name]) for name, value in first[0][0].items())
-
-
 def fitted(kvstore: str | KVStore | None, accumulate: int) -> dict[str, torch.Tensor]:
     """Train 7 epochs with partial last batches, of which a worker may have no sample, and ignored labels."""
     [(data, label)] = batches([[37]])
     label[torch.arange(37) % 5 == 0] = -100
-    with Module(made("residual"), nn.CrossEntropyLoss(), cpu(), sync_batchnorm=True) as module:
+    with Module(network(), nn.CrossEntropyLoss(), cpu(), sync_batchnorm=True) as module:
         module.fit(
             (data, label),
             num_epoch=7,
@@ -102,22 +76,26 @@ def fitted(kvstore: str | KVStore | None, accumulate: int) -> dict[str, torch.Te
         return module.get_params()
 
 
-def by_servers() -> dict[str, torch.Tensor]:
+def fitted_in_a_job(comm: Communicator | None, loads: str, accumulate: int) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, create("dist_sync") as store:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", "3,1")
-        return fitted(store, accumulate=3)
+    store = create("dist_sync") if comm is None else create("allreduce", communicator=comm)
+    with pytest.MonkeyPatch.context() as patch, store:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+        return fitted(store, accumulate)
 
 
 @pytest.mark.slow
-def test_workers_of_servers_accumulate_as_one_process() -> None:
+def test_fit_with_servers_and_with_a_worker_that_never_has_samples_is_that_of_one_process() -> None:
     expected = fitted(None, accumulate=3)
-    for params in run_job(by_servers, 2, 1):
+    for params in run_job(fitted_in_a_job, 2, 1, None, "3,1", 3):
+        assert distance(params, expected) <= 1e-11
+    expected = fitted(None, accumulate=1)
+    for params in spawn(fitted_in_a_job, 3, "1,0,4", 1):
         assert distance(params, expected) <= 1e-11
 
 
 def refused_by_servers() -> str:
-    with create("dist_async") as store, Module(made("residual"), None, cpu(), sync_batchnorm=True) as module:
+    with create("dist_async") as store, Module(network(), None, cpu(), sync_batchnorm=True) as module:
         with pytest.raises(ValueError, match="asynchronous") as refused:
             module.init_optimizer(store)
         return str(refused.value)
@@ -126,20 +104,6 @@ def refused_by_servers() -> str:
 def test_asynchronous_workers_are_refused() -> None:
     for text in run_job(refused_by_servers, 2, 1):
         assert text.startswith("sync_batchnorm=True needs 2 workers in step")
-
-
-def fitted_in_a_job(comm: Communicator) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", "1,0,4")
-        return fitted(store, accumulate=1)
-
-
-@pytest.mark.slow
-def test_fit_with_a_worker_that_never_has_samples_is_that_of_one_process() -> None:
-    expected = fitted(None, accumulate=1)
-    for params in spawn(fitted_in_a_job, 3):
-        assert distance(params, expected) <= 1e-11
 
 
 class Picky(nn.Module):

@@ -56,6 +56,16 @@ def networks(module: Module) -> list[nn.Module]:
     return [replica.network for replica in module.bound.replicas.all]
 
 
+def train_plainly(network: nn.Module, lr: float, momentum: float = 0.0) -> None:
+    """Train two steps by torch."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=momentum)
+    data, label = arrays()
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(network(data), label).backward()
+        optimizer.step()
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -92,27 +102,18 @@ def test_a_reader_beside_a_writer_harms_neither(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_a_refused_resume_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+def test_a_resume_with_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "adam")
         module.forward_backward_update(*arrays())
-        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
+        module.save_checkpoint(prefix, 1, save_optimizer_states=True)
+        state = module.optimizer_state()
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
-            module.fit(arrays(), num_epoch=2, batch_size=5, resume=(tmp_path / "net", 1))
+            module.fit(arrays(), num_epoch=2, batch_size=5, resume=(prefix, 1))
         assert distance(module.get_params(), classifier().state_dict()) == 0.0
-
-
-def test_a_loaded_module_whose_optimizer_is_refused_has_none(tmp_path: Path) -> None:
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.init_optimizer("local", "adam")
-        module.forward_backward_update(*arrays())
-        module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
-        state = module.optimizer_state()
-    loaded = Module.load(
-        tmp_path / "net", 1, network=nn.Linear(FEATURES, CLASSES), context=cpu(), load_optimizer_states=True
-    )
-    with loaded:
+    with Module.load(prefix, 1, network=classifier(), context=cpu(), load_optimizer_states=True) as loaded:
         with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
             loaded.init_optimizer("local", "sgd")
         assert not loaded.optimizer_initialized
@@ -257,21 +258,6 @@ def test_the_last_batchs_output_is_gone_before_the_next_is_made(train: bool) -> 
     assert alive == [[], [False], [False, False]]
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_an_error_in_a_replica_tells_the_size_of_its_share(train: bool) -> None:
-    class Picky(nn.Linear):
-        def forward(self, data: torch.Tensor) -> torch.Tensor:
-            if len(data) < 3:
-                raise ValueError("too few")
-            return super().forward(data)
-
-    data, label = arrays()
-    with Module(Picky(FEATURES, CLASSES), nn.CrossEntropyLoss(), CONTEXTS[1], [3, 1]) as module:
-        with pytest.raises(ValueError, match="too few") as caught:
-            module.forward(data[:8], label[:8], is_train=train)
-        assert "its share was 2 of the batch's samples" in caught.value.__notes__
-
-
 # -- optimizers and stores in a second fit ----------------------------------------------------------------------------
 
 
@@ -330,18 +316,14 @@ def test_a_store_given_to_a_second_module_is_refused_and_serves_the_first_on(con
 @both
 def test_init_optimizer_again_on_the_modules_own_store_begins_with_fresh_state(contexts: Any) -> None:
     reference = classifier()
-    data, label = arrays()
     with create("local") as kv, Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
         for lr in (0.1, 0.2):
             module.init_optimizer(kv, "sgd", {"lr": lr, "momentum": 0.9})
             assert not module.optimizer_state().tensors
             assert module.learning_rate == lr
-            optimizer = torch.optim.SGD(reference.parameters(), lr=lr, momentum=0.9)
             for _ in range(2):
-                module.forward_backward_update(data, label)
-                optimizer.zero_grad()
-                F.cross_entropy(reference(data), label).backward()
-                optimizer.step()
+                module.forward_backward_update(*arrays())
+            train_plainly(reference, lr, 0.9)
         assert distance(module.get_params(), reference.state_dict()) < 1e-6
 
 
@@ -423,12 +405,9 @@ def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any, 
             gradients.append(network.weight.grad.clone())
         assert torch.equal(*gradients)  # unused, and they do not accumulate
         module.init_optimizer(store, "sgd", {"lr": 0.1})
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         for _ in range(2):
             module.forward_backward_update(data, label)
-            optimizer.zero_grad()
-            F.cross_entropy(reference(data), label).backward()
-            optimizer.step()
+        train_plainly(reference, 0.1)
         for one in networks(module):
             assert distance(one.state_dict(), reference.state_dict()) < 1e-6
 
@@ -525,22 +504,6 @@ def test_a_loss_that_returns_a_vector_is_refused_with_its_shape(contexts: Any) -
 
 
 @both
-def test_a_loss_that_has_no_hash_is_a_loss(contexts: Any) -> None:
-    @dataclass
-    class Scaled:
-        scale: float = 2.0
-
-        def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(output, label) * self.scale
-
-    data, label = arrays()
-    with Module(classifier(), Scaled(), contexts) as module:
-        module.init_optimizer()
-        module.forward_backward_update(data, label)
-        assert float(module.get_loss()) == pytest.approx(2 * F.cross_entropy(classifier()(data), label).item())
-
-
-@both
 def test_the_multi_label_soft_margin_of_more_axes_is_torchs_mean(contexts: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(4, 5, 6, generator=generator)
@@ -550,23 +513,32 @@ def test_the_multi_label_soft_margin_of_more_axes_is_torchs_mean(contexts: Any) 
         assert float(module.get_loss()) == pytest.approx(float(nn.MultiLabelSoftMarginLoss()(data, label)), rel=1e-6)
 
 
+class Scaled(nn.Module):
+    scale = 2.0
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, label) * self.scale
+
+
+@dataclass
+class WithoutHash:
+    scale: float = 2.0
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, label) * self.scale
+
+
 @both
-def test_a_change_of_a_loss_module_of_ones_own_has_effect(contexts: Any) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 1.0
-
-        def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(output, label) * self.scale
-
-    loss = Scaled()
+@pytest.mark.parametrize("kind", [Scaled, WithoutHash])
+def test_a_loss_of_ones_own_is_called_as_it_is_now(contexts: Any, kind: type[Any]) -> None:
+    data, label = arrays()
+    loss, expected = kind(), F.cross_entropy(classifier()(data), label).item()
     with Module(classifier(), loss, contexts) as module:
-        module.forward(*arrays(), is_train=False)
-        before = float(module.get_loss())
-        loss.scale = 10.0
-        module.forward(*arrays(), is_train=False)
-        assert float(module.get_loss()) == pytest.approx(10 * before, rel=1e-6)
+        module.init_optimizer("local", "sgd", {"lr": 0.0})
+        for scale in (2.0, 10.0):
+            loss.scale = scale
+            module.forward_backward_update(data, label)
+            assert float(module.get_loss()) == pytest.approx(scale * expected, rel=1e-6)
 
 
 def test_gradients_of_the_inputs_before_backward_are_refused() -> None:

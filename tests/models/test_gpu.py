@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,21 +49,68 @@ def _no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=3, sparse=True)
+        self.bag = nn.EmbeddingBag(50, 8, sparse=True)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(torch.cat([self.table(words).mean(1), self.bag(words)], 1).tanh())
+        return output
+
+
+def normalized() -> nn.Module:
+    convolution = [nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*convolution, nn.Linear(96, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
 @pytest.mark.parametrize("store", ["local", "device"])
-def test_float64_weights_are_those_of_one_device(store: str) -> None:
-    data, label = torch.randn(50, 12).double(), torch.randint(5, (50,))
-    network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+@pytest.mark.parametrize(
+    ("make", "shape", "optimizer", "arguments", "option"),
+    [
+        (perceptron, (50, 12), "sgd", {"lr": 0.1, "momentum": 0.9}, ""),
+        (perceptron, (20, 12), "sgd", {"lr": 0.1, "momentum": 0.9}, "accumulate"),
+        (normalized, (14, 2, 6, 6), "sgd", {"lr": 0.05, "momentum": 0.9}, "sync_batchnorm"),
+        (Words, (12, 4), "sgd", {"lr": 0.2}, ""),
+        (Words, (12, 4), "adagrad", {"lr": 0.05, "eps": 1e-3}, ""),
+    ],
+    ids=["dense", "accumulated", "joined batch statistics", "sparse sgd", "sparse adagrad"],
+)
+def test_float64_weights_are_those_of_one_device(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    optimizer: str,
+    arguments: dict[str, Any],
+    option: str,
+    store: str,
+) -> None:
+    """A GPU listed twice runs joined statistics in one graph; other contexts run in threads with a barrier."""
+    network, loss = make().double(), nn.CrossEntropyLoss()
+    cuts = (slice(0, 13), slice(13, 18), slice(18, 20)) if option == "accumulate" else (slice(None),)
     for places in lists_of_contexts():
         reference, own = copy.deepcopy(network), copy.deepcopy(network)
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-        with Module(own, nn.CrossEntropyLoss(), places, list(range(len(places), 0, -1))) as module:
-            module.init_optimizer(store, "sgd", {"lr": 0.1, "momentum": 0.9})
+        plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer](reference.parameters(), **arguments)
+        loads, joined = list(range(len(places), 0, -1)), option == "sync_batchnorm"
+        with Module(own, loss, places, loads, sync_batchnorm=joined) as module:
+            module.bind(shape, grad_req="add" if option == "accumulate" else "write")
+            module.init_optimizer(store, optimizer, arguments)
             for _ in range(20):
-                module.forward_backward_update(data, label)
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(reference(data), label).backward()
-                optimizer.step()
-            assert distance(module.get_params(), reference.state_dict()) <= 1e-11
+                label = torch.randint(CLASSES, shape[:1])
+                data = torch.randint(50, shape) if make is Words else torch.randn(shape).double()
+                for part in cuts[:-1]:
+                    module.forward_backward(data[part], label[part])
+                module.forward_backward_update(data[cuts[-1]], label[cuts[-1]])
+                plain.zero_grad()
+                loss(reference(data), label).backward()
+                plain.step()
+            replicas_are_equal(module)
+            assert distance(module.get_params(), reference.state_dict()) <= (1e-9 if joined else 1e-11)
 
 
 @pytest.mark.usefixtures("_no_waiting")
@@ -96,29 +143,6 @@ def test_asynchronous_operations_are_waited_for_by_streams() -> None:
         work = store.pull("w", out, async_op=True)
         work.wait()
         assert all(torch.equal(one.cpu(), torch.full((ELEMENTS,), 7.0)) for one in out)
-
-
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_joined_batch_statistics_are_those_of_the_whole_batch(store: str) -> None:
-    """A GPU listed twice runs in one graph; distinct GPUs, and a GPU with a CPU, run in threads with a barrier."""
-    network = nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten(), nn.Linear(96, 8), nn.BatchNorm1d(8), nn.Tanh()
-    )
-    network = network.append(nn.Linear(8, CLASSES)).double()
-    data, label = torch.randn(14, 2, 6, 6).double(), torch.randint(CLASSES, (14,))
-    for places in lists_of_contexts():
-        reference, own = copy.deepcopy(network), copy.deepcopy(network)
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
-        loads = list(range(len(places), 0, -1))
-        with Module(own, nn.CrossEntropyLoss(), places, loads, sync_batchnorm=True) as module:
-            module.init_optimizer(store, "sgd", {"lr": 0.05, "momentum": 0.9})
-            for _ in range(10):
-                module.forward_backward_update(data, label)
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(reference(data), label).backward()
-                optimizer.step()
-            replicas_are_equal(module)
-            assert distance(module.get_params(), reference.state_dict()) <= 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -160,38 +184,6 @@ def test_a_float16_step_that_overflows_is_skipped_on_every_gpu() -> None:
             replicas_are_equal(module)
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 8, padding_idx=3, sparse=True)
-        self.bag = nn.EmbeddingBag(50, 8, sparse=True)
-        self.last = nn.Linear(16, CLASSES)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.last(torch.cat([self.table(words).mean(1), self.bag(words)], 1).tanh())
-        return output
-
-
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_sparse_gradients_train_as_on_one_device(store: str, name: str) -> None:
-    arguments: dict[str, Any] = {"lr": 0.2} if name == "sgd" else {"lr": 0.05, "eps": 1e-3}
-    network = Words().double()
-    for places in lists_of_contexts():
-        reference, own = copy.deepcopy(network), copy.deepcopy(network)
-        optimizer = (torch.optim.SGD if name == "sgd" else torch.optim.Adagrad)(reference.parameters(), **arguments)
-        with Module(own, nn.CrossEntropyLoss(), places, list(range(len(places), 0, -1))) as module:
-            module.init_optimizer(store, name, arguments)
-            for _ in range(20):
-                words, label = torch.randint(50, (12, 4)), torch.randint(CLASSES, (12,))
-                module.forward_backward_update(words, label)
-                replicas_are_equal(module)
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(reference(words), label).backward()
-                optimizer.step()
-            assert distance(module.get_params(), reference.state_dict()) <= 1e-11
-
-
 def test_two_bits_of_gpus_are_those_of_cpu_contexts() -> None:
     """All numbers are multiples of powers of two, which no kernel rounds; so the bits are equal on any device."""
     network = nn.Linear(6, 4).double()
@@ -212,26 +204,6 @@ def test_two_bits_of_gpus_are_those_of_cpu_contexts() -> None:
                 found.append(module.get_params() | module.compression_residuals())
         assert found[0].keys() == found[1].keys()
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-def test_accumulated_gradients_are_those_of_the_mean_over_all_batches() -> None:
-    network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
-    for places in lists_of_contexts():
-        reference, own = copy.deepcopy(network), copy.deepcopy(network)
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-        with Module(own, nn.CrossEntropyLoss(), places) as module:
-            module.bind((8, 12), grad_req="add")
-            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
-            for _ in range(8):
-                data, label = torch.randn(20, 12).double(), torch.randint(CLASSES, (20,))
-                for part in (slice(0, 13), slice(13, 18), slice(18, 20)):
-                    module.forward_backward(data[part], label[part])
-                module.update()
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(reference(data), label).backward()
-                optimizer.step()
-            replicas_are_equal(module)
-            assert distance(module.get_params(), reference.state_dict()) <= 1e-11
 
 
 def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
