@@ -222,8 +222,13 @@ def _wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     """Return the type of a DistributedDataParallel or FSDP2 module with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
     kinds = (DistributedDataParallel, FSDPModule)
-    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
-        if any(id(parameter) in wanted for parameter in module.parameters()):
-            inside = f" of {type(module.module).__name__}" if isinstance(module, DistributedDataParallel) else ""
-            return f"{type(module).__name__}{inside}"
-    return None
+    found = [
+        module
+        for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+        if any(id(parameter) in wanted for parameter in module.parameters())
+    ]
+    if not found:
+        return None
+    outermost = max(found, key=lambda module: sum(1 for _ in module.modules()))
+    inside = f" of {type(outermost.module).__name__}" if isinstance(outermost, DistributedDataParallel) else ""
+    return f"{type(outermost).__name__}{inside}"

@@ -116,7 +116,6 @@ def test_the_state_of_each_worker_follows_its_memory() -> None:
     found = spawn(train, 2, [3, 1], ADAM, threads=1)
     owned = found[0][2]
     assert owned == found[1][2]
-    print("owned bytes of weights", owned, "bytes of state", [own for _, own, _ in found])
     assert owned[0] / sum(owned) == pytest.approx(0.75, abs=0.15)  # a key has one owner
     assert found[0][1] / found[1][1] == pytest.approx(owned[0] / owned[1], rel=0.02)
 

@@ -365,7 +365,9 @@ def step_of_a_network_that_was_not_named(engine: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("engine", "name"), [("ddp", "DistributedDataParallel of Sequential"), ("fsdp2", "FSDP")])
+@pytest.mark.parametrize(
+    ("engine", "name"), [("ddp", "DistributedDataParallel of Sequential"), ("fsdp2", "FSDPSequential")]
+)
 def test_a_network_that_trains_on_a_balanced_batch_without_being_named_is_an_error(
     engine: str, name: str, tmp_path: Path
 ) -> None:

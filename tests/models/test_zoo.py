@@ -198,14 +198,6 @@ def test_torn_weights_are_refused_by_their_file(tmp_path: Path, suffix: str) -> 
         assert is_untouched(network, before)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".params", ""])
-def test_another_ending_is_refused(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
-    path.write_bytes(b"anything")
-    with pytest.raises(ValueError, match=rf"end in '{suffix}'; expected \.safetensors, \.pth or \.pt"):
-        load_weights(small(), path)
-
-
 class RunsCode:
     """Object that creates a folder when it is unpickled."""
 
@@ -233,50 +225,52 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, writer: str, in
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_that_lack_names_are_refused_with_them(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
-    write({name: value for name, value in state().items() if name not in ("fc.bias", "norm.running_var")}, path)
-    with pytest.raises(RuntimeError, match=r"\['fc\.bias', 'norm\.running_var'\] are missing"):
-        load_weights(small(), path)
+WITHOUT_TWO = {name: value for name, value in state().items() if name not in ("fc.bias", "norm.running_var")}
+MORE = state() | {"head.weight": torch.ones(2), "head.bias": torch.ones(2)}
+WIDER = state() | {"fc.weight": torch.ones(2, 4)}
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_with_other_names_are_refused_with_them(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "error", "text"),
+    [
+        (WITHOUT_TWO, RuntimeError, r"\['fc\.bias', 'norm\.running_var'\] are missing"),
+        (MORE, ValueError, r"(?=.*'head\.weight')(?=.*'head\.bias').* are not the network's"),
+        (WIDER, ValueError, r"'fc\.weight' has shape \(2, 4\); the network's has \(2, 3\)"),
+    ],
+    ids=["missing", "more", "wider"],
+)
+def test_weights_that_do_not_fit_are_refused(
+    tmp_path: Path, content: dict[str, torch.Tensor], error: type[Exception], text: str, suffix: str
+) -> None:
     path = tmp_path / f"weights{suffix}"
-    write(state() | {"head.weight": torch.ones(2), "head.bias": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="are not the network's") as caught:
-        load_weights(small(), path)
-    assert "'head.weight'" in str(caught.value)
-    assert "'head.bias'" in str(caught.value)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_of_other_shapes_are_refused_with_both(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
-    write(state() | {"fc.weight": torch.ones(2, 4)}, path)
+    write(content, path)
     network = small()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    with pytest.raises(ValueError, match=r"'fc\.weight' has shape \(2, 4\); the network's has \(2, 3\)"):
+    with pytest.raises(error, match=text):
         load_weights(network, path)
     assert is_untouched(network, before)
 
 
+NO_STATE_DICT: list[Any] = [
+    torch.ones(3),
+    [torch.ones(3)],
+    {"state_dict": {"fc.weight": torch.ones(2, 3)}},
+    {"fc.weight": [1.0]},
+    {0: torch.ones(3)},
+    3,
+]
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("name", "content", "text"),
     [
-        torch.ones(3),
-        [torch.ones(3)],
-        {"state_dict": {"fc.weight": torch.ones(2, 3)}},
-        {"fc.weight": [1.0]},
-        {0: torch.ones(3)},
-        3,
+        *(("weights.pth", content, "hold no state dict; expected tensors by name") for content in NO_STATE_DICT),
+        *((f"weights{end}", 3, rf"end in '{end}'; expected \.safetensors, ") for end in (".bin", ".params", "")),
     ],
-    ids=["tensor", "list", "nested", "list inside", "numbers for names", "number"],
 )
-def test_files_without_a_state_dict_are_refused(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(content, path)
-    with pytest.raises(ValueError, match="hold no state dict; expected tensors by name") as caught:
-        load_weights(small(), path)
-    assert str(path) in str(caught.value)
+def test_other_files_are_refused(tmp_path: Path, name: str, content: Any, text: str) -> None:
+    torch.save(content, tmp_path / name)
+    with pytest.raises(ValueError, match=text) as caught:
+        load_weights(small(), tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
