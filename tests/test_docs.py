@@ -75,7 +75,15 @@ def test_linked_files_exist(page: Path) -> None:
 
 SOURCES = [
     file
-    for folder in ("bench", "models", "kvstore", "collectives", "gangline/cli", "gangline/integrations")
+    for folder in (
+        "bench",
+        "models",
+        "kvstore",
+        "collectives",
+        "gangline/cli",
+        "gangline/integrations",
+        "gangline/sweeps",
+    )
     for file in (ROOT / folder).rglob("*.py")
 ]
 

@@ -105,6 +105,7 @@ def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
     rest = {name for name in names if not name.endswith(".py")}
     assert rest == {
         "gangline/py.typed",
+        "gangline/models/reports/chart.html",
         "gangline/models/reports/page.html",
         "gangline/models/data/digits.md",
         "gangline/models/data/digits.npz",

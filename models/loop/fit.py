@@ -81,7 +81,8 @@ def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, op
         raise TypeError(f"shuffle is {options.shuffle!r}; expected True, a new order in each epoch, or False")
     metric = create(eval_metric, module.loss.loss)
     validation_metric = options.validation_metric if options.validation_metric is not None else eval_metric
-    validation = create(validation_metric, module.loss.loss, unless_in=eval_metric)
+    shared = eval_metric if evaluation is not None else None
+    validation = create(validation_metric, module.loss.loss, unless_in=shared)
     callbacks = Callbacks(
         as_list(options.batch_end_callback),
         as_list(options.epoch_end_callback),

@@ -138,7 +138,7 @@ def test_the_summary_compares_the_last_epochs(monkeypatch: pytest.MonkeyPatch) -
         (["--workers", "0"], "--workers is '0'"),
         (["--network", "nosuch"], "network 'nosuch' is unknown"),
         (["--network", "mlp"], "the network has no layer 'classifier.6'"),
-        (["--lr", "-1"], "the learning rate is -1.0"),
+        (["--lr", "-1"], "learning rate is -1.0"),
         (["--plot", "a.gif"], "ends in .png"),
     ],
 )

@@ -222,7 +222,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 @pytest.mark.parametrize("road", sorted(FEATURES_OF))
-@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
+@settings(max_examples=settings.default.max_examples // 6)  # type: ignore[union-attr]
 @given(data=st.data())
 def test_every_combination_of_features_trains_as_one_plain_loop(road: str, data: st.DataObject, jobs: Jobs) -> None:
     case = data.draw(cases(road))

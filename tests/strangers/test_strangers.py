@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,28 @@ UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP", "metric learning", "out of mem
 PAGE = (Path(__file__).parents[2] / "docs" / "unequal.md").read_text()
 
 
+def half_fast(names: Iterable[str]) -> list[Any]:
+    """Return the names as parameters, every second one marked slow: a script takes 2 to 5 s."""
+    return [pytest.param(name, marks=pytest.mark.slow) if index % 2 else name for index, name in enumerate(names)]
+
+
 def check(name: str, size: int, wrapper: str, backend: str, **options: Any) -> None:
     found, _ = difference(EXACT[name], size, wrapper, backend, **options)
     print(f"{name}, {size} ranks, {wrapper}, {backend}: {found:.1e}")
     assert found <= EXACT[name].tolerance
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", half_fast(LOSSES))
 def test_networks_and_losses_get_the_weights_of_the_plain_script(name: str) -> None:
     check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", half_fast(LOOPS))
 def test_loops_get_the_weights_of_the_plain_script(name: str) -> None:
     check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", half_fast(REFUSED))
 def test_what_cannot_be_exact_is_refused_or_warned_of_or_on_the_page(name: str) -> None:
     row = REFUSED[name]
     if row.refusal:
