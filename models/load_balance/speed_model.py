@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gangline.collectives.workload import holding, split_batch, split_within
 
 _MIN_GAIN = 0.03  # relative gain in step time that a new split must promise; without it splits would not settle
-_MIN_GAIN_ON_ONE_DEVICE = 0.25  # the same over the equal split, on one device: one share 1.5 times slower than another
+_MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: one share 2.2 times slower than another
 _GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differs from an equal one
 _CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
 _STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
