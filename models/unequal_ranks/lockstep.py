@@ -171,7 +171,7 @@ class Lockstep:
                     return
                 source.read_ahead()
                 yield share_and_batch
-        except Exception:
+        except Exception:  # of any type, from the data or from another rank; raised again below
             self.is_open = False  # on all ranks
             raise
 

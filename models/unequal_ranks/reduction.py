@@ -17,7 +17,7 @@ from gangline.models.unequal_ranks.torch_internals import complete_reduction, en
 
 
 class Listener(Protocol):
-    """Is told of the ends of backward passes."""
+    """Object that is called at the ends of backward passes."""
 
     def end_backward(self) -> None:
         """Called when this rank has computed its gradient, before it waits for the sum."""
@@ -42,7 +42,7 @@ class Reduction:
         self.is_exact = not model.find_unused_parameters
         """False if a gradient of zeros differs from none: parameters may be unused on all ranks."""
         self.listener: Callable[[], Listener | None] = lambda: None
-        """Returns who is told of the ends of backward passes."""
+        """Returns the object that is called at the ends of backward passes; None: it is gone."""
         self.not_finite = 0
         """Number, from 1, of the first parameter whose gradient was found not to be finite; 0: all are."""
         self._is_completing = False
