@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-TRAINING = {"images", "transfer-learning"}  # pages whose examples train large networks
+TRAINING = {"images", "transfer-learning", "sweeps", "timeline", "clusters"}  # pages whose examples take long
 
 
 def ids(pages: list[Path]) -> list[str]:

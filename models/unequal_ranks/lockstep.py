@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gangline.collectives.nan_check import not_finite
-from gangline.models.unequal_ranks.rank_exchange import GatheredNumbers, RankExchange
+from gangline.models.unequal_ranks.rank_exchange import RankExchange
 from gangline.models.unequal_ranks.reduction import Reduction
 
 LEAVE_SECONDS = 60.0
@@ -126,7 +126,7 @@ class Lockstep:
         self.skips: list[Skip] = []
         """Steps in which a rank had no gradient, until they are taken from this list."""
         self._share: Share | None = None  # of the current batch
-        self._message: GatheredNumbers | None = None  # sent last
+        self._rows: _Rows | None = None  # what the ranks said at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         if reduction is not None:
             reduction.listener = weakref.ref(self)
@@ -242,7 +242,7 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.has_begun else Signal.SKIPPED
-        rows = self._exchange.start_gather([signal, reduction.adds, out_of_memory, 0.0]).wait()
+        rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -259,15 +259,16 @@ class Lockstep:
         is_in_step = is_in_step and self._reduction is not None and not self._reduction.is_ended
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            self._message = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
+            work, rows = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
             if is_in_step and self._reduction is not None and self._reduction.has_trained:
                 self._reduction.enter_forward()
             if is_in_step or signal is Signal.FAILED:
                 deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
-                while not self._message.is_complete() and time.monotonic() < deadline:
+                while not work.is_completed() and time.monotonic() < deadline:
                     time.sleep(0.001)
-                if self._reduction is not None and is_in_step and self._message.is_complete():
-                    self._release(self._message.wait())
+                if self._reduction is not None and is_in_step and work.is_completed():
+                    work.wait()
+                    self._release(rows.tolist())
 
     def _release(self, rows: _Rows) -> None:
         """Complete the reduction in which other ranks wait for a gradient of this one."""
@@ -284,7 +285,7 @@ class Lockstep:
         if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch that this one did not
         while not self._is_left:
-            rows = self._exchange.start_gather([signal, *(numbers or (0.0, 0.0, 0.0))]).wait()
+            rows = self._exchange.gather([signal, *(numbers or (0.0, 0.0, 0.0))])
             self._release(rows)
             signals = self._checked(rows)
             if Signal.SKIPPED in signals or Signal.LOST in signals:
@@ -330,15 +331,15 @@ class Lockstep:
         return signals
 
     def end_backward(self) -> None:
-        """Say that this rank has computed its gradient, while it is reduced."""
+        """Exchange that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._message = self._exchange.start_gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])
+            self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""
-        if self.is_open and self._message is not None:
-            self._end_step(self._message.wait())
+        if self.is_open and self._rows is not None:
+            self._end_step(self._rows)
 
     def _end_step(self, rows: _Rows) -> None:
         """Correct the gradient for the ranks that had none."""

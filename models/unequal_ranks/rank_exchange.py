@@ -11,9 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from gangline.collectives import torch_backend  # noqa: F401  registers the backend
 from gangline.collectives.errors import MismatchError
 
 T = TypeVar("T")
@@ -42,9 +44,9 @@ class RankExchange:
         assert found is not None
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
         ranks = None if found is dist.group.WORLD else dist.get_process_group_ranks(found)
-        backend = "gangline" if "gangline" in dist.get_backend(found) else "gloo"
-        self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=ranks is not None)
-        self._works: list[dist.Work] = []  # that of the last message
+        # gloo hands each message to a thread, which costs milliseconds where a rank has one core.
+        self._group = dist.new_group(ranks, backend="gangline", use_local_synchronization=ranks is not None)
+        self._works: list[dist.Work] = []  # that of the last message that was not waited for
         self.close = weakref.finalize(self, _destroy, self._group, self._works)
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
 
@@ -85,37 +87,31 @@ class RankExchange:
                 raise remote
         return [value for value, _ in found]
 
-    def start_gather(self, numbers: Sequence[float]) -> GatheredNumbers:
-        """Start to gather as many numbers from each rank. Collective."""
-        return GatheredNumbers(self, numbers)
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return as many numbers of each rank, in rank order. Collective."""
+        rows = self._rows(numbers)
+        dist.all_reduce(rows, group=self._group)
+        return cast(list[list[float]], rows.tolist())
 
+    def start_gather(self, numbers: Sequence[float]) -> tuple[dist.Work, Tensor]:
+        """Start `gather` and return at once: the work that ends it, and the rows that it fills."""
+        rows = self._rows(numbers)
+        work = dist.all_reduce(rows, group=self._group, async_op=True)
+        assert work is not None
+        self._works[:] = [work]
+        return work, rows
 
-class GatheredNumbers:
-    """Some numbers of each rank, which may still be on their way."""
-
-    def __init__(self, exchange: RankExchange, numbers: Sequence[float]) -> None:
-        self._rows = torch.zeros(exchange.size, len(numbers), dtype=torch.float64)
-        self._rows[exchange.rank] = torch.tensor(numbers, dtype=torch.float64)
-        self._work: dist.Work | None = dist.all_reduce(self._rows, group=exchange._group, async_op=True)
-        exchange._works[:] = [] if self._work is None else [self._work]
-
-    def is_complete(self) -> bool:
-        """Return True if all ranks have started to gather them, or one has failed."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> list[list[float]]:
-        """Return the numbers in rank order, once all ranks have started to gather them."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return cast(list[list[float]], self._rows.tolist())
+    def _rows(self, numbers: Sequence[float]) -> Tensor:
+        rows = torch.zeros(self.size, len(numbers), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        return rows
 
 
 def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
     if all(work.is_completed() for work in works):
         with suppress(ValueError, AssertionError):  # if torch.distributed has ended before
             dist.destroy_process_group(group)
-    else:  # gloo's destructor would wait for the other ranks, which may wait for the end of this process
+    else:  # the destructor would wait for the other ranks, which may wait for the end of this process
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

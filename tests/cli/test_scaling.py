@@ -115,6 +115,7 @@ def test_the_error_of_a_prediction_is_relative_to_what_was_measured() -> None:
     assert Check(1, 64, 0.011, 0.010).error == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_train_advise_measures_every_number_of_contexts_and_trains_nothing(tmp_path: Path) -> None:
     path = tmp_path / "scaling.json"
     done = gangline("train", "--network", "mlp", "--cpus", "2", "--batch-size", "16", "--verify", "--json", str(path))
@@ -125,6 +126,7 @@ def test_train_advise_measures_every_number_of_contexts_and_trains_nothing(tmp_p
     assert "Validation-accuracy" not in done.stdout
 
 
+@pytest.mark.slow
 def test_train_advise_in_a_job_names_gangline_advise() -> None:
     done = gangline("train", "--advise", "--kv-store", "allreduce", code=2)
     assert "see gangline advise" in done.stderr

@@ -116,6 +116,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert f"is stopped: kill -CONT {stopped}" in table
 
 
+@pytest.mark.slow
 def test_the_error_of_a_late_rank_names_the_line_that_it_is_at(tmp_path: Path) -> None:
     with job("ranks", tmp_path / "until", fails=True, LIMIT=1) as printed:
         pass
@@ -123,6 +124,7 @@ def test_the_error_of_a_late_rank_names_the_line_that_it_is_at(tmp_path: Path) -
     assert re.search(place, printed[0]), printed[0]
 
 
+@pytest.mark.slow
 def test_metrics_are_served(tmp_path: Path) -> None:
     until = tmp_path / "until"
     port = free_ports(1)[0]
@@ -137,6 +139,7 @@ def test_metrics_are_served(tmp_path: Path) -> None:
     assert any('process="rank 1"' in line and float(line.split()[-1]) > 0 for line in awaited), text
 
 
+@pytest.mark.slow
 def test_processes_of_other_users_get_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("needs root, to become another user")

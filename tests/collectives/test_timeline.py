@@ -168,6 +168,7 @@ def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+@pytest.mark.slow
 def test_clocks_of_ranks_with_another_clock_agree(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     finish(start_ranks(path, RANK, *SHIFTED, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_ports(1)[0]))

@@ -48,6 +48,7 @@ def _descriptors(pid: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(_WORKER)

@@ -55,6 +55,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
 
 
+@pytest.mark.slow
 def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
     plain = network()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)

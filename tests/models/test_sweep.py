@@ -126,6 +126,7 @@ def test_early_stopping_ends_the_trial_that_is_worse_than_the_median(tmp_path: P
     assert found.best.value == 30.0
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_without_doing_any_trial_twice(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
