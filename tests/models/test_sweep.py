@@ -67,11 +67,14 @@ def diverges(trial: Trial) -> float:
 
 
 def slow_and_bad(trial: Trial) -> float:
-    steps = 0
-    for steps in range(1, 31):
-        time.sleep(0.01 if trial.parameters["x"] else 0.05)
+    is_bad = not trial.parameters["x"]
+    for steps in range(1, 2001 if is_bad else 31):
+        while is_bad and len(list(trial.folder.parent.glob("*/ended"))) < 3:
+            time.sleep(0.01)
+        time.sleep(0.05 * is_bad)
         trial.report(steps, float(trial.parameters["x"]))
-    return float(steps)
+    (trial.folder / "ended").touch()
+    return 30.0
 
 
 def test_every_combination_runs_once_and_results_stand_in_table_csv_and_page(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_contexts_per_trial_gives_each_trial_its_own_group(tmp_path: Path) -> No
 def test_early_stopping_ends_the_trial_that_is_worse_than_the_median(tmp_path: Path) -> None:
     found = sweep(slow_and_bad, {"x": [0, 5, 6, 7]}, [cpu(i) for i in range(4)], folder=tmp_path, early_stopping=True)
     assert [trial.state for trial in found.trials] == ["stopped", "done", "done", "done"]
-    assert 2 <= len(found.trials[0].curve) < 30
+    assert 2 <= len(found.trials[0].curve) < 2000
     assert found.best.value == 30.0
 
 
