@@ -18,6 +18,9 @@ _MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: o
 _GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differs from an equal one
 _CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
 _STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
+_MIN_SECONDS = (
+    1.0  # measured of each context before the split changes; a busy system gives cores away for parts of that
+)
 _SMALLEST_PART = 2  # a share shrinks at most to this part of the smallest one that was measured
 _DECAY = 0.7  # weight of a measurement relative to the next update's
 _MAX_BATCHES = 16  # batches per update that add weight to its measurement
@@ -160,6 +163,8 @@ class SpeedModel:
         least = max(required, least, _GAIN_PER_SHIFT * min(shift, 1.0))
         if any(cap is not None and n > cap for n, cap in zip(before, caps, strict=True)):
             return best
+        if any(context.points and context.seconds < _MIN_SECONDS for context in self._contexts):
+            return before
         if before == equal:
             return best if over_equal > least else before
         if over_equal <= min(least / 2, _CLEAR_GAIN):
@@ -298,6 +303,8 @@ class _ContextSpeed:
     name: str
     points: list[_Point] = field(default_factory=list)
     """One per update of the loads, the latest last."""
+    seconds: float = 0.0
+    """Measured since the speed last changed."""
     warm: bool = False
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
@@ -327,14 +334,15 @@ class _ContextSpeed:
         samples = statistics.mean(share.samples for share in full)
         rate = statistics.mean(rates) if averages else statistics.median_low(rates)
         point = _Point(samples, samples * rate, float(min(len(full), _MAX_BATCHES)), _standard_error(rates) / rate)
+        self.seconds += (seconds := sum(share.seconds for share in full))
         suspect, self.suspect = self.suspect, None
         if suspect is not None and _is_consistent(suspect, point):
-            self.points = [suspect]
+            self.points, self.seconds = [suspect], seconds
         elif self.points and not _is_consistent(self.points[-1], point):
             if point.seconds > self.points[-1].seconds * max(1.0, samples / self.points[-1].samples):
                 self.suspect = point  # other work may have disturbed it
                 return True
-            self.points = []
+            self.points, self.seconds = [], seconds
         self.points = [*(old._replace(weight=_DECAY * old.weight) for old in self.points[-7:]), point]
         fit = self.fit()
         known = fit.per_sample * samples / fit.seconds(samples)

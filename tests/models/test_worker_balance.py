@@ -34,11 +34,14 @@ from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.models.checkpoint import checkpoint
 from gangline.models.executor.executor import ElapsedTime
+from gangline.models.load_balance import speed_model
 from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.page import TrainingProgress, read_progress
 from gangline.models.workers import Workers
 from tests.kvstore.parameter_server.processes import run_job
+
+speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 
 FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 189, 32
 """Six batches per epoch, the last one of 29 samples."""
