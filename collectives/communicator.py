@@ -501,6 +501,18 @@ class Communicator:
             self._resources.membership.abort(error)
             self._gpus.abort()
 
+    def refuse(self, call: str, error: BaseException) -> None:
+        """Tell the other ranks that this one does not make its next collective, because of an error. Never blocks.
+
+        Ranks that wait in that collective raise a `MismatchError` with this error's text, and all ranks raise it from
+        then on. If all ranks refuse it, the communicator stays usable.
+
+        Args:
+            call: name of the collective.
+            error: error that this rank's caller gets.
+        """
+        self._engine.refuse(call, error)
+
     def dead_ranks(self) -> list[int]:
         """Return the ranks that are known to be dead; not those that have closed the communicator."""
         membership = self._resources.membership

@@ -21,7 +21,7 @@ FUTEX_SLEEP_SENDING_SECONDS = 0.0001
 """The same while outgoing messages are unfinished: a receiver that frees space in a queue does not wake the sender."""
 
 STOPPED_CHECKS_PER_LIMIT = 20
-"""Checks for stopped processes on this host per ``heartbeat_limit``."""
+"""Checks for stopped and ended processes on this host per ``heartbeat_limit``."""
 
 PARENT_CHECK_SECONDS = 1.0
 """Time between two checks of the fork server that its parent process is alive."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
 _thread = threading.local()
+_forks = 0  # between the first process and this one
 
 
 class Work:
@@ -35,6 +38,7 @@ class Work:
         self._join = join
         self._error: BaseException | None = None
         self._is_over = False
+        self._forks = _forks
         self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
 
@@ -53,9 +57,15 @@ class Work:
 
         Raises:
             TimeoutError: if the operation is still running after ``timeout``; it continues.
+            RuntimeError: if a process waits that was forked while the operation ran.
             Exception: the error that the operation raised.
         """
         if not self._is_over:
+            if self._forks != _forks:
+                raise RuntimeError(
+                    f"{self._name} was running when this process was forked from {os.getppid()}, where it ends: wait "
+                    "for it there, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
+                )
             waiting = recorder.current.span(f"wait for {self._name}") if recorder.current is not None else nullcontext()
             with waiting:
                 self._wait_until_over(timeout)
@@ -110,6 +120,11 @@ class WorkQueue:
     def __init__(self, *, in_order: bool = False) -> None:
         """Create a queue; with ``in_order``, all operations run in the order of submission, whatever their keys."""
         self._in_order = in_order
+        self._closed = False
+        self._set_up()
+        _queues.add(self)
+
+    def _set_up(self) -> None:
         self._running = threading.Lock()  # held by the thread that runs an operation
         self._runner = 0  # id of that thread
         self._changed = threading.Condition()
@@ -118,7 +133,6 @@ class WorkQueue:
         self._unfinished = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
-        self._closed = False
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
         """Run an operation after all earlier operations with one of its keys, and return when it is over.
@@ -262,6 +276,18 @@ def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
         operation()
 
     return recorded
+
+
+def _start_in_child() -> None:
+    """Empty the queues of a forked process, which has none of their threads."""
+    global _forks
+    _forks += 1
+    for queue in list(_queues):
+        queue._set_up()
+
+
+_queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_start_in_child)
 
 
 def is_in_background() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import threading
@@ -42,6 +43,7 @@ class ServedStore:
         self._listener.setblocking(True)
         self._accepting = threading.Thread(target=self._accept, name="gangline-store", daemon=True)
         self._accepting.start()
+        _served.add(self)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
@@ -68,6 +70,10 @@ class ServedStore:
         self._is_closed = True
         self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which would keep the name
         self._accepting.join()
+        self._listener.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the listener in a forked process, which would keep the name in use after the parent's end."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -106,6 +112,17 @@ class ServedStore:
             case ["delete", str(key)]:
                 return self.delete_key(key)
         raise ProtocolError("received an unknown request")
+
+
+_served: weakref.WeakSet[ServedStore] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for store in list(_served):
+        store.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class UnixStore:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import msgpack
@@ -30,6 +30,7 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import NCCL_CALL_SECONDS, limits
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS
 from gangline.collectives.liveness.watchdog import Watchdog
+from gangline.collectives.transports.base import wait_until
 
 _log = logging.getLogger("gangline")
 
@@ -181,29 +182,32 @@ class NcclSelection:
         with engine.lock:
             resources.watchdog.begin(0, code)  # publish only the numbers below
             try:
-                is_agreed = self._wait_for_proposals(number, code)
+                is_agreed = self._wait_for_proposals(number, _PROPOSED, code)
+                if is_agreed:  # a rank with the second flag knows that all have the first
+                    self._wait_for_proposals(number, _ALL_PROPOSED, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             if not is_agreed:  # else the next call of this number is an exchange, and ranks may be waiting in it
                 resources.membership.poll(number, code)
             return is_agreed
 
-    def _wait_for_proposals(self, number: int, code: int) -> bool:
+    def _wait_for_proposals(self, number: int, flag: int, code: int) -> bool:
+        """Propose and wait until all ranks have; return whether none was seen in an ordinary call."""
         resources = self._engine.resources
         others = [rank for rank in range(resources.size) if rank != resources.rank]
-        for flag in (_PROPOSED, _ALL_PROPOSED):  # a rank with the second flag knows that all have the first
-            while True:
-                resources.membership.poll(number + flag, code)
-                at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
-                passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
-                if flag == _PROPOSED and passed:
-                    return False
-                missing = [rank for rank in others if rank not in passed and at[rank] < number + flag]
-                if not missing:
-                    break
-                resources.watchdog.check(missing)
-                time.sleep(_PAUSE_SECONDS)
-        return True
+        passed: set[int] = set()
+        missing: list[int] = []
+
+        def is_decided() -> bool:
+            nonlocal passed, missing
+            resources.membership.poll(number + flag, code)
+            at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
+            passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
+            missing = [rank for rank in others if rank not in passed and at[rank] < number + flag]
+            return not missing or (flag == _PROPOSED and bool(passed))
+
+        wait_until(is_decided, lambda _: time.sleep(_PAUSE_SECONDS), lambda: resources.watchdog.check(missing))
+        return not passed
 
     def _is_ordinary(self, rank: int, published: int, number: int) -> bool:
         """Return whether a rank has reached the call, or a later one, without a proposal."""
@@ -224,13 +228,8 @@ class NcclSelection:
         threading.Thread(target=run, name="gangline-nccl-join", daemon=True).start()
         watchdog = self._new_watchdog()
         watchdog.begin(0, code)
-        while True:
-            try:
-                return made.result(_CHECK_SECONDS)
-            except TimeoutError:
-                if made.done():
-                    raise
-                watchdog.check(())
+        wait_until(made.done, lambda _: wait([made], _CHECK_SECONDS), lambda: watchdog.check(()))
+        return made.result()
 
     def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
         """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""
@@ -252,28 +251,25 @@ class NcclSelection:
     def _watch(self) -> None:
         """Check, while the GPU runs calls, that they can end."""
         watchdog = self._new_watchdog()
-        watched: _Running | None = None
+
+        def check() -> None:
+            self._engine.check_open()
+            watchdog.check(())
+
         while True:
             with self._lock:
                 if not self._running:
                     self._thread = None
                     return
                 oldest = self._running[0]
-            if oldest is not watched:
-                watched = oldest
-                watchdog.begin(0, oldest.code)
+            watchdog.begin(0, oldest.code)
             try:
-                if oldest.event.query():  # type: ignore[no-untyped-call]
-                    with self._lock:
-                        self._running = self._running[1:]  # empty after an abort
-                    continue
-                self._engine.check_open()
-                watchdog.check(())
+                wait_until(oldest.event.query, lambda _: time.sleep(_CHECK_SECONDS), check)
+                with self._lock:
+                    self._running = self._running[1:]  # empty after an abort
             except BaseException as error:  # noqa: BLE001  of CUDA too: later calls of all ranks raise it
                 self._engine.failed(error, oldest.code)
                 self.abort()
-                continue
-            time.sleep(_CHECK_SECONDS)
 
     def _new_watchdog(self) -> Watchdog:
         """Return a watchdog for a thread other than the engine's."""

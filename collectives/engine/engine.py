@@ -16,13 +16,14 @@ from gangline.collectives.call_signature import CallSignature, nbytes_of
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import Script, script_of
+from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.recorder import Timeline
-from gangline.collectives.transports.base import MessageTag, Transport
+from gangline.collectives.transports.base import MessageTag, Transport, wait_until
 from gangline.collectives.transports.shm.slots import SlotExchange
 from gangline.collectives.tuner import SHARED, Table
 from gangline.collectives.work import Work, WorkQueue
@@ -152,6 +153,7 @@ class Engine:
             try:
                 yield MessageTag(sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
+                self.resources.transport.withdraw()  # the caller may write its tensors again
                 raise self.failed(error, code) from None
 
     def begin(self, code: int) -> int:
@@ -177,6 +179,16 @@ class Engine:
         self.end(reason)
         self.resources.membership.fail(reason)
         return error
+
+    def refuse(self, call: str, error: BaseException) -> None:
+        """Count a collective that this rank does not begin because of an error; ranks that wait in it raise it.
+
+        If all ranks refuse it, the communicator stays usable.
+        """
+        with self.lock:
+            if self.error is None:
+                self._sequence += 1
+                self.resources.membership.refuse(self._sequence, f"{call}: {type(error).__name__}: {error}")
 
     def end(self, error: GanglineError) -> None:
         """Make every later call raise an error."""
@@ -211,6 +223,9 @@ class Engine:
         assert slot_exchange is not None
         parity, elsewhere = slot_exchange.publish_and_wait(sequence, code)
         if elsewhere:
+            for source, message_tag in elsewhere.items():
+                if message_tag[0] != sequence:  # a rank has refused a call in between
+                    raise MisplacedMessageError(source, MessageTag(*message_tag))
             raise mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
         return parity
 
@@ -238,9 +253,9 @@ class Engine:
             self.resources.membership.close()
 
     def leave_to_parent(self) -> None:
-        """Make every call of a forked process raise an error; locks and queue may be in use by the parent's threads."""
+        """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self.lock, self.queue = threading.Lock(), WorkQueue()
+        self.lock = threading.Lock()
         self.error = GanglineError(
             f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
             "in the child, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
@@ -253,12 +268,14 @@ class Engine:
         that names the message's call and this rank's.
         """
         until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * min(self.resources.rank, _MOST_TURNS)
-        while time.monotonic() < until:
-            try:
-                self.resources.watchdog.check(())
-            except GanglineError as error:
-                return error
-            time.sleep(0.01)
+        try:
+            wait_until(
+                lambda: time.monotonic() >= until,
+                lambda _: time.sleep(WAIT_CHECK_SECONDS),
+                lambda: self.resources.watchdog.check(()),
+            )
+        except GanglineError as error:
+            return error
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})
 
 

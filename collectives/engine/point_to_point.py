@@ -19,10 +19,10 @@ from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import Ordered, SideStreams
-from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest
+from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest, wait_until
 from gangline.collectives.work import Work
 
-_POLLS = 200  # before the first sleep
+_YIELD_SECONDS = 0.002  # without a message, before the first sleep
 
 
 class ReceiveWork(Work):
@@ -173,7 +173,12 @@ class PointToPoint:
             self._thread = None
             return True
 
-        self._progress_until(is_over)
+        try:
+            self._progress_until(is_over)
+        except BaseException as error:  # noqa: BLE001  of `waiter` or of a sleep: the pending works raise it
+            with self._lock:
+                self._fail(error, self._timed_code)
+                self._thread = None
 
     def _wake_thread(self) -> None:
         """Make a sleeping background thread look at the pending messages; the caller holds the lock."""
@@ -182,26 +187,28 @@ class PointToPoint:
 
     def _progress_until(self, is_over: Callable[[], bool]) -> None:
         """Advance all messages until ``is_over()``, which is called under the lock."""
-        idle_polls = 0
-        checked = time.monotonic()
-        while True:
-            wait: Callable[[float], None] = time.sleep
+        idle_since = time.monotonic()
+        sleep, seconds = time.sleep, 0.0
+
+        def progress() -> bool:
+            nonlocal idle_since, sleep, seconds
             with self._lock:
                 if is_over():
-                    return
-                if idle_polls >= _POLLS:
+                    return True
+                sleep, seconds = time.sleep, 0.0
+                if time.monotonic() - idle_since >= _YIELD_SECONDS:
                     sources = {source for one in self._receives for source in one.sources}
                     targets = {one.to for one in self._sends}
-                    wait = self._transport.waiter(sources, targets)
-                idle_polls = 0 if self._progress() else idle_polls + 1
-            self._pause(wait, idle_polls)
-            if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
-                checked = time.monotonic()
-                self._check_waits()
+                    sleep, seconds = self._transport.waiter(sources, targets), WAIT_CHECK_SECONDS
+                if self._progress():
+                    idle_since, seconds = time.monotonic(), 0.0
+            return False
 
-    def _pause(self, wait: Callable[[float], None], idle_polls: int) -> None:
-        """Yield for the first polls without a message, which lets another thread or process send it, then sleep."""
-        wait(WAIT_CHECK_SECONDS if idle_polls > _POLLS else 0)
+        wait_until(progress, lambda _: self._pause(sleep, seconds), self._check_waits)
+
+    def _pause(self, sleep: Callable[[float], None], seconds: float) -> None:
+        """Sleep; for 0 s at first, which lets another thread or process send a message."""
+        sleep(seconds)
 
     def _check_waits(self) -> None:
         """Check that waiting makes sense."""
@@ -231,6 +238,7 @@ class PointToPoint:
             assert self._engine.error is not None
             reason = type(self._engine.error)(*self._engine.error.args)
             reason.__cause__ = None if isinstance(error, GanglineError) else error
+            self._transport.withdraw()
             self._end(reason)
 
     def _end(self, error: GanglineError) -> None:

@@ -42,6 +42,7 @@ _CLOSED_POLL_MS = 20
 
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}
 _TEXT_LIMIT = 32_000  # characters of an error's text that are sent to other ranks
+_MOST_REFUSALS = 1024
 _MESSAGE_LIMIT = 1 << 18  # bytes; a character may take four
 
 
@@ -57,6 +58,8 @@ class Membership(ABC):
     they have to wait in it."""
     label: str = ""
     """Name of the group within the job; "" for the group of all processes."""
+    refusals: dict[tuple[int, int], str]
+    """(rank, sequence) -> why another rank refused its call of that number; the latest `_MOST_REFUSALS`."""
     failure: GanglineError | None
     """The first error that another rank reported, or the error that this rank aborted with."""
 
@@ -72,6 +75,15 @@ class Membership(ABC):
     @abstractmethod
     def fail(self, error: GanglineError) -> None:
         """Report an error to all ranks that can be reached. Never raises, never blocks."""
+
+    @abstractmethod
+    def refuse(self, sequence: int, reason: str) -> None:
+        """Tell all ranks that can be reached that this rank does not make the call of a number. Never blocks."""
+
+    def _add_refusal(self, rank: int, sequence: int, reason: str) -> None:
+        self.refusals[rank, sequence] = reason
+        if len(self.refusals) > _MOST_REFUSALS:
+            del self.refusals[next(iter(self.refusals))]
 
     def names(self, ranks: Iterable[int]) -> list[str]:
         """Return the names of ranks in the job, such as "rank 3"."""
@@ -109,9 +121,10 @@ class GroupMembership(Membership):
         self.size = len(ranks)
         self.gone: dict[int, str] = {}
         self.at: dict[int, tuple[int, int]] = {}
+        self.refusals: dict[tuple[int, int], str] = {}
         self.failure: GanglineError | None = None
         self._announced: dict[int, tuple[int, int]] = {}  # process -> the call that it was last sent
-        self._failure_message: list[str] = []
+        self._messages_again: dict[str, list[Any]] = {}  # by kind, for new connections
         connections.add(self)
 
     @property
@@ -149,11 +162,16 @@ class GroupMembership(Membership):
             self.connections.poll()
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
-        text = str(error).encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
         name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-        self._failure_message = ["failed", name, text]
+        self._tell("failed", name, _sendable(str(error)))
+
+    def refuse(self, sequence: int, reason: str) -> None:  # noqa: D102
+        self._tell("refused", sequence, _sendable(reason))
+
+    def _tell(self, kind: str, *values: Any) -> None:
+        self._messages_again[kind] = [kind, *values]
         with self.connections.lock:
-            packed = self.packed(self._failure_message)
+            packed = self.packed([kind, *values])
             for connection in self.connections.of_group(self.label).values():
                 with suppress(zmq.ZMQError):  # the other peers must still be told
                     connection.send(packed)
@@ -168,8 +186,8 @@ class GroupMembership(Membership):
     def send_again(self, process: int, connection: PeerSocket) -> None:
         """Send on a new connection again: messages on the previous one may be lost."""
         self._announced.pop(process, None)
-        if self._failure_message:
-            connection.send(self.packed(self._failure_message))
+        for message in self._messages_again.values():
+            connection.send(self.packed(message))
 
     def take(self, process: int, message: object) -> bool:
         """Process another rank's message other than "closed"; return whether it is valid."""
@@ -178,6 +196,8 @@ class GroupMembership(Membership):
                 self.at[self.numbers[process]] = (sequence, code)
             case ["failed", str(name), str(text)] if name in _ERRORS and len(text) <= _TEXT_LIMIT:
                 self.failure = self.failure or _ERRORS[name](text)
+            case ["refused", int(sequence), str(text)] if 0 < sequence < 1 << 63 and len(text) <= _TEXT_LIMIT:
+                self._add_refusal(self.numbers[process], sequence, text)
             case _:
                 return False
         return True
@@ -207,7 +227,7 @@ class PeerConnections:
     With tcp, ZeroMQ's I/O thread sends and expects heartbeats, so a rank that is busy in Python never counts as dead.
     With ipc, there are none: the kernel reports dead and stopped processes of this host. Time until a rank is gone:
 
-    - killed, same host: at once
+    - killed, same host: at once, or after about 2 s if a forked child of it still runs
     - killed, another host: 1 s without reconnection
     - stopped, same host, with ipc: ``limit``
     - stopped, or network cut, with tcp: 2 x ``limit``. A cut that heals before ``limit`` loses nothing: TCP repeats
@@ -242,7 +262,7 @@ class PeerConnections:
         if self._has_heartbeats:
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
             options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(self._silence * 1000))
-        self._stopped_since: dict[int, float] = {}
+        self._halted_since: dict[int, float] = {}  # peer -> when its process was first seen stopped or ended
         self.next_state_check = 0.0
         identity = msgpack.packb(this_process())
         self.peers = PeerSockets(
@@ -306,10 +326,10 @@ class PeerConnections:
         for peer, connection in list(self.peers.sockets.items()):
             if connection.down_since is not None:
                 self._check_disconnected(peer, connection.down_since)
-        if not self._has_heartbeats and time.monotonic() >= self.next_state_check:
+        if time.monotonic() >= self.next_state_check:
             self.next_state_check = time.monotonic() + self._limit / STOPPED_CHECKS_PER_LIMIT
             for peer in list(self.peers.sockets):
-                self._check_stopped(peer)
+                self._check_process(peer)
 
     def _send_closed(self, connections: Mapping[int, PeerSocket], packed: bytes) -> None:
         """Send to peers; with heartbeats, wait until the message has left, so that no socket lingers: libzmq note 4."""
@@ -383,11 +403,21 @@ class PeerConnections:
             else:
                 self._drop(peer, silent if self._has_heartbeats or state in "Tt" else LOST)
 
-    def _check_stopped(self, peer: int) -> None:
-        if state_of(self._processes[peer]) not in ("T", "t"):
-            self._stopped_since.pop(peer, None)
-        elif time.monotonic() - self._stopped_since.setdefault(peer, time.monotonic()) >= self._limit:
-            self._drop(peer, f"gave no sign of life for {self._limit:g} s")
+    def _check_process(self, peer: int) -> None:
+        """Drop a peer whose process has ended, or is stopped without heartbeats that would notice it.
+
+        A forked child of a killed process keeps its connections open.
+        """
+        state = state_of(self._processes[peer])
+        if state == "":
+            limit, why = self._reconnect_seconds, LOST  # time to read what it sent before its end
+        elif state in "Tt" and not self._has_heartbeats:
+            limit, why = self._limit, f"gave no sign of life for {self._limit:g} s"
+        else:
+            self._halted_since.pop(peer, None)
+            return
+        if time.monotonic() - self._halted_since.setdefault(peer, time.monotonic()) >= limit:
+            self._drop(peer, why)
 
     def _drop(self, peer: int, why: str) -> None:
         self._lost[peer] = why
@@ -409,10 +439,11 @@ class ThreadMembership(Membership):
     `group` creates the members of all ranks.
     """
 
-    def __init__(self, rank: int, group: list[ThreadMembership], lock: threading.Lock) -> None:
+    def __init__(self, rank: int, group: list[ThreadMembership], lock: threading.RLock) -> None:
         self.rank = rank
         self.gone: dict[int, str] = {}
         self.at: dict[int, tuple[int, int]] = {}
+        self.refusals: dict[tuple[int, int], str] = {}
         self.failure: GanglineError | None = None
         self._group = group
         self._lock = lock
@@ -422,7 +453,7 @@ class ThreadMembership(Membership):
     def group(cls, size: int) -> list[ThreadMembership]:
         """Return the memberships of all ranks of a communicator, in rank order."""
         group: list[ThreadMembership] = []
-        lock = threading.Lock()
+        lock = threading.RLock()  # a finalizer in the thread that holds it may call `close`
         group.extend(cls(rank, group, lock) for rank in range(size))
         for membership in group:
             membership.size = size
@@ -440,6 +471,11 @@ class ThreadMembership(Membership):
             for membership in self._others():
                 membership.failure = membership.failure or error
 
+    def refuse(self, sequence: int, reason: str) -> None:  # noqa: D102
+        with self._lock:
+            for membership in self._others():
+                membership._add_refusal(self.rank, sequence, reason)
+
     def close(self) -> None:  # noqa: D102
         with self._lock:
             for membership in self._others() if not self._closed else ():
@@ -448,6 +484,10 @@ class ThreadMembership(Membership):
 
     def _others(self) -> list[ThreadMembership]:
         return [membership for membership in self._group if membership is not self]
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
 
 
 def _unpack(packed: bytes) -> Any:

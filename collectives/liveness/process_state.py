@@ -49,5 +49,5 @@ def boot_id() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # bytes: a name may end inside a letter
+    return fields[0].decode(), int(fields[19])

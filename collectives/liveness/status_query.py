@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,10 +19,14 @@ from gangline.collectives.environments.job_name import job_name
 from gangline.collectives.liveness.status_socket import PREFIX, Part, Wait
 from gangline.collectives.transports import unix_sockets
 
+_log = logging.getLogger("gangline")
 _MOST_THREADS = 16
 _PLACE_SECONDS = 0.3
 _MOST_PLACES = 4
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
+_LISTENING = re.compile(
+    rf"^\S+ \S+ \S+ 00010000 \\S+ \\S+ +\\d+ @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
+)
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]), "<frozen ")
 
 
@@ -114,17 +121,24 @@ def late_processes(processes: Sequence[ProcessStatus], least: float = 0.0) -> li
 def places_of_workers(ranks: Iterable[int]) -> str:
     """Return where the workers of this process's job are that run on this host, for a warning; "" if unknown."""
     names = {f"worker {rank}" for rank in ranks}
-    found = statuses(_PLACE_SECONDS, lambda name, _: name in names)
-    return _places([one for one in found if one.job == job_name()])
+    job = job_name()
+    return _places(lambda name, _: name in names, lambda status: status.job == job)
 
 
 def places_of_processes(processes: Collection[int]) -> str:
     """Return where the main threads of processes of this host are, for an error; "" if unknown."""
-    return _places(statuses(_PLACE_SECONDS, lambda _, process: process in processes))
+    return _places(lambda _, process: process in processes)
 
 
-def _places(processes: Sequence[ProcessStatus]) -> str:
-    texts = [f"{one.name} {one.doing}" for one in processes[:_MOST_PLACES]]
+def _places(
+    is_wanted: Callable[[str, int], bool], is_shown: Callable[[ProcessStatus], bool] = lambda _status: True
+) -> str:
+    try:
+        found = [status for status in statuses(_PLACE_SECONDS, is_wanted) if is_shown(status)]
+        texts = [f"{status.name} {status.doing}" for status in found[:_MOST_PLACES]]
+    except Exception as error:  # noqa: BLE001  a text must not end the wait that it explains
+        _log.info("the places of late processes are unknown: %r", error)
+        return ""
     return f" ({'; '.join(texts)})" if texts else ""
 
 
@@ -135,9 +149,8 @@ def waits_of(process: ProcessStatus, processes: Sequence[ProcessStatus]) -> list
 
 
 def _sockets() -> list[str]:
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    listening = (line.split()[-1] for line in lines if f"@{PREFIX}" in line and line.split()[3] == "00010000")
-    return sorted({name.removeprefix("@") for name in listening})
+    listed = Path("/proc/net/unix").read_bytes()  # names of other programs' sockets are any bytes
+    return sorted({name.decode() for name in _LISTENING.findall(listed)})
 
 
 def _name_of(socket_name: str) -> str:
@@ -154,7 +167,7 @@ def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
     try:
         found = psutil.Process(process)
         with found.oneshot():
-            letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            letter = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
             times, memory = found.cpu_times(), found.memory_info().rss
             job = job_name(found.environ(), found.ppid())
     except (psutil.Error, OSError):
@@ -177,11 +190,11 @@ def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
 
 
 def _answer(socket_name: str, seconds: float) -> dict[str, Any]:
-    connection = unix_sockets.connect(socket_name)
-    with connection:
-        connection.settimeout(seconds)
+    deadline = time.monotonic() + seconds
+    with unix_sockets.connect(socket_name, seconds) as connection:
         chunks = []
         while chunk := connection.recv(1 << 16):
             chunks.append(chunk)
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
     answer: dict[str, Any] = json.loads(b"".join(chunks))
     return answer

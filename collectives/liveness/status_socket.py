@@ -64,7 +64,7 @@ class _StatusSocket:
 
     def __init__(self) -> None:
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer in the thread that holds it may call `withdraw`
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._name = ""
@@ -90,9 +90,11 @@ class _StatusSocket:
     def withdraw(self, source: Source) -> None:
         with self._lock:
             self._sources.discard(source)
-            if self._sources or self._listener is None:
+            if self._sources:
                 return
             listener, self._listener = self._listener, None
+            if listener is None:
+                return
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends accept()
             listener.close()
@@ -103,7 +105,7 @@ class _StatusSocket:
         """Close the parent's socket in a forked process, which has neither its thread nor its objects."""
         if self._listener is not None:
             self._listener.close()
-        self._lock, self._listener, self._thread = threading.Lock(), None, None  # the parent's lock may be held
+        self._lock, self._listener, self._thread = threading.RLock(), None, None  # the parent's lock may be held
         self._name = ""
         self._sources = weakref.WeakSet()
 

@@ -55,7 +55,7 @@ class Watchdog:
 
         Raises:
             DeadNodeError: if any rank is dead, or one of ``missing`` has closed its communicator.
-            MismatchError: if another rank is in a different call of the same number.
+            MismatchError: if another rank is in a different call of the same number, or has refused its own.
             StallError: if the call has waited for longer than the timeout.
             GanglineError: if another rank reported an error; it is the same error.
         """
@@ -74,6 +74,8 @@ class Watchdog:
             membership.poll(*membership.at.get(membership.rank, (0, self.code)))
         if membership.failure is not None:
             raise type(membership.failure)(*membership.failure.args)
+        if membership.refusals and self._sequence:
+            self._check_refusals()
         if membership.gone:
             self._check_gone(needed, now)
         if self._sequence:
@@ -94,6 +96,14 @@ class Watchdog:
                 waiting=self._membership.names([self._membership.rank]),
             )
         ]
+
+    def _check_refusals(self) -> None:
+        refusals = list(self._membership.refusals.items())
+        texts = [
+            f"rank {rank} refused call {number}, {why}" for (rank, number), why in refusals if number == self._sequence
+        ]
+        if texts:
+            self._raise(MismatchError("; ".join(sorted(texts))))
 
     def _check_gone(self, missing: set[int], now: float) -> None:
         closed = [rank for rank in sorted(missing) if self._membership.gone.get(rank) == CLOSED]

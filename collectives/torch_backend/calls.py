@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -66,6 +67,7 @@ def _by_device(
 ) -> Callable[Concatenate[GroupCollectives, _Arguments], _Result]:
     """Forward calls on tensors without data, and on tensors of other devices than the CPU, to the group for those."""
     name = method.__name__
+    is_collective = name not in ("send", "recv", "recv_anysource")
 
     @wraps(method)
     def call(self: GroupCollectives, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -73,7 +75,13 @@ def _by_device(
         if tensor is None:
             tensor = first_tensor(kwargs.values())
         if tensor is None or (tensor.is_cpu and not is_fake(tensor)):
-            return method(self, *args, **kwargs)
+            calls = self._calls
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                if is_collective and self._calls == calls:  # it has not come to `_call`
+                    self._refuse(name, error)
+                raise
         group = self._recording_group() if is_fake(tensor) else self.other_devices.group(tensor.device)
         known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
         result: _Result = getattr(group, known)(*args, **kwargs)
@@ -359,7 +367,8 @@ class GroupCollectives:
         limit = own.total_seconds() if has_own else self._limit
         inner = Work(name)
         work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
-        operation = partial(work.run, partial(function, self.communicator, *arguments))
+        refuse = partial(self.communicator.refuse, name)
+        operation = partial(work.run, partial(function, self.communicator, *arguments), refuse)
         if is_profiled():
             work.profile(begin_range(f"gangline::{name}", *inputs_of(arguments)))
         run = self._queue.run
@@ -369,6 +378,13 @@ class GroupCollectives:
             operation = partial(_outside_inference_mode, operation)
         run(operation, inner, keys=(self,), priority=0)
         return self._counted(work)
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """Make ranks that make this call raise an error too, instead of waiting for this rank."""
+        self._calls += 1
+        run = self._queue.run if self._queue.is_idle() else self._queue.submit
+        with suppress(RuntimeError):  # the group is closed
+            run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
 
     def _calls_in_a_row(
         self,

@@ -15,6 +15,7 @@ from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range, run_eagerly
 from gangline.collectives.work import Work
 
+_ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
 
 
@@ -49,8 +50,12 @@ class GroupWork(TorchWork):
         self._over: Future[None] | None = None  # created by `get_future`
         self._future: Future[list[Tensor]] | None = None
 
-    def run(self, operation: Callable[[], object]) -> None:
+    def run(self, operation: Callable[[], object], refuse: Callable[[BaseException], None] | None = None) -> None:
         """Run the call's operation, then the callbacks of its future, in this thread.
+
+        Args:
+            operation: function without arguments.
+            refuse: called with an error of the operation that the other ranks do not know of.
 
         Raises:
             Exception: if the operation raises.
@@ -58,6 +63,8 @@ class GroupWork(TorchWork):
         try:
             operation()
         except BaseException as error:
+            if refuse is not None and not isinstance(error, GanglineError):
+                refuse(error)
             self._end(error)
             raise
         finally:
@@ -90,6 +97,8 @@ class GroupWork(TorchWork):
             late = StallError(str(error))
             if self._give_up is not None and not is_callers:
                 self._give_up(late)
+                with suppress(Exception):
+                    self._work.wait(_ABORT_SECONDS)  # until no rank reads the call's tensors any more
             raise late from None
         return True
 

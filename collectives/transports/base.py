@@ -1,8 +1,8 @@
 """Transport interface: ordered messages between pairs of ranks. Transports know no algorithm.
 
 To add a medium, implement `Transport`, `SendRequest` and `ReceiveRequest`. A transport is constructed collectively: all
-ranks pass a `BootstrapAllGather`, through which they exchange addresses, and a `WaitPolicy`, which the transport calls
-whenever it blocks. transports/in_process.py is the shortest complete example.
+ranks pass a `BootstrapAllGather`, through which they exchange addresses, and a `WaitPolicy`. Whenever the transport
+blocks, it calls `wait_until`, which calls the policy. transports/in_process.py is the shortest complete example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gangline.collectives.limits import PROGRESS_POLL_SECONDS
+from gangline.collectives.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
 
 PIECE = 1 << 19
 """Bytes of one piece of a message: small enough to stay in a core's cache while it is reduced or copied."""
@@ -45,6 +45,24 @@ class WaitPolicy(Protocol):
         Raises:
             GanglineError: if the wait must end: a rank is dead, late beyond the timeout, or in another call.
         """
+
+
+def wait_until(ready: Callable[[], bool], pause: Callable[[float], object], check: Callable[[], object]) -> None:
+    """Block until ``ready()``. Every wait for another rank is this loop, so that all of them notice failures.
+
+    Args:
+        ready: returns whether the wait is over.
+        pause: yields or sleeps, for about `WAIT_CHECK_SECONDS` at most. Its argument is the time waited, in seconds.
+        check: called about every `WAIT_CHECK_SECONDS`; an error that it raises, such as one of `WaitPolicy.check`, ends
+            the wait.
+    """
+    began = checked = time.monotonic()
+    while not ready():
+        now = time.monotonic()
+        if now - checked >= WAIT_CHECK_SECONDS:
+            checked = now
+            check()
+        pause(now - began)
 
 
 class SendRequest(ABC):
@@ -153,5 +171,13 @@ class Transport(ABC):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     @abstractmethod
+    def withdraw(self) -> None:
+        """Withdraw all outgoing messages that are not done, so that their memory may be written.
+
+        Ranks that wait for one, or are reading it, wait until `WaitPolicy.check` raises the reason. Nothing can be sent
+        afterwards.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """Release all resources; unfinished outgoing messages may be lost."""
+        """Release all resources; outgoing messages that are not done may be lost, and nothing reads their memory."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
+from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, PROGRESS_POLL_SECONDS
 from gangline.collectives.transports.base import (
     BootstrapAllGather,
     MessageTag,
@@ -15,6 +15,7 @@ from gangline.collectives.transports.base import (
     SendRequest,
     Transport,
     WaitPolicy,
+    wait_until,
 )
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.subgroup_exchange import within
@@ -95,12 +96,15 @@ class HybridTransport(Transport):
         Raises:
             GanglineError: if `WaitPolicy.check` raises it.
         """
-        checked = time.monotonic()
-        while self._local.progress() and not ready():
-            time.sleep(PROGRESS_POLL_SECONDS)
-            if time.monotonic() - checked >= WAIT_CHECK_SECONDS:
-                self._wait_policy.check([])
-                checked = time.monotonic()
+        wait_until(
+            lambda: not self._local.progress() or ready(),
+            lambda _: time.sleep(PROGRESS_POLL_SECONDS),
+            lambda: self._wait_policy.check([]),
+        )
+
+    def withdraw(self) -> None:  # noqa: D102
+        self._local.withdraw()
+        self._network.withdraw()
 
     def close(self) -> None:  # noqa: D102
         self._local.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from gangline.collectives.transports.base import (
     SendRequest,
     Transport,
     WaitPolicy,
+    wait_until,
 )
 from gangline.collectives.transports.shm.slots import SlotExchange
 
@@ -53,11 +55,12 @@ class ThreadGroup:
         Raises:
             GanglineError: if `WaitPolicy.check` raises it.
         """
-        while True:
+
+        def pause(_: float) -> None:
             with self._changed:
-                if self._changed.wait_for(ready, WAIT_CHECK_SECONDS):
-                    return
-            wait_policy.check([peer])
+                self._changed.wait_for(ready, WAIT_CHECK_SECONDS)
+
+        wait_until(ready, pause, lambda: wait_policy.check([peer]))
 
 
 class InProcessTransport(Transport):
@@ -77,13 +80,15 @@ class InProcessTransport(Transport):
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
         queue = self._group.queues[source, self.rank]
-        if not queue:
+        while (receive_request := self.poll(source)) is None:  # it may have been withdrawn meanwhile
             self._group.wait(lambda: bool(queue), self._wait_policy, source)
-        return _Received(self._group, queue)
+        return receive_request
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
         queue = self._group.queues[source, self.rank]
-        return _Received(self._group, queue) if queue else None
+        with suppress(IndexError):
+            return _Received(self._group, self._wait_policy, source, queue)
+        return None
 
     def progress(self) -> bool:  # noqa: D102
         return False
@@ -94,8 +99,14 @@ class InProcessTransport(Transport):
     def wake(self) -> None:  # noqa: D102
         self._group.update(lambda: None)
 
-    def close(self) -> None:  # noqa: D102
-        pass
+    def withdraw(self) -> None:  # noqa: D102
+        def clear() -> None:
+            for to in range(self.size):
+                self._group.queues[self.rank, to].clear()
+
+        self._group.update(clear)
+
+    close = withdraw
 
 
 class _Message(SendRequest):
@@ -114,8 +125,8 @@ class _Message(SendRequest):
 
 
 class _Received(ReceiveRequest):
-    def __init__(self, group: ThreadGroup, queue: deque[_Message]) -> None:
-        self._group, self._queue = group, queue
+    def __init__(self, group: ThreadGroup, wait_policy: WaitPolicy, source: int, queue: deque[_Message]) -> None:
+        self._group, self._wait_policy, self._source, self._queue = group, wait_policy, source, queue
         self._message = queue[0]
         self.message_tag, self.nbytes = self._message.message_tag, self._message.data.numel()
 
@@ -128,10 +139,13 @@ class _Received(ReceiveRequest):
 
     def done(self) -> None:
         self._group.update(self._finish)
+        if not self._message.is_read:  # withdrawn, and perhaps written before it was read: `check` raises the reason
+            self._group.wait(lambda: False, self._wait_policy, self._source)
 
     def _finish(self) -> None:
-        self._queue.popleft()
-        self._message.is_read = True
+        if self._queue and self._queue[0] is self._message:
+            self._queue.popleft()
+            self._message.is_read = True
 
 
 class ThreadSlotExchange(SlotExchange):

@@ -71,14 +71,19 @@ def is_free(purpose: str, port: int) -> bool:
     return True
 
 
-def connect(name: str) -> socket.socket:
+def connect(name: str, timeout: float | None = None) -> socket.socket:
     """Connect to the socket at a name.
+
+    Args:
+        name: as given to `listen`.
+        timeout: time limit of this and of later calls of the socket, in seconds; None for no limit.
 
     Raises:
         OSError: if nothing listens there.
         PermissionError: if a process of another user does.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
     try:
         connection.connect(f"\0{name}")
         check_user(connection)

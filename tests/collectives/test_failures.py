@@ -128,6 +128,35 @@ def test_a_killed_rank_is_an_error_that_names_it(
         _check_errors(outcomes[rank].value, size, victim, situation, way, "was killed or left: connection lost")
 
 
+def _lose_one_with_a_child(comm: Communicator, path: str) -> Said | None:
+    actor = Actor(comm.rank, path)
+    comm.barrier()
+    if comm.rank == 1:
+        child = os.fork()
+        while not child:
+            signal.pause()  # as a worker of a DataLoader that waits for its next batch
+        actor.tell(child)
+        actor.hear()  # never returns
+    actor.announce_waits()
+    return error_of(comm.barrier)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_a_killed_rank_whose_forked_child_runs_is_an_error(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TIMEOUT", "10")
+    with Stage(_lose_one_with_a_child, 2, transport=transport) as stage:
+        child = stage.heard(1)
+        try:
+            assert stage.heard(0) == WAITS
+            stage.kill(1)
+            stage.wait_for_end(0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+        outcome, _ = stage.outcomes()
+    text = "rank 1 was killed or left: connection lost (rank 0 waited in barrier())"
+    assert outcome.value == Said("DeadNodeError", text)
+
+
 # Stopped ranks
 
 

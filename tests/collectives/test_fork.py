@@ -5,13 +5,19 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from gangline.collectives import Communicator, spawn
+from gangline.collectives import Communicator, in_process, spawn, torch_backend
+from gangline.collectives.liveness import status_socket
+from tests.collectives.processes import Processes, Rank
 from tests.collectives.situations import all_reduce, error_of
 
 CALLS: tuple[Callable[[Communicator], object], ...] = (
@@ -63,6 +69,83 @@ def _fork(comm: Communicator) -> tuple[int, list[str]]:
     work.wait()
     comm.barrier()
     return os.getpid(), texts
+
+
+def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
+    assert torch_backend.__all__
+    place = {"rank": rank.rank, "world_size": rank.size}
+    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=30), **place)
+    sums = torch.ones(3)
+    if rank.rank == 1:
+        rank.hear()
+        dist.all_reduce(sums)
+        dist.all_reduce(torch.ones(3))
+    else:
+        running = dist.all_reduce(sums, async_op=True)
+        assert running is not None
+        queued = dist.all_reduce(torch.ones(3), async_op=True)
+        assert queued is not None
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends a child that hangs
+            calls: list[Callable[[], object]] = [
+                lambda: dist.all_reduce(torch.ones(3)),
+                lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),  # type: ignore[union-attr]
+                running.wait,
+                queued.wait,
+            ]
+            texts = [str(error_of_any(call)) for call in calls]
+            os.write(writing, "\n".join(texts).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as pipe:
+            texts = pipe.read().splitlines()
+        rank.tell([os.getpid(), os.waitpid(child, 0)[1], texts])
+        rank.hear()
+        running.wait()
+    dist.all_reduce(torch.ones(3))
+    rank.tell(sums.tolist())
+
+
+def error_of_any(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return error
+    return None
+
+
+@pytest.mark.timeout(60)
+def test_a_process_forked_while_a_call_of_torch_runs_gets_errors(tmp_path: Path) -> None:
+    with Processes(_fork_during_a_call_of_torch, 2, f"{tmp_path}/store") as processes:
+        process, status, texts = processes.heard(0)
+        for rank in (0, 1):
+            processes.say(rank, "go on")
+        assert processes.all_heard() == [[2, 2, 2]] * 2
+    assert status == 0
+    call, asynchronous, running, queued = texts
+    for text in (call, asynchronous):
+        assert text.startswith(f"this communicator belongs to process {process}, from which this one was forked")
+    for text in (running, queued):
+        assert text.startswith(f"all_reduce was running when this process was forked from {process}")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("owner", ["status socket", "membership of threads"])
+def test_a_finalizer_takes_no_lock_that_its_thread_holds(owner: str) -> None:
+    comms = in_process(2)
+    lock = status_socket._socket._lock if owner == "status socket" else comms[0]._resources.membership._lock  # type: ignore[attr-defined]
+
+    def collect() -> None:
+        with lock:  # garbage may be collected at any allocation
+            comms.clear()
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.timeout(60)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gangline.collectives import Communicator
+from gangline.collectives import Communicator, spawn
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import StallError
+from gangline.collectives.liveness import status_socket
 from tests.collectives.situations import Said, all_reduce, broadcast, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage
 
@@ -26,6 +29,34 @@ pytestmark = pytest.mark.timeout(110)
 
 def _slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
+
+
+# Names on this host that are no text
+
+
+def _wait_among_strange_names(comm: Communicator) -> float:
+    Path("/proc/self/comm").write_bytes(b"x" * 14 + "é".encode())  # the kernel keeps 15 bytes
+    names = (b"\xff\xfe", f"{status_socket.PREFIX}x-".encode(), f"{status_socket.PREFIX}1-\xe9".encode("latin-1"))
+    with ExitStack() as stack:
+        for name in names:
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.bind(b"\0" + name + str(os.getpid()).encode())
+            stranger.listen()
+        if comm.rank == 1:
+            time.sleep(0.5)
+        values = torch.ones(3)
+        comm.all_reduce(values)
+        group = comm.split(0)  # looks for the ranks' common ancestor
+        assert group is not None
+        group.close()
+        comm.barrier()
+    return float(values.sum())
+
+
+def test_names_of_other_sockets_and_cut_names_of_processes_end_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_STALL_WARN", "0.1")
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")  # states of processes are read each 50 ms
+    assert spawn(_wait_among_strange_names, 2, transport="shared_memory", timeout=20) == [6, 6]
 
 
 # Ranks that close

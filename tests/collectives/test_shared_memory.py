@@ -23,7 +23,8 @@ from torch import Tensor
 
 from gangline.collectives.bootstrap import groups, rendezvous
 from gangline.collectives.communicator import Communicator, open_communicator
-from gangline.collectives.errors import ProtocolError
+from gangline.collectives.errors import GanglineError, ProtocolError, StallError
+from gangline.collectives.liveness import watchdog
 from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
@@ -321,6 +322,32 @@ def test_a_wait_for_another_host_progresses_messages_to_this_host() -> None:
         ranks.results()
 
 
+def _wait_on_two_hosts(comm: Communicator, closing: int) -> str:
+    """Rank 0 waits for rank 2, the other one of its host, while ``closing`` has closed; return its error."""
+    watchdog.CLOSE_GRACE_SECONDS = 0.05
+    comm.barrier()
+    if comm.rank == closing:
+        comm.close()
+    elif comm.rank == 0:
+        try:
+            comm.recv(torch.empty(3), 2)
+        except GanglineError as error:
+            return str(error)
+    elif comm.rank == 2:
+        time.sleep(0.5)
+        comm.send(torch.ones(3), 0)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("closing", "text"),
+    [(1, ""), (2, "rank 2 closed its communicator (rank 0 waited in recv(3 x float32))")],
+)
+def test_a_rank_waits_for_the_jobs_rank_not_for_the_number_on_its_host(closing: int, text: str) -> None:
+    with Ranks(_wait_on_two_hosts, 4, (closing,), transport="auto", timeout=5, opener=_open_elsewhere) as ranks:
+        assert ranks.outcomes()[0].value == text
+
+
 # Write permissions and leftovers
 
 
@@ -611,4 +638,27 @@ def _yields_before_sleep(comm: Communicator, *, is_crowded: bool, async_op: bool
 @pytest.mark.parametrize(("is_crowded", "async_op"), [(True, False), (False, True)])
 def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep(is_crowded: bool, async_op: bool) -> None:
     first, _ = spawn(partial(_yields_before_sleep, is_crowded=is_crowded, async_op=async_op), 2, transport="ipc")
-    assert 0 < first <= 20
+    assert 0 < first <= 1000  # of some 0.2 ms; 5 ms hold several thousand
+
+
+def _wait_with_slow_yields(comm: Communicator) -> int:
+    """Return how often rank 0 yields, as on a host whose cores are busy, before it notices that rank 1 is late."""
+    yields = []
+
+    def slow() -> None:
+        yields.append(0)
+        time.sleep(0.005)
+
+    comm.barrier()
+    futex_wakeup._libc = SimpleNamespace(sched_yield=slow, syscall=futex_wakeup._libc.syscall)
+    if comm.rank == 1:
+        time.sleep(1.5)
+    else:
+        with pytest.raises(StallError):
+            comm.barrier()
+    return len(yields)
+
+
+def test_a_wait_is_bounded_by_time_however_slow_its_yields_are() -> None:
+    first, _ = spawn(_wait_with_slow_yields, 2, transport="shared_memory", timeout=1)
+    assert first < 100

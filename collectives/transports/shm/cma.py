@@ -87,5 +87,5 @@ def _line_of(process: int) -> list[int]:
     line = []
     while process:
         line.append(process)
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        process = int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
     return line

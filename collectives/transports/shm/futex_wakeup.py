@@ -10,14 +10,14 @@ import errno
 import time
 from collections.abc import Callable, Collection
 
-from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS, WAIT_CHECK_SECONDS
-from gangline.collectives.transports.base import WaitPolicy
+from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, FUTEX_SLEEP_SENDING_SECONDS
+from gangline.collectives.transports.base import WaitPolicy, wait_until
 from gangline.collectives.transports.shm.host_group import HostGroup
 from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
-_YIELDS = 5_000  # before the first sleep, some milliseconds: a virtual CPU that sleeps is slow to wake up
-_FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
+_YIELD_SECONDS = 0.005  # before the first sleep: a virtual CPU that sleeps is slow to wake up
+_SHORT_YIELD_SECONDS = 0.0002  # the same if other threads of this host's ranks need the core
 _FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
@@ -59,10 +59,11 @@ class FutexWakeup:
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         rank, size = group.rank, group.size
         self._rank = rank
+        self._members = group.members
         self._wait_policy = wait_policy
         has_cores = size <= len(group.cores)
         self._spins = _SPINS if has_cores else 0
-        self._yields = _YIELDS if has_cores else _FEW_YIELDS
+        self._yield_seconds = _YIELD_SECONDS if has_cores else _SHORT_YIELD_SECONDS
         segments = group.take(self.nbytes(size))  # the futex word has a cache line of its own
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
@@ -94,22 +95,16 @@ class FutexWakeup:
         for _ in range(self._spins):
             if ready():
                 return
-        busy = progress is not None and progress()
-        for _ in range(_FEW_YIELDS if is_in_background() else self._yields):
-            if ready():
-                return
-            _libc.sched_yield()
-            if busy:
-                busy = progress is not None and progress()
-        since_check = 0.0
-        while not ready():
-            seconds = FUTEX_SLEEP_SENDING_SECONDS if busy else FUTEX_SLEEP_SECONDS
-            self._sleep(rank, ready, seconds)
-            busy = progress is not None and progress()
-            since_check += seconds
-            if since_check >= WAIT_CHECK_SECONDS:
-                since_check = 0.0
-                self._wait_policy.check([rank])
+        yield_seconds = _SHORT_YIELD_SECONDS if is_in_background() else self._yield_seconds
+
+        def pause(waited: float) -> None:
+            is_sending = progress is not None and progress()
+            if waited < yield_seconds:
+                _libc.sched_yield()
+            else:
+                self._sleep(rank, ready, FUTEX_SLEEP_SENDING_SECONDS if is_sending else FUTEX_SLEEP_SECONDS)
+
+        wait_until(ready, pause, lambda: self._wait_policy.check([self._members[rank]]))
 
     def waiter(self, ranks: Collection[int]) -> Callable[[float], None]:
         """Return a function that sleeps until one of the ranks notifies or wakes this one; see `Transport.waiter`."""

@@ -22,6 +22,7 @@ class HostGroup:
 
     Args:
         rank: this rank's number on this host.
+        members: the ranks of this host among the ranks of all hosts, by which wait policies know them.
         segments: memory of each rank, of equal size.
         processes: process id of each rank.
         readable: for each rank, the ranks whose process memory it can read (`cma.read`).
@@ -31,12 +32,14 @@ class HostGroup:
     def __init__(
         self,
         rank: int,
+        members: Sequence[int],
         segments: Sequence[Segment],
         processes: Sequence[int],
         readable: Sequence[set[int]],
         cores: set[int],
     ) -> None:
         self.rank, self.size = rank, len(segments)
+        self.members = members
         self.processes, self.readable, self.cores = processes, readable, cores
         self._segments = segments
         self._taken = 0  # bytes
@@ -114,6 +117,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         raise OSError(problems[0])
     return HostGroup(
         list(members).index(rank),
+        members,
         segments,
         [process for _, process, *_ in offers],
         [set(outcomes[member][1]) for member in members],

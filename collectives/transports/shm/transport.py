@@ -85,7 +85,7 @@ class SharedMemoryTransport(Transport):
         self._wakeup = FutexWakeup(group, wait_policy)
         staging = _staging_offset(size)
         segments = group.take(staging + size * _BUFFERS * PIECE)
-        self._processes, readable = group.processes, group.readable
+        self._processes, self._members, readable = group.processes, group.members, group.readable
         peers = [other for other in range(size) if other != rank]
         self._send_queues = {
             to: _SendQueue(
@@ -155,8 +155,13 @@ class SharedMemoryTransport(Transport):
         segments = share(self.rank, max(nbytes, 1), exchange_released)
         return self._registered.add(segments, self.rank, nbytes)
 
+    def withdraw(self) -> None:  # noqa: D102
+        for queue in self._send_queues.values():
+            queue.withdraw()
+        self._backlog.clear()
+
     def close(self) -> None:  # noqa: D102
-        self.progress()
+        self.withdraw()
         self._registered = RegisteredMemory()
 
     def _receive_request(self, source: int) -> ReceiveRequest:
@@ -170,7 +175,9 @@ class SharedMemoryTransport(Transport):
             return _RemoteReceive(self, queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
         if kind == _STAGED:
             return _StagedReceive(self, queue, message_tag, nbytes, entry[_LOCATION])
-        raise ProtocolError(f"rank {source} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}")
+        raise ProtocolError(
+            f"rank {self._members[source]} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}"
+        )
 
 
 class _SendQueue:
@@ -234,6 +241,17 @@ class _SendQueue:
             return message.is_posted and not message.pieces_left
         return self._receiver_counters[_READ] >= message.number
 
+    def withdraw(self) -> None:
+        """Remove the entries of messages that are not done; a receiver looks for its entry again after reading."""
+        unstaged = {message.number for message in self._pending}
+        self._pending.clear()
+        for number in range(self._receiver_counters[_READ] + 1, self._messages + 1):
+            begin = (number % _ENTRIES) * _WORDS
+            if self._entries[begin + _COUNT] == number and (
+                self._entries[begin + _KIND] != _STAGED or number in unstaged
+            ):
+                self._entries[begin + _COUNT] = 0
+
     def _has_buffer(self) -> bool:
         return self._staged - self._receiver_counters[_PIECES_READ] < _BUFFERS
 
@@ -288,7 +306,13 @@ class _ReceiveQueue:
         return self._entries[begin : begin + _WORDS]
 
     def done(self, pieces: int | None = None) -> None:
-        """Mark the next message as read, and all pieces before ``pieces``."""
+        """Mark the next message as read, and all pieces before ``pieces``.
+
+        Raises:
+            GanglineError: if the sender has withdrawn it, and may have written its memory before it was read.
+        """
+        if not self.has_next():
+            self._wakeup.wait(self.source, lambda: False)  # the wait policy raises the reason
         self._read += 1
         if pieces is not None:
             self._counters[_PIECES_READ] = pieces

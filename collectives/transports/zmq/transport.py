@@ -8,7 +8,8 @@ import struct
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import zmq
@@ -25,6 +26,7 @@ from gangline.collectives.transports.base import (
     SendRequest,
     Transport,
     WaitPolicy,
+    wait_until,
 )
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 
@@ -36,6 +38,8 @@ _HEADER = struct.Struct("<4sQqQQ")  # magic, message number of the connection, s
 _MAGIC = b"gll1"
 _MAX_BYTES = 1 << 48
 _SEND_POLL_SECONDS = 0.001  # nothing announces that a message has left
+_DROP_SECONDS = 5.0  # for ZeroMQ's I/O thread to drop what a closed socket has not sent; takes well below 1 ms
+_Result = TypeVar("_Result")
 _CHECK_MS = round(WAIT_CHECK_SECONDS * 1000)
 
 
@@ -75,6 +79,9 @@ class ZmqTransport(Transport):
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
         self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
         self._received = dict.fromkeys(self._peers.sockets, 0)
+        self._trackers: dict[
+            int, zmq.MessageTracker
+        ] = {}  # of the last frame to each rank that is sent from its memory
         self._has_failed = False
         self._wake_event: int | None = None  # file descriptor
 
@@ -89,12 +96,13 @@ class ZmqTransport(Transport):
         last = len(view) - (len(view) - 1) % PIECE - 1
         for begin in range(0, last, PIECE):
             self._send_frame(to, view[begin : begin + PIECE])
-        return _TrackedSend(self, to, self._send_frame(to, view[last:], track=True))
+        tracker = self._send_frame(to, view[last:], track=True)
+        if tracker is not None:
+            self._trackers[to] = tracker
+        return _TrackedSend(self, to, tracker)
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
-        while (receive_request := self.poll(source)) is None:
-            self._wait_for_frame(source)
-        return receive_request
+        return self._wait_for(source, partial(self.poll, source))
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
         frame = self._peers.sockets[source].receive_frame()
@@ -127,6 +135,14 @@ class ZmqTransport(Transport):
         if self._wake_event is not None:
             os.eventfd_write(self._wake_event, 1)
 
+    def withdraw(self) -> None:  # noqa: D102
+        unsent = {to: tracker for to, tracker in self._trackers.items() if not tracker.done}
+        for to in unsent:  # frames that have not left are dropped, and the receiver sees that the connection is lost
+            self._peers.sockets[to].close(0)
+        for tracker in unsent.values():
+            with suppress(zmq.NotDone):
+                tracker.wait(_DROP_SECONDS)
+
     def close(self) -> None:  # noqa: D102
         if self._wake_event is not None:
             os.close(self._wake_event)
@@ -140,15 +156,11 @@ class ZmqTransport(Transport):
 
     def receive_frame(self, source: int) -> zmq.Frame:
         """Block until the next frame from a rank has arrived and return it."""
-        while (frame := self._peers.sockets[source].receive_frame()) is None:
-            self._wait_for_frame(source)
-        return frame
+        return self._wait_for(source, self._peers.sockets[source].receive_frame)
 
     def receive_into(self, source: int, target: memoryview) -> int:
         """Receive the next frame from a rank into memory, truncated to fit; return the frame's size in bytes."""
-        while (nbytes := self._peers.sockets[source].receive_into(target)) is None:
-            self._wait_for_frame(source)
-        return nbytes
+        return self._wait_for(source, partial(self._peers.sockets[source].receive_into, target))
 
     def check_wait(self, peer: int, *, is_blocked: bool) -> None:
         """Check that waiting for a rank still makes sense.
@@ -170,15 +182,28 @@ class ZmqTransport(Transport):
             self._has_failed = True
             raise
 
-    def _wait_for_frame(self, source: int) -> None:
+    def _wait_for(self, source: int, take: Callable[[], _Result | None]) -> _Result:
+        """Block until ``take()``, which never blocks, returns something that arrives from a rank; return that."""
+        taken = take()
+        if taken is not None:
+            return taken
         connection = self._peers.sockets[source]
-        while not connection.socket.poll(_CHECK_MS):
+
+        def has_taken() -> bool:
+            nonlocal taken
+            taken = take()
+            return taken is not None
+
+        def check() -> None:
             connection.poll_monitor()
             is_lost = connection.down_since is not None
-            if is_lost and connection.socket.poll(0):  # it arrived before the connection was lost
-                return
-            # While the connection is up, data that the rank sent before it closed may still arrive.
-            self.check_wait(source, is_blocked=is_lost)
+            if not (is_lost and connection.socket.poll(0)):  # it arrived before the connection was lost
+                # While the connection is up, data that the rank sent before it closed may still arrive.
+                self.check_wait(source, is_blocked=is_lost)
+
+        wait_until(has_taken, lambda _: connection.socket.poll(_CHECK_MS), check)
+        assert taken is not None
+        return taken
 
     def _send_frame(self, to: int, data: bytes | memoryview, *, track: bool = False) -> zmq.MessageTracker | None:
         connection = self._peers.sockets[to]
@@ -216,16 +241,14 @@ class _TrackedSend(SendRequest):
         return self._tracker is not None and self._tracker.done
 
     def wait(self) -> None:
-        while not self.is_done():
-            try:
-                if self._tracker is not None:
+        def pause(_: float) -> None:
+            if self._tracker is None:
+                time.sleep(WAIT_CHECK_SECONDS)
+            else:
+                with suppress(zmq.NotDone):
                     self._tracker.wait(WAIT_CHECK_SECONDS)
-                else:
-                    time.sleep(WAIT_CHECK_SECONDS)
-            except zmq.NotDone:
-                pass
-            if not self.is_done():
-                self._transport.check_wait(self._to, is_blocked=True)
+
+        wait_until(self.is_done, pause, lambda: self._transport.check_wait(self._to, is_blocked=True))
 
 
 class _InlineReceive(ReceiveRequest):

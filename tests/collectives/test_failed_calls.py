@@ -1,0 +1,246 @@
+"""Calls that fail, time out, are closed or refused on one rank: the others get an error, never other bytes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gangline.collectives import Communicator, spawn, torch_backend
+from gangline.collectives.communicator import in_process
+from gangline.collectives.errors import GanglineError, StallError
+from gangline.collectives.transports.base import MessageTag
+from tests.collectives.processes import Processes, Rank
+from tests.collectives.stage import Actor, Stage
+
+pytestmark = pytest.mark.timeout(60)
+
+COUNT = 1 << 20  # float32 elements: too many for a slot
+WRITTEN = 7.0  # what the sender writes after its call
+
+# Messages of failed calls
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def _broadcast_too_early(comm: Communicator, tensor: Tensor) -> None:
+    with pytest.raises(StallError):
+        comm.broadcast(tensor)
+
+
+def _close_with_a_pending_send(comm: Communicator, tensor: Tensor) -> None:
+    comm.send(tensor, 1, async_op=True)
+    comm.close()
+
+
+def _abort_a_pending_send(comm: Communicator, tensor: Tensor) -> None:
+    work = comm.send(tensor, 1, async_op=True)
+    comm.abort(GanglineError("rank 0 has no time"))
+    assert work is not None
+    with pytest.raises(GanglineError):
+        work.wait()
+
+
+FAILURES: dict[str, tuple[Callable[[Communicator, Tensor], None], Callable[[Communicator, Tensor], object], str]] = {
+    "broadcast that timed out": (
+        _broadcast_too_early,
+        lambda comm, tensor: comm.broadcast(tensor),
+        r"broadcast\(1048576 x float32, root 0\), call \d, has waited 1.* s: rank 0 arrived, rank 1 did not; .*",
+    ),
+    "send that was closed": (
+        _close_with_a_pending_send,
+        lambda comm, tensor: comm.recv(tensor, 0),
+        r"rank 0 closed its communicator \(rank 1 waited in recv\(1048576 x float32\)\)",
+    ),
+    "send that was aborted": (
+        _abort_a_pending_send,
+        lambda comm, tensor: comm.recv(tensor, 0),
+        "rank 0 has no time",
+    ),
+}
+
+
+def _fail_and_write(comm: Communicator, folder: str, way: str, registered: bool) -> str | list[float]:
+    """Return what rank 1 receives, or its error, after rank 0's call has failed and its tensor was written again."""
+    failing, receiving, _ = FAILURES[way]
+    written = Path(folder, "written")
+    tensor = comm.empty(COUNT) if registered else torch.empty(COUNT)
+    tensor.fill_(comm.rank)
+    if comm.rank == 0:
+        failing(comm, tensor)
+        tensor.fill_(WRITTEN)
+        written.touch()
+        return ""
+    _wait_for(written)
+    try:
+        receiving(comm, tensor)
+    except GanglineError as error:
+        return str(error)
+    return tensor.unique().tolist()
+
+
+@pytest.mark.parametrize("way", FAILURES)
+@pytest.mark.parametrize("medium", ["in_process", "shared_memory", "registered memory"])
+def test_bytes_written_after_a_failed_call_reach_nobody(medium: str, way: str, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), way, medium == "registered memory")
+    if medium == "in_process":
+        results: dict[int, Any] = {}
+        threads = [
+            threading.Thread(target=lambda comm=comm: results.update({comm.rank: _fail_and_write(comm, *arguments)}))
+            for comm in in_process(2, timeout=1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        results = dict(enumerate(spawn(_fail_and_write, 2, *arguments, transport="shared_memory", timeout=1)))
+    assert isinstance(results[1], str), results[1]
+    assert re.fullmatch(FAILURES[way][2], results[1]), results[1]
+
+
+def _withdraw_during_a_read(comm: Communicator, folder: str) -> str | list[float]:
+    began, written = Path(folder, "began"), Path(folder, "written")
+    transport = comm._resources.transport
+    tensor = torch.full((COUNT,), float(comm.rank))
+    if comm.rank == 0:
+        comm._resources.watchdog.begin(1, 0)
+        transport.send(1, tensor.view(torch.uint8), MessageTag(1, 0))
+        _wait_for(began)
+        transport.withdraw()
+        comm._resources.membership.fail(GanglineError("rank 0 gives up"))
+        tensor.fill_(WRITTEN)
+        written.touch()
+        return ""
+    request = transport.receive(0)
+    began.touch()
+    _wait_for(written)
+    try:
+        request.into(tensor.view(torch.uint8))
+    except GanglineError as error:
+        return str(error)
+    return tensor.unique().tolist()
+
+
+def test_a_message_withdrawn_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    assert spawn(_withdraw_during_a_read, 2, str(tmp_path), transport="shared_memory", timeout=10)[1] == (
+        "rank 0 gives up"
+    )
+
+
+def _broadcast_to_a_stopped_rank(comm: Communicator, path: str) -> str | list[float]:
+    actor = Actor(comm.rank, path)
+    tensor = torch.full((16 * COUNT,), float(comm.rank))  # more than the buffers of sockets take
+    comm.barrier()
+    actor.tell("ready")
+    actor.hear()
+    try:
+        comm.broadcast(tensor)
+    except GanglineError as error:
+        tensor.fill_(WRITTEN)
+        if comm.rank == 0:
+            actor.tell("written")
+        return str(error)
+    return tensor.unique().tolist()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_bytes_written_after_a_failed_call_leave_no_socket(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TIMEOUT", "1")
+    with Stage(_broadcast_to_a_stopped_rank, 2, transport=transport) as stage:
+        assert [stage.heard(rank) for rank in (0, 1)] == ["ready"] * 2
+        stage.stop(1)
+        stage.say(0)
+        assert stage.heard(0) == "written"
+        stage.say(1)
+        stage.signal(1, signal.SIGCONT)
+        texts = [outcome.value for outcome in stage.outcomes()]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("broadcast(16777216 x float32, root 0), call 2, has waited 1"), texts
+
+
+# Calls that one rank refuses
+
+
+def _ones(count: int = 3) -> Tensor:
+    return torch.ones(count)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
+    "tensors": (
+        lambda: dist.all_reduce(_ones()),
+        lambda: dist.group.WORLD.allreduce([_ones(), _ones()]).wait(),  # type: ignore[union-attr]
+        "allreduce: ValueError: 2 tensors were given; expected 1",
+    ),
+    "operation": (
+        lambda: dist.all_reduce(_ones()),
+        lambda: dist.all_reduce(_ones(), op=dist.ReduceOp.BAND),
+        "all_reduce: TypeError: a tensor of torch.float32 has no bits to combine",
+    ),
+    "output list": (
+        lambda: dist.all_gather([_ones(), _ones()], _ones()),
+        lambda: dist.all_gather([_ones()], _ones()),
+        "all_gather: ValueError: 1 output tensors were given; expected one for each of 2 ranks",
+    ),
+    "in the background": (
+        lambda: _wait(dist.reduce_scatter_tensor(_ones(), _ones(6), async_op=True)),
+        lambda: _wait(dist.reduce_scatter_tensor(_ones(), _ones(5), async_op=True)),
+        "reduce_scatter: ValueError: the input has shape (5,)",
+    ),
+}
+
+
+def _wait(work: object) -> None:
+    assert isinstance(work, dist.Work)
+    work.wait()
+
+
+def _text_of(call: Callable[[], object]) -> list[str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def _refuse(rank: Rank, path: str, case: str) -> None:
+    assert torch_backend.__all__
+    place = {"rank": rank.rank, "world_size": rank.size}
+    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=10), **place)
+    valid, refused, _ = REFUSED[case]
+    dist.barrier()
+    both = _text_of(refused)  # all ranks refuse it: the group stays usable
+    sums = torch.ones(3)
+    dist.all_reduce(sums)
+    one = _text_of(valid if rank.rank == 0 else refused)
+    later = _text_of(lambda: dist.all_reduce(_ones()))
+    dist.destroy_process_group()
+    rank.tell([both, sums.tolist(), one, later])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_that_one_rank_refuses_is_an_error_of_all(case: str, tmp_path: Path) -> None:
+    with Processes(_refuse, 2, f"{tmp_path}/store", case) as processes:
+        waiting, refusing = processes.all_heard()
+    _, _, text = REFUSED[case]
+    name, _, why = text.partition(": ")
+    for both, sums, _, _ in (waiting, refusing):
+        assert ": ".join(both).startswith(why)
+        assert sums == [2, 2, 2]
+    assert ": ".join(refusing[2]).startswith(why)
+    assert waiting[2][0] == "MismatchError"
+    assert waiting[2][1].startswith(f"rank 1 refused call 4, {name}: {why}"), waiting[2]
+    assert waiting[3] == refusing[3] == waiting[2]
