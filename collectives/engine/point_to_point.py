@@ -188,7 +188,8 @@ class PointToPoint:
     def _progress_until(self, is_over: Callable[[], bool]) -> None:
         """Advance all messages until ``is_over()``, which is called under the lock."""
         idle_since = time.monotonic()
-        sleep, seconds = time.sleep, 0.0
+        sleep: Callable[[float], None] = time.sleep
+        seconds = 0.0
 
         def progress() -> bool:
             nonlocal idle_since, sleep, seconds

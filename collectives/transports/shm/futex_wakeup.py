@@ -16,8 +16,9 @@ from gangline.collectives.transports.shm.host_group import HostGroup
 from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
-_YIELD_SECONDS = 0.005  # before the first sleep: a virtual CPU that sleeps is slow to wake up
-_SHORT_YIELD_SECONDS = 0.0002  # the same if other threads of this host's ranks need the core
+_YIELDS = 5_000  # before the first sleep, at most: a virtual CPU that sleeps is slow to wake up
+_FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
+_YIELD_SECONDS = 0.005  # after which it sleeps at any rate: on a busy core a yield may take milliseconds
 _FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
@@ -63,7 +64,7 @@ class FutexWakeup:
         self._wait_policy = wait_policy
         has_cores = size <= len(group.cores)
         self._spins = _SPINS if has_cores else 0
-        self._yield_seconds = _YIELD_SECONDS if has_cores else _SHORT_YIELD_SECONDS
+        self._yields = _YIELDS if has_cores else _FEW_YIELDS
         segments = group.take(self.nbytes(size))  # the futex word has a cache line of its own
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
@@ -95,11 +96,13 @@ class FutexWakeup:
         for _ in range(self._spins):
             if ready():
                 return
-        yield_seconds = _SHORT_YIELD_SECONDS if is_in_background() else self._yield_seconds
+        yields = _FEW_YIELDS if is_in_background() else self._yields
 
         def pause(waited: float) -> None:
+            nonlocal yields
             is_sending = progress is not None and progress()
-            if waited < yield_seconds:
+            if yields and waited < _YIELD_SECONDS:
+                yields -= 1
                 _libc.sched_yield()
             else:
                 self._sleep(rank, ready, FUTEX_SLEEP_SENDING_SECONDS if is_sending else FUTEX_SLEEP_SECONDS)
