@@ -25,7 +25,7 @@ _PLACE_SECONDS = 0.3
 _MOST_PLACES = 4
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
 _LISTENING = re.compile(
-    rf"^\S+ \S+ \S+ 00010000 \\S+ \\S+ +\\d+ @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
+    rf"^\S+ \S+ \S+ 00010000 \S+ \S+ +\d+ @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
 )
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]), "<frozen ")
 
