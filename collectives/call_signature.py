@@ -34,6 +34,8 @@ DTYPES = (
     torch.int64,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 
 _ROOTS = 1 << 12  # number of values of a root, including None

@@ -28,7 +28,7 @@ from gangline.collectives.engine.arguments import (
 )
 from gangline.collectives.engine.engine import Engine, GroupResources, make_engine
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.collectives.engine.host_staging import data_of, flat_values, is_contiguous_on_cpu
+from gangline.collectives.engine.host_staging import flat_values, is_contiguous_on_cpu
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
@@ -64,7 +64,7 @@ def connect(
         RuntimeError: if an argument is None and no launcher has set variables, or if the address is not loopback and
             GANGLINE_INSECURE=1 is not set.
         ValueError: if a number or a name is invalid.
-        StallError: if a rank does not join in time.
+        StallError: if a rank does not join in time; ranks may call it again.
     """
     rendezvous = Rendezvous(rank, size, address, timeout=timeout)
     try:
@@ -76,6 +76,9 @@ def connect(
             timeout=timeout,
             tcp_host=rendezvous.interface(),
         )
+    except BaseException:
+        rendezvous.fail()
+        raise
     finally:
         rendezvous.close()
 
@@ -116,16 +119,17 @@ class Communicator:
     rank that dies or does not join a call raises an error that names it. After a failed collective the contents of its
     tensors are undefined, and every later call raises the same error. A communicator is not thread-safe.
 
-    Tensors may be non-contiguous or empty. Tensors that are written must not be expanded. Supported dtypes are float32,
-    float64, float16, bfloat16, int8 to int64, uint8 and bool. ``op`` is "sum", "mean", "product", "min" or "max". All
-    ranks get the same bits. float16 and bfloat16 are added in float32, and partial sums are rounded when they are
-    sent on. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
+    Tensors may be non-contiguous or empty. The elements of a tensor that is written must not share memory, as those of
+    an expanded one; a result may overlap an input. Supported dtypes are float32, float64, float16, bfloat16, int8 to
+    int64, uint8, bool, complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the
+    same bits. float16 and bfloat16 are added in float32, and partial sums are rounded when they are sent on; a mean of
+    float16 is rounded once. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
     GPU tensors are read and written in the order of the current streams: a call may return before its result is
     computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a
     GPU tensor selects the path of all calls with GPU tensors: NCCL, if every rank passes a tensor on a GPU of its own
-    and cupy (or the binding that GANGLINE_NCCL_BINDING names) is installed on all ranks, else host memory. send, recv
-    and int16 always use host memory. A warning gives the reason once.
+    and cupy (or the binding that GANGLINE_NCCL_BINDING names) is installed on all ranks, else host memory. send, recv,
+    int16 and complex numbers always use host memory. A warning gives the reason once.
 
     With ``async_op=True`` a call returns a `Work` at once. The tensors must not be used until ``wait()`` has returned;
     ``work.result`` is what the call would have returned.
@@ -173,9 +177,9 @@ class Communicator:
             if small is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
                 self._engine.settle()
                 if self._gpus.nccl is None:
-                    data = data_of(tensor)
-                    small(data, data if out is None else data_of(out))
-                    return tensor if out is None else out
+                    result = tensor if out is None else out
+                    small(tensor, result)
+                    return result
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
         result = result_or_in_place(out, tensor)

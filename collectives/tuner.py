@@ -224,8 +224,8 @@ def table_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the table, which `gangline bench tune` writes: GANGLINE_TUNING, else in the user's cache."""
     if "GANGLINE_TUNING" in environment:
         return Path(environment["GANGLINE_TUNING"])
-    cache = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "gangline" / "tuning.json"
+    cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache if cache[0] != "~" else "/nonexistent") / "gangline" / "tuning.json"  # a user without a home
 
 
 def forced_transport(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -34,6 +34,8 @@ class DataType(StrEnum):
     INT64 = "int64"
     UINT8 = "uint8"
     BOOL = "bool"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
 
 
 class ReduceOp(StrEnum):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -41,7 +40,8 @@ class Rendezvous:
     ) -> None:
         """Connect to the job's store; arguments that are None come from the environment (`find_rank_info`).
 
-        All ranks may join several jobs at one address, one after another and in the same order.
+        All ranks may join several jobs at one address, one after another and in the same order. A rank whose `exchange`
+        failed, or which called `fail`, joins the same job again.
 
         Args:
             rank: rank of this process, from 0.
@@ -77,13 +77,22 @@ class Rendezvous:
             return [blob]
         if self._all_gather is None:
             raise RuntimeError(f"rank {self.rank} has closed its rendezvous and cannot exchange any more")
-        return self._all_gather(blob)
+        try:
+            return self._all_gather(blob)
+        except BaseException:
+            self.fail()
+            raise
 
     def interface(self) -> str:
         """Return the address by which other hosts reach this host."""
         if self.host == LOOPBACK:
             return LOOPBACK
         return local_address(self.host)
+
+    def fail(self) -> None:
+        """Make the next rendezvous of this process at this address another attempt at the same job."""
+        if self._all_gather is not None:
+            _next_jobs[self.host, self.port] = _JobAttempt(self._job, self._all_gather.attempt + 1)
 
     def close(self) -> None:
         """Disconnect from the store. A store that rank 0 serves stays open for later jobs of its process."""
@@ -97,17 +106,36 @@ class Rendezvous:
         with store_errors(self.rank, self.size, self._server):
             if self.rank == 0 and not has_agent:
                 store = _serve_store(*address)
+            elif has_agent:
+                store = _agent_stores.get(address) or _connect_store(*address, self._timeout, is_local=False)
+                _agent_stores[address] = store
             else:
-                store = _connect_store(*address, self._timeout, is_local=is_loopback(self.host) and not has_agent)
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
-        prefix = f"gangline/{self._job_id}/{attempt}/{next(_job_numbers[address])}/"
-        return StoreAllGather(store, self.rank, self.size, self._timeout, self._where, self._server, key, prefix)
+                store = _connect_store(*address, self._timeout, is_local=is_loopback(self.host))
+        restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives its workers
+        self._job, attempt = _next_jobs.get(address, _JobAttempt(0, 0))
+        _next_jobs[address] = _JobAttempt(self._job + 1, 0)
+        prefix = f"gangline/{self._job_id}/{restart}/{self._job}/"
+        return StoreAllGather(
+            store, self.rank, self.size, self._timeout, self._where, self._server, key, prefix, attempt
+        )
 
 
 _AnyStore = Store | ServedStore | UnixStore
-_job_numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-"""Numbers of the jobs that this process joins at each address."""
+
+
+class _JobAttempt(NamedTuple):
+    job: int
+    attempt: int
+    """Number of failed attempts of this process."""
+
+
+_next_jobs: dict[tuple[str, int], _JobAttempt] = {}
+"""Job that this process joins next at each address, numbered from 0."""
 _served_stores: dict[tuple[str, int], _AnyStore] = {}
+_agent_stores: dict[tuple[str, int], _AnyStore] = {}
+"""Connections to the stores of torchrun's agents, which outlive this process. torch 2.13 asks the DNS for the names of
+both ends of each new connection, and waits for 5 s whenever its server does not answer."""
+os.register_at_fork(after_in_child=_agent_stores.clear)
 
 
 def _serve_store(host: str, port: int) -> _AnyStore:

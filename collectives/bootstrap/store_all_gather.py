@@ -43,6 +43,8 @@ class StoreAllGather:
         key: key of the job, if the store can be reached from other hosts: each blob then carries a code that shows who
             sent it in which round of which group, so that no blob can be made, changed or repeated without the key.
         prefix: beginning of the keys in the store.
+        attempt: number of failed attempts of this process to gather with these keys. The first round moves to the
+            latest attempt of any rank.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class StoreAllGather:
         server: str,
         key: JobKey | None = None,
         prefix: str = "",
+        attempt: int = 0,
     ) -> None:
+        self.attempt = attempt
+        """Number of the attempt at which the ranks meet."""
         self._store = store
         self._prefix = prefix
         self._rank = rank
@@ -119,16 +124,24 @@ class StoreAllGather:
         return [one[length:] for one in received]
 
     def _gather(self, number: int, blob: bytes) -> list[bytes]:
-        blob_keys, done_keys = (
-            [f"{self._prefix}{number}/{word}/{rank}" for rank in range(self._size)] for word in ("blob", "done")
-        )
         with store_errors(self._rank, self._size, self._server):
-            self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only
-            self._wait(blob_keys)
+            if number == 0 and self.attempt:
+                self._store.set(self._key_of_attempt(self.attempt), "")
+            begin = time.monotonic()
+            while True:
+                blob_keys, done_keys = self._keys(number, "blob"), self._keys(number, "done")
+                self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only
+                try:
+                    if self._wait(blob_keys, begin, next_attempt=self.attempt + 1 if number == 0 else None):
+                        break
+                except StallError:
+                    self._store.delete_key(blob_keys[self._rank])  # so that no late rank takes this one as present
+                    raise
+                self.attempt += 1
             blobs = [bytes(one) for one in self._store.multi_get(blob_keys)]
         if self._rank == 0:  # rank 0 leaves last, because the store may end with its process
             with store_errors(self._rank, self._size, self._server):
-                self._wait(done_keys[1:])
+                self._wait(done_keys[1:], time.monotonic())
                 for key in [*blob_keys, *done_keys[1:]]:
                     self._store.delete_key(key)
         else:
@@ -136,11 +149,29 @@ class StoreAllGather:
                 self._store.set(done_keys[self._rank], "")
         return blobs
 
-    def _wait(self, keys: list[str]) -> None:
-        """Poll until the store has all the keys of a round; the store's own wait cannot be interrupted."""
-        begin, pause = time.monotonic(), 0.001
+    def _key_of_attempt(self, attempt: int) -> str:
+        return f"{self._prefix}attempt {attempt}"
+
+    def _keys(self, number: int, word: str) -> list[str]:
+        place = f"{self._key_of_attempt(self.attempt)}/{number}" if self.attempt else f"{self._prefix}{number}"
+        return [f"{place}/{word}/{rank}" for rank in range(self._size)]
+
+    def _wait(self, keys: list[str], begin: float, next_attempt: int | None = None) -> bool:
+        """Poll until the store has all the keys of a round; the store's own wait cannot be interrupted.
+
+        Args:
+            keys: keys to wait for.
+            begin: time by `time.monotonic` at which the wait began.
+            next_attempt: attempt that ends the wait as soon as a rank has begun it; None: none does.
+
+        Returns:
+            True when the store has all keys, False when ``next_attempt`` has begun.
+        """
+        pause = 0.001
         next_state_check, is_warned = begin + BOOTSTRAP_STATE_CHECK_SECONDS, False
         while not self._store.check(keys):
+            if next_attempt is not None and self._store.check([self._key_of_attempt(next_attempt)]):
+                return False
             now = time.monotonic()
             if now >= next_state_check:
                 next_state_check = now + BOOTSTRAP_STATE_CHECK_SECONDS
@@ -156,6 +187,7 @@ class StoreAllGather:
                 _log.warning("rank %d waits at %s for %s of %d", self._rank, self._where, missing, self._size)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+        return True
 
     def _missing(self, keys: list[str]) -> list[int]:
         return [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]

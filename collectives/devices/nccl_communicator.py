@@ -11,14 +11,14 @@ from torch import Tensor
 from gangline.collectives.devices.backends.base import Flattened
 from gangline.collectives.devices.backends.nccl import DTYPES, enumerators, grouped
 from gangline.collectives.devices.backends.nccl_bindings import Binding
-from gangline.collectives.engine.host_staging import data_of
+from gangline.collectives.engine.host_staging import copy_values
 
 
 class NcclCommunicator:
     """Collectives of one rank on tensors of its GPU, enqueued on that GPU's current stream.
 
     The ranks have agreed on each call before; written tensors are not expanded. NCCL chooses the order of summation,
-    the same on all ranks; a mean is a sum, divided. int16 is not supported.
+    the same on all ranks, and divides before it adds for a mean. int16 and complex numbers are not supported.
     """
 
     def __init__(self, device: torch.device, binding: Binding, rank: int, size: int) -> None:
@@ -30,12 +30,11 @@ class NcclCommunicator:
     def all_reduce(self, tensor: Tensor, result: Tensor, op: str) -> None:
         """Run `Communicator.all_reduce`; ``result`` may be ``tensor``."""
         if result is not tensor:
-            data_of(result).copy_(data_of(tensor))
+            copy_values(result, tensor)
         with self._flattened() as flattened, grouped(self._binding):
             flat = flattened.written(result)
             address = flat.data_ptr()
             self._binding.all_reduce(0, address, address, len(flat), *enumerators(flat, op), self._stream())
-        self._divide(result, op)
 
     def reduce(self, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
         """Run `Communicator.reduce`; ``result`` is None except at the root."""
@@ -44,8 +43,6 @@ class NcclCommunicator:
             target = value if result is None else flattened.written(result)  # NCCL writes the root's only
             addresses = value.data_ptr(), target.data_ptr()
             self._binding.reduce(0, *addresses, len(value), *enumerators(value, op), root, self._stream())
-        if result is not None:
-            self._divide(result, op)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Run `Communicator.broadcast`."""
@@ -67,7 +64,6 @@ class NcclCommunicator:
             rows, row = flattened.read(tensor), flattened.written(result)
             addresses = rows.data_ptr(), row.data_ptr()
             self._binding.reduce_scatter(0, *addresses, len(row), *enumerators(row, op), self._stream())
-        self._divide(result, op)
 
     def all_to_all(self, tensor: Tensor, result: Tensor) -> None:
         """Run `Communicator.all_to_all`."""
@@ -110,7 +106,3 @@ class NcclCommunicator:
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
-
-    def _divide(self, result: Tensor, op: str) -> None:
-        if op == "mean":
-            data_of(result).div_(self._size)

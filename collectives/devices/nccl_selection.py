@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import nccl_bindings
+from gangline.collectives.devices.backends.nccl import DTYPES as NCCL_DTYPES
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 from gangline.collectives.devices.nccl_communicator import NcclCommunicator
 from gangline.collectives.engine.engine import Engine
@@ -39,7 +40,6 @@ _PROPOSED, _ALL_PROPOSED = PROPOSALS, PROPOSALS << 1
 _NUMBERS = _PROPOSED - 1
 _PAUSE_SECONDS = 0.001
 _CHECK_SECONDS = 0.01
-_UNSUPPORTED = torch.int16  # the only dtype of the collectives that NCCL lacks
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class NcclSelection:
         """
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
-        if tensor.dtype == _UNSUPPORTED or not tensor.numel():
+        if tensor.dtype not in NCCL_DTYPES or not tensor.numel():
             return None
         if not self._is_decided:
             self._decide(code, tensor.device)

@@ -41,13 +41,28 @@ def check_written(tensor: Tensor, name: str = "tensor") -> None:
     """Check that each element of a tensor has its own memory, so that the tensor can be written.
 
     Raises:
-        ValueError: if the tensor is expanded.
+        ValueError: if elements share memory, as in an expanded tensor.
     """
-    if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+    if not tensor.is_contiguous() and _elements_overlap(tensor):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so that elements share memory; "
             "expected a tensor that can be written, such as its clone()"
         )
+
+
+def _elements_overlap(tensor: Tensor) -> bool:
+    axes = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    if not tensor.numel() or not axes:
+        return False
+    last = 0  # offset of the last element of the axes so far
+    is_nested = True
+    for stride, length in axes:
+        is_nested = is_nested and stride > last
+        last += stride * (length - 1)
+    if is_nested:
+        return False
+    offsets = torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
+    return axes[0][0] == 0 or len(torch.unique(offsets)) < tensor.numel()
 
 
 def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:

@@ -14,8 +14,16 @@ from torch import Tensor
 from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
-from gangline.collectives.engine.host_staging import as_rows, data_of, flat_buffer, flat_values, write_back
-from gangline.collectives.engine.reduction import HALVES, OPERATIONS, combine
+from gangline.collectives.engine.host_staging import (
+    as_rows,
+    copy_values,
+    data_of,
+    flat_buffer,
+    flat_values,
+    overlap,
+    write_back,
+)
+from gangline.collectives.engine.reduction import HALVES, OPERATIONS, as_sent, combine
 from gangline.collectives.engine.uneven_all_to_all import UnevenAllToAll
 from gangline.collectives.host_memory import borrowed_memory
 from gangline.collectives.schedule import Receive, Reduce, Step
@@ -46,15 +54,18 @@ class HostCollectives:
     def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce over all ranks; ``result`` may be ``tensor``."""
         if result is not tensor:
-            data_of(result).copy_(data_of(tensor))
+            copy_values(result, tensor)
         flat = flat_values(result)
         plan = self._engine.plan("all_reduce", flat.nbytes)
         if plan is None:
             self._small_all_reduce(flat, op)(flat, flat)
         else:
             with self._engine.call(code) as message_tag:
-                chunks = EqualChunks(flat, plan.chunks)
+                values = as_sent(flat, op)
+                chunks = EqualChunks(values, plan.chunks)
                 run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+                if values is not flat:
+                    flat.copy_(values)
         write_back(result, flat)
 
     def reduce(self, code: int, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
@@ -68,12 +79,16 @@ class HostCollectives:
                 if out is not None:
                     combine(slots, op, out, self._divisor(op))
             else:
-                if out is None:
-                    buffer = flat.clone() if _written_chunks(plan.steps) else flat
-                else:
-                    buffer = out if out.data_ptr() == flat.data_ptr() else out.copy_(flat)
+                buffer = as_sent(flat, op)
+                if buffer is flat and out is not None:
+                    copy_values(out, flat)
+                    buffer = out
+                elif buffer is flat and _written_chunks(plan.steps):
+                    buffer = flat.clone()
                 chunks = EqualChunks(buffer, plan.chunks)
                 run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+                if out is not None and out is not buffer:
+                    out.copy_(buffer)
         if result is not None and out is not None:
             write_back(result, out)
 
@@ -102,7 +117,7 @@ class HostCollectives:
                 for row, slot in zip(rows, self._publish(flat, flat.nbytes, message_tag), strict=True):
                     row.copy_(slot)
             else:
-                rows[self._rank].copy_(flat)
+                copy_values(rows[self._rank], flat)
                 run(plan.steps, self._transport, EqualChunks(out, plan.chunks), message_tag)
         write_back(result, out)
 
@@ -118,11 +133,17 @@ class HostCollectives:
             else:
                 chunks_per_rank = plan.chunks // size
                 own = range(rank * chunks_per_rank, (rank + 1) * chunks_per_rank)
+                if overlap([flat], [out]) and out.data_ptr() != as_rows(flat, size)[rank].data_ptr():
+                    flat = flat.clone()
+                flat = as_sent(flat, op)
                 if not plan.steps:
                     out.copy_(as_rows(flat, size)[rank])
                 elif _written_chunks(plan.steps) <= set(own):
-                    chunks: Chunks = _OwnRowChunks(flat, out, own, plan.chunks)
+                    row = out.to(flat.dtype)
+                    chunks: Chunks = _OwnRowChunks(flat, row, own, plan.chunks)
                     run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+                    if row is not out:
+                        out.copy_(row)
                 else:
                     scratch = flat.clone()
                     chunks = EqualChunks(scratch, plan.chunks)
@@ -134,6 +155,8 @@ class HostCollectives:
         """Send row j of the (size, ...) ``tensor`` to rank j, and receive row i of ``result`` from rank i."""
         flat, out = flat_values(tensor), flat_buffer(result)
         rank, size = self._rank, self._size
+        if overlap([flat], [out]):
+            flat = flat.clone()
         sent, received = as_rows(flat, size), as_rows(out, size)
         with self._engine.call(code) as message_tag:
             plan = self._engine.plan("all_to_all", flat.nbytes)
@@ -157,7 +180,7 @@ class HostCollectives:
                     row.copy_(slot)
             else:  # on the other ranks, rows that the schedule does not write take no physical memory
                 buffer = flat.new_empty(self._size * flat.numel()) if out is None else out
-                as_rows(buffer, self._size)[self._rank].copy_(flat)
+                copy_values(as_rows(buffer, self._size)[self._rank], flat)
                 run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
         if result is not None and out is not None:
             write_back(result, out)
@@ -175,7 +198,7 @@ class HostCollectives:
             else:
                 buffer = out.new_empty(self._size * out.numel()) if flat is None else flat
                 run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
-                out.copy_(as_rows(buffer, self._size)[self._rank])
+                copy_values(out, as_rows(buffer, self._size)[self._rank])
         write_back(result, out)
 
     def barrier(self) -> None:
@@ -257,8 +280,8 @@ class SmallAllReduce:
         self._op = op
         self._divisor = slot_exchange.size if op == "mean" else 1
         self._slots = slot_exchange.slots(count * dtype.itemsize, dtype)
-        self._is_half = dtype in HALVES
-        if not self._is_half:
+        self._uses_torch = dtype in HALVES or dtype.is_complex
+        if not self._uses_torch:
             self._function: Callable[..., object] = OPERATIONS[op].numpy_function
             self._run_without_warnings = contextvars.copy_context().run  # infinities are results, not warnings
             self._run_without_warnings(np.seterr, all="ignore")
@@ -267,22 +290,22 @@ class SmallAllReduce:
             self._arrays_at: dict[int, np.ndarray] = {}  # by address; they do not keep the memory
 
     def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype.
-
-        Neither may require a gradient.
-        """
+        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
         engine = self._engine
         code = self._code
+        if not self._uses_torch:  # before the call begins: a tensor without memory of its own is no failure of the call
+            array = self._array(tensor)
+            result = array if out is tensor else self._array(out)
         with engine.lock:
             sequence = engine.begin(code)
             try:
-                if self._is_half:
-                    self._slots[self._slot_exchange.parity][self._slot_exchange.rank].copy_(tensor.view(-1))
+                if self._uses_torch:
+                    own = self._slots[self._slot_exchange.parity][self._slot_exchange.rank]
+                    own.copy_(data_of(tensor).view(-1))
                     slots = self._slots[engine.exchange_slots(sequence, code)]
-                    combine(slots, self._op, out.view(-1), self._divisor)
+                    combine(slots, self._op, data_of(out).view(-1), self._divisor)
                 else:
-                    array = self._array(tensor)
-                    self._reduce_arrays(array, array if out is tensor else self._array(out), sequence, code)
+                    self._reduce_arrays(array, result, sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
 

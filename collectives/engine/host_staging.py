@@ -6,16 +6,21 @@ host allocator, which reuses a block only after the copies from it have finished
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """Return the tensor without its autograd history, and writable outside of inference mode."""
+    """Return the tensor without its autograd history, and writable outside of inference mode.
+
+    Writing it does not change the tensor's autograd version: what backward has saved stays valid, as with gloo.
+    """
     if tensor.is_inference():
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.data
 
 
 def is_contiguous_on_cpu(tensor: object) -> bool:
@@ -26,6 +31,7 @@ def is_contiguous_on_cpu(tensor: object) -> bool:
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not tensor.is_conj()
     )
 
 
@@ -37,7 +43,7 @@ def flat_values(tensor: Tensor) -> Tensor:
     """
     data = data_of(tensor)
     if not data.is_cuda:
-        return _flat_view(data.contiguous().resolve_neg())
+        return _flat_view(data.contiguous().resolve_neg().resolve_conj())
     flat = pinned_memory(data.numel(), data.dtype)
     flat.copy_(data.contiguous().view(-1), non_blocking=True)
     torch.cuda.current_stream(data.device).record_event().synchronize()
@@ -66,6 +72,38 @@ def write_back(tensor: Tensor, flat: Tensor) -> None:
         data.copy_(flat.view(data.shape), non_blocking=True)
     elif flat.data_ptr() != data.data_ptr():
         data.copy_(flat.view(data.shape))
+
+
+def overlap(read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+    """Return whether the memory of a written tensor overlaps that of another written tensor or of one that is read."""
+    spans = [(*_span(tensor), False) for tensor in read] + [(*_span(tensor), True) for tensor in written]
+    end_of_read = end_of_written = 0
+    for begin, end, is_written in sorted(spans):
+        if begin < end_of_written or (is_written and begin < end_of_read):
+            return True
+        if is_written:
+            end_of_written = max(end, end_of_written)
+        else:
+            end_of_read = max(end, end_of_read)
+    return False
+
+
+def copy_values(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into one of its shape, whose memory may overlap its own."""
+    data, values = data_of(target), data_of(source)
+    is_same = data.data_ptr() == values.data_ptr() and data.stride() == values.stride()
+    data.copy_(values if is_same or not overlap([values], [data]) else values.clone())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte and that after its last one; (0, 0) if it is empty."""
+    if not tensor.numel():
+        return 0, 0
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def as_rows(flat: Tensor, size: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -263,12 +263,12 @@ class PointToPoint:
         for sent in [one for one in self._sends if one.request.is_done()]:
             self._sends.remove(sent)
             sent.work.complete()
-        # receives with the same sources and tag end in the order of their calls
-        missing: set[tuple[tuple[int, ...], int]] = set()
+        # receives that could take the same message, by source and tag, take it in the order of their calls
+        awaited: defaultdict[int, set[int]] = defaultdict(set)
         for receive in list(self._receives):
-            key = receive.sources, receive.message_tag.sequence
-            if key not in missing and not self._try_receive(receive):
-                missing.add(key)
+            of_tag = awaited[receive.message_tag.sequence]
+            if not self._try_receive(receive, [source for source in receive.sources if source not in of_tag]):
+                of_tag.update(receive.sources)
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
@@ -281,10 +281,10 @@ class PointToPoint:
         for self._timed, self._timed_code in pending[:1]:
             self._watchdog.begin(0, self._timed_code)
 
-    def _try_receive(self, receive: _PendingReceive) -> bool:
-        """End a receive if its message has arrived, and return whether it had; keep other messages of its source."""
+    def _try_receive(self, receive: _PendingReceive, sources: Sequence[int]) -> bool:
+        """End a receive if its message has come from one of these ranks; return whether it had. Keep other messages."""
         with self._end_on_error(receive.recv_code):
-            return any(self._take_message(receive, source) for source in receive.sources)
+            return any(self._take_message(receive, source) for source in sources)
 
     def _take_message(self, receive: _PendingReceive, source: int) -> bool:
         early = self._early.setdefault(source, deque())

@@ -17,15 +17,16 @@ class ReductionOp(NamedTuple):
 
     torch_function: Callable[..., Tensor]
     numpy_function: np.ufunc
-    floating_point_only: bool = False
+    needs_fractions: bool = False
+    needs_order: bool = False
 
 
 OPERATIONS = {
     "sum": ReductionOp(torch.add, np.add),
-    "mean": ReductionOp(torch.add, np.add, floating_point_only=True),
+    "mean": ReductionOp(torch.add, np.add, needs_fractions=True),
     "product": ReductionOp(torch.mul, np.multiply),
-    "min": ReductionOp(torch.minimum, np.minimum),
-    "max": ReductionOp(torch.maximum, np.maximum),
+    "min": ReductionOp(torch.minimum, np.minimum, needs_order=True),
+    "max": ReductionOp(torch.maximum, np.maximum, needs_order=True),
 }
 """Reduction operations by name; the names are those of `call_signature.OPS`. A mean is a sum that is then divided."""
 
@@ -37,14 +38,16 @@ def check(op: str, dtype: torch.dtype) -> None:
 
     Raises:
         ValueError: if the operation is unknown.
-        TypeError: if the operation is "mean" and the dtype is not a floating-point one.
+        TypeError: if the operation is "mean" of integers or bools, or "min" or "max" of complex numbers.
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(OPERATIONS)}")
-    if OPERATIONS[op].floating_point_only and not dtype.is_floating_point:
+    if OPERATIONS[op].needs_fractions and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(
             f"the mean of {dtype} is not a {dtype}; use op 'sum' and divide, or convert to a floating-point dtype first"
         )
+    if OPERATIONS[op].needs_order and dtype.is_complex:
+        raise TypeError(f"op is {op!r}, but {dtype} has no order; expected sum, mean or product")
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -56,6 +59,14 @@ def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise TypeError(f"a tensor of {dtype} was given; expected one of {names}")
+
+
+def as_sent(own: Tensor, op: str) -> Tensor:
+    """Return a rank's values in the dtype in which partial results are sent on: float32 for a mean of float16.
+
+    A partial sum above 65,504 would be infinite in float16. Other dtypes have the range to divide the sum.
+    """
+    return own.float() if op == "mean" and own.dtype == torch.float16 else own
 
 
 def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) -> None:
@@ -87,4 +98,4 @@ def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) ->
             function(partial, value, out=partial)
         function(partial, values[-1], out=out)  # written last, because ``out`` may be one of the values
     if divisor != 1:
-        out.div_(divisor)
+        (torch.view_as_real(out) if out.is_complex() else out).div_(divisor)  # (inf + 1j) / 2 has no NaN

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import expect
-from gangline.collectives.engine.host_staging import flat_buffer, flat_values, write_back
+from gangline.collectives.engine.host_staging import flat_buffer, flat_values, overlap, write_back
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 
@@ -48,6 +48,8 @@ class UnevenAllToAll:
         """
         rows = [flat_values(tensor) for tensor in tensors]
         outs = [flat_buffer(result) for result in results]
+        if overlap(rows, outs):  # rows arrive in any order, but are copied from new memory in that of the ranks
+            outs = [torch.empty_like(out) for out in outs]
         counts = [row.numel() for row in rows]
         sizes = [*counts, *(out.numel() for out in outs)]
         slot_exchange = self._engine.resources.slot_exchange

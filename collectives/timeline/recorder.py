@@ -24,6 +24,7 @@ _JOB = "GANGLINE_TIMELINE_JOB"
 _WRITE_SECONDS = 1.0
 _MOST_PENDING = 1 << 20
 """Events kept in memory; further ones are counted and dropped until the next write."""
+_END = b"\n]\n"
 _PROCESSES = 1 << 23
 """More than any process id, so that processes of several hosts get different numbers."""
 
@@ -173,19 +174,29 @@ class Timeline:
         if self._dropped:
             add("i", f"{self._dropped} events were dropped", 0, ts=(time.monotonic_ns() + offset) / 1e3, s="p")
             self._dropped = 0
-        return "".join(f"{line},\n" for line in lines)
+        return "".join(f",\n{line}" for line in lines)
 
     def _append_to_file(self, text: str) -> None:
-        """Append to the file, whose closing bracket is left out: the format allows that, and readers expect it."""
+        """Append to the array in the file, whose closing bracket moves to the new end.
+
+        Viewers accept an array without its end, which a process that is killed here leaves.
+        """
         header = json.dumps({"ph": "M", "name": "gangline_job", "pid": 0, "args": {"job": _job()}})
-        expected = f"[\n{header},\n".encode()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        beginning = f"[\n{header}".encode()
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if os.pread(file.fileno(), len(expected), 0) != expected:
+            if os.pread(descriptor, len(beginning), 0) != beginning:
                 file.truncate(0)
-                file.write(expected)
-            file.write(text.encode())
+                file.write(beginning)
+            else:
+                size = os.fstat(descriptor).st_size
+                if os.pread(descriptor, len(_END), size - len(_END)) == _END:
+                    file.seek(size - len(_END))
+                else:  # a process was killed while it wrote: drop the last event
+                    file.seek(max(file.read().rfind(b",\n"), len(beginning)))
+                    file.truncate()
+            file.write(text.encode() + _END)
 
     def _start(self) -> None:
         if self._thread is None:

@@ -106,9 +106,12 @@ def read_events(path: Path) -> list[Event]:
     Raises:
         ValueError: if it is no such file.
     """
-    text = path.read_text().rstrip().removesuffix(",")
+    text = path.read_text()
     try:
-        events = json.loads(text if text.endswith("]") else text + "]")
+        try:
+            events = json.loads(text)
+        except ValueError:  # a process was killed while it wrote the last event
+            events = json.loads(text[: text.rfind(",\n")] + "]")
     except ValueError as error:
         raise ValueError(f"{path} is no timeline: {error}") from error
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch.distributed import Backend, Store  # type: ignore[attr-defined]
 
-from gangline.collectives.torch_backend.c10d import allow_monitored_barrier
+from gangline.collectives.torch_backend.c10d import allow_monitored_barrier, name_groups_by_ranks
 from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
 from gangline.collectives.torch_backend.hooks import Samples, compress_hook, weighted_hook
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
@@ -34,5 +34,6 @@ def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gang
 if "gangline" not in Backend.backend_list:  # else gangline.integrations.torch_discovery has registered it
     Backend.register_backend("gangline", create_group, devices=["cpu"])
 allow_monitored_barrier(GanglineProcessGroup)
+name_groups_by_ranks()
 if os.environ.get(REPLACE_GLOO) == "1":
     replace_gloo()

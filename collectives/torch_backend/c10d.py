@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -48,6 +50,7 @@ __all__ = [
     "has_dispatch_modes",
     "is_fake",
     "is_profiled",
+    "name_groups_by_ranks",
     "recording_group",
     "refusing_backend",
     "rename_backends",
@@ -124,6 +127,24 @@ def allow_monitored_barrier(cls: Any) -> None:
         ours.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def name_groups_by_ranks() -> None:
+    """Name groups of ``new_group(use_local_synchronization=True)`` by their ranks and a number of such groups.
+
+    torch 2.11 to 2.15 name them by the number of all groups of the process. Ranks that have made unequal numbers of
+    groups then wait for each other under different names until the timeout (pytorch issue 173608).
+    """
+    numbers: Counter[tuple[int, ...]] = Counter()
+
+    def hash_ranks(ranks: list[int]) -> str:
+        if not distributed_c10d._world.pg_names:  # a new job
+            numbers.clear()
+        numbers[tuple(ranks)] += 1
+        text = f"{'_'.join(map(str, ranks))} {numbers[tuple(ranks)]}"
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    distributed_c10d._hash_ranks_to_str = hash_ranks
 
 
 def rename_backends(rename: Callable[[str, int], str]) -> None:

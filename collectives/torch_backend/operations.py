@@ -1,4 +1,4 @@
-"""Collectives in torch's forms (lists, split sizes, bitwise operations, complex numbers) on a communicator.
+"""Collectives in torch's forms (lists, split sizes, bitwise operations, means of integers) on a communicator.
 
 Every function is a collective over all ranks of the communicator and returns when it is done.
 """
@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.host_staging import data_of
+from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.errors import MismatchError
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
@@ -56,8 +57,9 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
         _all_reduce_sparse(comm, tensor, op)
         return
     if _is_integer_mean(tensor, op):
-        comm.all_reduce(data_of(tensor), "sum")
-        _divide(tensor, comm.size)
+        parts = _mean_parts(tensor, comm.size)
+        comm.all_reduce(parts)
+        _write_mean(tensor, parts, comm.size)
         return
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
@@ -71,9 +73,9 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
     """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
     if _is_integer_mean(tensor, op):
-        comm.reduce(data_of(tensor), root, "sum")
-        if comm.rank == root:
-            _divide(tensor, comm.size)
+        parts = _mean_parts(tensor, comm.size)
+        if comm.reduce(parts, root) is not None:
+            _write_mean(tensor, parts, comm.size)
         return
     tensor = _reducible(tensor, op)
     if isinstance(op, str):
@@ -145,8 +147,9 @@ def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: O
     """Reduce tensors of (size, *out.shape), or concatenated along the first axis; each rank gets its row."""
     rows = _rows("the input", tensor, comm.size, out.shape)
     if _is_integer_mean(tensor, op):
-        comm.reduce_scatter(data_of(rows), "sum", out=data_of(out))
-        _divide(out, comm.size)
+        parts = comm.reduce_scatter(_mean_parts(rows, comm.size).movedim(0, 1))
+        assert isinstance(parts, Tensor)
+        _write_mean(out, parts, comm.size)
         return
     rows = _reducible(rows, op)
     if isinstance(op, str):
@@ -188,8 +191,6 @@ def movable(tensor: Tensor) -> Tensor:
     data = data_of(tensor)
     if data.dtype in DTYPES:
         return data
-    if data.is_complex():
-        return torch.view_as_real(data)
     return data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
 
 
@@ -231,21 +232,26 @@ def _is_integer_mean(tensor: Tensor, op: Op) -> bool:
     return op == "mean" and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
-def _divide(tensor: Tensor, count: int) -> None:
-    data_of(tensor).div_(count, rounding_mode="trunc")
+def _mean_parts(tensor: Tensor, size: int) -> Tensor:
+    """Return integers as (quotient, remainder) of a division by ``size``, whose sums over all ranks do not wrap."""
+    check_dtype(tensor.dtype)
+    values = data_of(tensor).long()
+    return torch.stack([values.div(size, rounding_mode="floor"), values.remainder(size)])
+
+
+def _write_mean(tensor: Tensor, parts: Tensor, size: int) -> None:
+    """Write the mean whose `_mean_parts` have been summed, rounded towards zero."""
+    quotients, remainders = parts
+    means = quotients + remainders.div(size, rounding_mode="floor")
+    is_rounded_down = (means < 0) & (remainders % size > 0)
+    data_of(tensor).copy_(means + is_rounded_down)
 
 
 def _reducible(tensor: Tensor, op: Op) -> Tensor:
     data = data_of(tensor)
-    if not isinstance(op, str):
-        if data.is_floating_point() or data.is_complex():
-            raise TypeError(f"a tensor of {data.dtype} has no bits to combine; expected integers or bools for {op}")
-        return data
-    if not data.is_complex():
-        return data
-    if op not in ("sum", "mean"):
-        raise TypeError(f"ReduceOp {op} of {data.dtype} is not supported; expected SUM or AVG for complex numbers")
-    return torch.view_as_real(data)
+    if not isinstance(op, str) and (data.is_floating_point() or data.is_complex()):
+        raise TypeError(f"a tensor of {data.dtype} has no bits to combine; expected integers or bools for {op}")
+    return data
 
 
 def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:

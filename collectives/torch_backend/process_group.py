@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
-from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import job_key
@@ -18,7 +17,7 @@ from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import refusing_backend, run_eagerly
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.transports.addresses import is_loopback, local_address
+from gangline.collectives.transports.addresses import is_loopback, local_address, reachable_address
 
 _Base: Any = ProcessGroup  # its stubs differ between versions of torch
 
@@ -204,7 +203,7 @@ def _ms(limit: timedelta) -> int:
 
 
 def _own_address(store: Store) -> str:
-    """Return the address of this host for other ranks; loopback unless the store is a TCPStore."""
+    """Return the address of this host for other ranks."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return local_address(store.host) if isinstance(store, TCPStore) else LOOPBACK
+    return local_address(store.host) if isinstance(store, TCPStore) else reachable_address()

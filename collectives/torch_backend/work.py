@@ -46,6 +46,7 @@ class GroupWork(TorchWork):
         self._give_up = give_up
         self._lock = threading.Lock()
         self._is_over = False
+        self._runner = 0  # id of the thread that runs the operation and the callbacks
         self._error: BaseException | None = None
         self._over: Future[None] | None = None  # created by `get_future`
         self._future: Future[list[Tensor]] | None = None
@@ -60,6 +61,7 @@ class GroupWork(TorchWork):
         Raises:
             Exception: if the operation raises.
         """
+        self._runner = threading.get_ident()
         try:
             operation()
         except BaseException as error:
@@ -87,6 +89,12 @@ class GroupWork(TorchWork):
                 all ranks get this error, and the group cannot be used any more.
             Exception: if the call raised it.
         """
+        if (
+            self._is_over and self._runner == threading.get_ident()
+        ):  # in a callback, before which the operation has ended
+            if self._error is not None:
+                raise self._error
+            return True
         is_callers = timeout > _NO_LIMIT
         limit = timeout.total_seconds() if is_callers else self._limit
         try:

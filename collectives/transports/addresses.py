@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -58,6 +59,22 @@ def resolved(host: str) -> str:
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
+def reachable_address() -> str:
+    """Return the address of this host that other hosts most probably reach; loopback if it has no other.
+
+    It is the one with the default route, else the first of an interface, IPv4 before IPv6.
+    """
+    for outside in ("192.0.2.1", "2001:db8::1"):  # reserved for documentation (RFC 5737, RFC 3849); nothing is sent
+        with suppress(OSError):
+            return local_address(outside)
+    entries = [entry for of_interface in psutil.net_if_addrs().values() for entry in of_interface]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in entries:
+            if entry.family == family and not is_loopback(entry.address) and "%" not in entry.address:
+                return str(entry.address)
+    return "127.0.0.1"
+
+
 def local_address(peer: str, interface: str | None = None) -> str:
     """Return the address of this host at which hosts that can reach ``peer`` reach it.
 
@@ -75,6 +92,8 @@ def local_address(peer: str, interface: str | None = None) -> str:
         if not found:
             raise ValueError(f"interface {interface!r} has no IPv4 address; there are {list(interfaces)}")
         return found[0]
+    if is_loopback(peer):
+        return resolved(peer)  # even if this host has no such address, as with IPv6 alone: Unix sockets replace TCP
     family, kind, _, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # selects the route; sends nothing

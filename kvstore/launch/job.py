@@ -232,7 +232,9 @@ def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     while True:
         with ExitStack() as stack:
-            held = [stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(count)]
+            held = [stack.enter_context(socket.socket(family)) for _ in range(count)]
+            for port in held:
+                port.bind(("", 0))  # of any address: a host with IPv6 alone has no 127.0.0.1
             ports: list[int] = [port.getsockname()[1] for port in held]
         if all(unix_sockets.is_free(purpose, port) for port in ports for purpose in ("scheduler", "store")):
             return ports

@@ -95,6 +95,6 @@ class GradientReducer(Reducer):
         flat, views = state.gradients[0], state.gradient_views[0]
         assert flat is not None
         self._store.pull_bucket(state.bucket, [flat], state.priority)
-        for key, has_gradient in zip(state.keys, views[state.bucket.keys[-1]].tolist(), strict=True):
+        for key, has_gradient in zip(state.keys, views[state.bucket.keys[-1]].real.tolist(), strict=True):
             if has_gradient > 0:
                 self._parameters[0][key].grad = self._means[key] = views[key].detach()

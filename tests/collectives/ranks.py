@@ -106,6 +106,8 @@ def open_again(comm: Communicator, transport: str, timeout: float | None = 60) -
 
 
 def ops_for(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype.is_complex:
+        return ("sum", "mean")
     return OPS if dtype.is_floating_point else tuple(op for op in OPS if op != "mean")
 
 
@@ -118,6 +120,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, str]]:
 
 def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Return ``count`` different values per rank, within the dtype's range; floats have both signs and inexact sums."""
+    if dtype.is_complex:
+        return torch.view_as_complex(values(2 * count, rank, dtype.to_real()).view(count, 2))
     period = 1009 if dtype.is_floating_point else 3 if dtype == torch.bool else count
     numbers = torch.arange(min(count, period), dtype=torch.int64) * 37 + rank * 11
     if dtype == torch.bool:
@@ -143,7 +147,8 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
     with np.errstate(all="ignore"):
         total = reduce(_UFUNCS[op], arrays)
         if op == "mean":
-            total = (total / np.asarray(len(rows), total.dtype)).astype(total.dtype)
+            parts = total.view(np.dtype(f"f{total.itemsize // 2}")) if dtype.is_complex else total
+            total = (parts / np.asarray(len(rows), parts.dtype)).astype(parts.dtype).view(total.dtype)
     return torch.from_numpy(np.array(total)).to(dtype)
 
 
@@ -199,8 +204,9 @@ def check(
         got = got.result
     name = f"{comm}: {collective} of {count} x {dtype}, {op}, root {root}"
     want = expected(collective, count, comm.rank, comm.size, dtype, op, root)
-    by_hops = comm.transport in ("ipc", "tcp") and collective in REDUCING and dtype.is_floating_point
-    if want is not None and by_hops and op in ("sum", "mean", "product"):
+    by_hops = comm.transport in ("ipc", "tcp") and collective in REDUCING
+    by_hops = by_hops and (dtype.is_floating_point or dtype.is_complex) and op in ("sum", "mean", "product")
+    if want is not None and by_hops:
         everybody = [given(collective, count, rank, comm.size, dtype) for rank in range(comm.size)]
         rows = [each[comm.rank] for each in everybody] if collective == "reduce_scatter" else everybody
         near(got, rows, op, name)
@@ -213,15 +219,16 @@ def check(
 
 def near(got: Tensor, rows: Sequence[Tensor], op: str, name: str) -> None:
     """Check that the error is at most one rounding per rank: (p - 1) eps sum|x|, and one eps more for a mean."""
-    exact = torch.stack([row.double() for row in rows])
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    exact = torch.stack([row.to(wide) for row in rows])
     size, eps = len(rows), torch.finfo(got.dtype).eps
     if op == "product":
         want, bound = exact.prod(0), exact.prod(0).abs() * size * eps
     else:
         divisor = size if op == "mean" else 1
         want, bound = exact.sum(0) / divisor, exact.abs().sum(0) * size * eps / divisor
-    want = want.to(got.dtype).double()  # overflow gives infinity
-    bad = ((got.double() - want).abs() > bound + torch.finfo(got.dtype).tiny).nonzero().view(-1)
+    want = want.to(got.dtype).to(wide)  # overflow gives infinity
+    bad = ((got.to(wide) - want).abs() > bound + torch.finfo(got.dtype).tiny).nonzero().view(-1)
     assert got.dtype == rows[0].dtype, f"{name}: got {got.dtype}"
     assert not len(bad), f"{name}: {len(bad)} elements are too far off, the first is {bad[:1]}: {got[bad[:1]]}"
 

@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ ELEMENTS = {0: torch.int8, 1: torch.uint8, 2: torch.int32, 4: torch.int64, 6: to
 ELEMENTS |= {8: torch.float64, 9: torch.bfloat16}
 FUNCTIONS = {0: torch.add, 1: torch.mul, 2: torch.maximum, 3: torch.minimum}
 """Dtypes and operations by their numbers in NCCL."""
+_MEAN = 4
 aten = torch.ops.aten
 _LIMIT = 20.0
 _lock = threading.RLock()
@@ -242,6 +243,13 @@ def _on(stream: Stream) -> Iterator[None]:
         chosen[str(stream.device)] = before
 
 
+def reduced(values: Sequence[Tensor], op: int) -> Tensor:
+    """Reduce as NCCL, which divides floating-point numbers before it adds them for a mean."""
+    if op == _MEAN:
+        return reduce(torch.add, [value / len(values) for value in values])
+    return reduce(FUNCTIONS[op], values)
+
+
 class HostRank:
     """NCCL by its manual, for ranks in threads: a call ends on a stream once all ranks' calls have begun."""
 
@@ -366,7 +374,7 @@ class HostRank:
                 at(target, taken, dtype).copy_(torch.cat(values))
             elif name != "reduce" or self._rank == root:
                 first = self._rank * taken if name == "reduce_scatter" else 0
-                at(target, taken, dtype).copy_(reduce(FUNCTIONS[op], values)[first : first + taken])
+                at(target, taken, dtype).copy_(reduced(values, op)[first : first + taken])
             return True
 
         _streams[stream].put(kernel)

@@ -535,9 +535,9 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     ),
     (lambda c: c.reduce(ones(2, dtype=torch.bool), 0, "mean"), TypeError, r"the mean of torch\.bool"),
     (
-        lambda c: c.broadcast(ones(2, dtype=torch.complex64)),
+        lambda c: c.broadcast(ones(2, dtype=torch.complex32)),
         TypeError,
-        r"a tensor of torch\.complex64 was given; expected one of float32, float64",
+        r"a tensor of torch\.complex32 was given; expected one of float32, float64",
     ),
     (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
     (lambda c: c.all_reduce(ones(2).to_sparse()), TypeError, r"tensor is torch\.sparse_coo on cpu; expected a dense"),
@@ -578,7 +578,7 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
     (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
     (lambda c: c.split(0, 1.5), TypeError, r"key is 1\.5; expected an int or None"),  # type: ignore[arg-type]
-    (lambda c: c.empty(3, torch.complex64), TypeError, r"a tensor of torch\.complex64"),
+    (lambda c: c.empty(3, torch.complex32), TypeError, r"a tensor of torch\.complex32"),
 ]
 
 

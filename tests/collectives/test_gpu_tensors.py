@@ -64,7 +64,10 @@ def check(
         assert got is None, name
     else:
         assert got.device == tensor.device, name
-        same(values_of(got), want, name)
+        if op == "mean":  # NCCL divides before it adds
+            torch.testing.assert_close(values_of(got), want)
+        else:
+            same(values_of(got), want, name)
     if got is not tensor and collective != "broadcast":
         same(values_of(tensor), given(collective, count, comm.rank, comm.size, dtype), f"{name}: its input")
 

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import reduce
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +17,7 @@ from gangline.collectives import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
-from tests.collectives.simulated_gpus import ELEMENTS, FUNCTIONS, at
+from tests.collectives.simulated_gpus import ELEMENTS, at, reduced
 
 
 class HostBinding:
@@ -87,7 +86,7 @@ class HostBinding:
             result = at(sources[root], rows, dtype).clone()
         else:
             given = [at(source, rows, dtype).clone() for source in sources]
-            result = torch.cat(given) if op is None else reduce(FUNCTIONS[op], given)
+            result = torch.cat(given) if op is None else reduced(given, op)
         for position, target in enumerate(targets):
             if name == "reduce_scatter":
                 at(target, count, dtype).copy_(result[position * count : (position + 1) * count])
@@ -125,15 +124,15 @@ def test_an_all_reduce_is_one_call_per_position(dtype: torch.dtype) -> None:
     assert backend.binding.groups == [["all_reduce"]]
 
 
-def test_a_mean_is_a_sum_divided_once() -> None:
-    for dtype in (torch.float32, torch.float16):
-        backend, tensors = OnHost(3), given(3, 6, dtype)
-        backend.all_reduce(tensors, "mean")
-        assert all(torch.equal(tensor, torch.arange(6, dtype=dtype) * 7 + 1) for tensor in tensors)
-        backend.move([(given(3, 6, dtype), total := torch.zeros(6, dtype=dtype), ())], "mean")
-        assert torch.equal(total, torch.arange(6, dtype=dtype) * 7 + 1)
-        backend.reduce_scatter(given(3, 6, dtype), outs := [torch.zeros(2, dtype=dtype) for _ in range(3)], "mean")
-        assert torch.equal(torch.cat(outs), torch.arange(6, dtype=dtype) * 7 + 1)
+def test_a_mean_does_not_overflow() -> None:
+    for dtype, value in ((torch.float32, 3e38), (torch.float16, 40_000.0)):
+        backend, want = OnHost(4), torch.full((8,), value, dtype=dtype)
+        backend.all_reduce(tensors := [want.clone() for _ in range(4)], "mean")
+        assert all(torch.equal(tensor, want) for tensor in tensors)
+        backend.move([([want.clone() for _ in range(4)], total := torch.zeros(8, dtype=dtype), ())], "mean")
+        assert torch.equal(total, want)
+        backend.reduce_scatter([want] * 4, outs := [torch.zeros(2, dtype=dtype) for _ in range(4)], "mean")
+        assert torch.equal(torch.cat(outs), want)
 
 
 def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:

@@ -187,8 +187,9 @@ def test_a_send_keeps_its_message_until_it_is_sent_completely(transport: str) ->
     spawn(_written_again, 2, transport=transport, timeout=60)
 
 
+@pytest.mark.parametrize("sources", [[0], [0, 2]], ids=["named", "any"])
 def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_polls(
-    monkeypatch: pytest.MonkeyPatch,
+    sources: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poll = InProcessTransport.poll
     looks = 0
@@ -196,7 +197,7 @@ def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_po
     def late(transport: InProcessTransport, source: int) -> ReceiveRequest | None:
         nonlocal looks
         looks += transport.rank == 1
-        return None if transport.rank == 1 and looks == 1 else poll(transport, source)
+        return None if transport.rank == 1 and looks <= len(sources) else poll(transport, source)
 
     posted = threading.Event()
 
@@ -206,18 +207,34 @@ def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_po
             posted.set()
             for work in works:
                 work.wait()
-        else:
+        elif comm.rank == 1:
             posted.wait()
             first, second = torch.empty(3), torch.empty(3)
             with monkeypatch.context() as patch:
                 patch.setattr(InProcessTransport, "poll", late)
                 messages = comm._messages  # recv itself would poll between the two
-                works = [messages.receive(first, [0], 0), messages.receive(second, [0], 0)]
+                works = [messages.receive(first, sources, 0), messages.receive(second, [0], 0)]
                 for work in reversed(works):
                     messages.finish(work, async_op=False)
             same(first, values(3, 0, torch.float32), "first")
             same(second, values(3, 1, torch.float32), "second")
 
+    in_threads(3, run)
+
+
+def test_an_error_of_the_background_thread_fails_pending_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(_transport: InProcessTransport, _sources: object, _targets: object) -> Callable[[float], None]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 1:
+            work = _work(comm.recv(torch.empty(3), 0, async_op=True))
+            with pytest.raises(GanglineError, match=r"rank 1 left recv.*Too many open files"):
+                work.wait(timeout=20)
+        with pytest.raises(GanglineError, match=r"rank 1 left recv.*Too many open files"):
+            comm.barrier()
+
+    monkeypatch.setattr(InProcessTransport, "waiter", no_descriptors)
     in_threads(2, run)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.steps import read_events
 from gangline.kvstore.launch.job import free_ports
 from tests.kvstore.test_launch import ROOT
 
@@ -67,10 +69,10 @@ SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
 
 
 class Trace:
-    """Events of a trace file, read as its viewers do: the closing bracket may be missing."""
+    """Events of a trace file."""
 
     def __init__(self, path: Path) -> None:
-        self.events: list[dict[str, Any]] = json.loads(path.read_text().rstrip().removesuffix(",") + "]")
+        self.events: list[dict[str, Any]] = json.loads(path.read_text())
         self.names = {e["pid"]: e["args"]["name"] for e in self.events if e["name"] == "gangline_process"}
         self.clocks = {e["args"]["name"]: e["args"] for e in self.events if e["name"] == "gangline_process"}
 
@@ -116,6 +118,36 @@ def test_workers_and_server_of_a_training_job_are_in_one_trace(tmp_path: Path) -
     waits = trace.spans("server 0", "wait for pushes")
     assert len(waits) == len(updates)
     assert {wait["args"]["last"] for wait in waits} <= {"worker 0", "worker 1"}
+
+
+def test_the_file_is_json_after_each_write_and_readable_if_one_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GANGLINE_TIMELINE_JOB", "the test")
+    path = tmp_path / "trace.json"
+    names = []
+    for number in range(3):
+        timeline = recorder.Timeline(path)
+        timeline.add_instant(f"event {number}")
+        timeline.write()
+        names.append(f"event {number}")
+        assert [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "i"] == names
+    text = path.read_text()
+    first = text.index(",\n")
+    for length in (*range(first + 2, len(text), 7), len(text) - 1, len(text) - 3):
+        path.write_text(text[:length])
+        assert [event["name"] for event in read_events(path) if event["ph"] == "i"] in (
+            names[:0],
+            names[:1],
+            names[:2],
+            names,
+        )
+        timeline = recorder.Timeline(path)
+        timeline.add_instant("appended")
+        timeline.write()
+        found = [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "i"]
+        assert found[-1] == "appended"
+        assert found[:-1] == names[: len(found) - 1]
 
 
 def test_collectives_of_ranks_overlap_and_are_numbered(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -142,13 +144,114 @@ def means_of_integers_are_rounded_towards_zero(rank: int, size: int) -> None:
 
 
 @case
+def means_of_integers_do_not_wrap(rank: int, size: int) -> None:
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        limits = torch.iinfo(dtype)
+        values = [limits.max - 1, limits.max, limits.min, limits.min + 1, limits.max if rank == 0 else limits.min]
+        want = torch.tensor([*values[:4], math.trunc(Fraction(limits.max + (size - 1) * limits.min, size))])
+        tensor = torch.tensor(values, dtype=dtype)
+        dist.all_reduce(tensor, ReduceOp.AVG)
+        same(tensor, want.to(dtype))
+        tensor = torch.tensor(values, dtype=dtype)
+        dist.reduce(tensor, 0, ReduceOp.AVG)
+        same(tensor, want.to(dtype) if rank == 0 else torch.tensor(values, dtype=dtype))
+        out = torch.zeros(5, dtype=dtype)
+        reduce_scatter_single(out, torch.tensor(values * size, dtype=dtype), op=ReduceOp.AVG)
+        same(out, want.to(dtype))
+
+
+def untouched(view: Tensor, call: Callable[[], object]) -> None:
+    """Check that a call does not change the autograd version of a tensor, as gloo's do not."""
+    version = view._version
+    call()
+    assert view._version == version
+
+
+@case
+def versions_of_written_tensors_stay(rank: int, size: int) -> None:
+    for count in (7, LARGE):
+        for dtype in (torch.float32, torch.float16, torch.int64):
+            x, rows = torch.ones(count, dtype=dtype), torch.ones(size, count, dtype=dtype)
+            part = rows[:, : count - 1]  # not contiguous
+            untouched(x, partial(dist.broadcast, x.detach(), 0))
+            untouched(x, partial(dist.all_reduce, x.detach(), ReduceOp.AVG))
+            untouched(x, partial(dist.reduce, x.detach(), 0))
+            untouched(x, partial(dist.scatter, x.detach(), [*rows] if rank == 0 else None, src=0))
+            untouched(x, partial(reduce_scatter_single, x.detach(), rows))
+            untouched(rows, partial(dist.all_to_all_single, rows.detach(), rows.clone()))
+            untouched(rows, partial(dist.all_gather, [*rows.detach()], x))
+            untouched(rows, partial(all_gather_single, rows.detach(), x))
+            untouched(rows, partial(dist.gather, x, [*rows.detach()] if rank == 0 else None, 0))
+            untouched(part, partial(dist.broadcast, part.detach(), 0))
+            untouched(part, partial(dist.all_reduce, part.detach()))
+            if rank == 0:
+                dist.send(x, 1)
+            elif rank == 1:
+                untouched(x, partial(dist.recv, x.detach(), 0))
+    weight = torch.ones(4, requires_grad=True)
+    loss = (weight * weight).sum()
+    dist.broadcast(weight.detach(), 0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    same(weight.grad, torch.full((4,), 2.0))  # type: ignore[arg-type]
+
+
+@case
+def outputs_may_share_memory(rank: int, size: int) -> None:
+    """The output of the highest rank is written last, on every rank."""
+    for count in (4, LARGE):
+        out, last = torch.zeros(count), given(count, size - 1)
+        dist.all_gather([out] * size, given(count, rank))
+        same(out, last)
+        dist.all_to_all([out] * size, [given(count, rank) + place for place in range(size)])
+        same(out, last + rank)
+        dist.gather(given(count, rank), [out] * size if rank == 0 else None, 0)
+        same(out, last + (rank if rank else 0))
+        joined = torch.zeros(count + size - 1)
+        dist.all_gather([joined[place : place + count] for place in range(size)], given(count, rank))
+        same(joined[size - 1 :], last)
+        same(joined[: size - 1], torch.stack([given(count, place)[0] for place in range(size - 1)]))
+        with pytest.raises(ValueError, match="share memory"):
+            group().broadcast([torch.zeros(count + 1).unfold(0, count, 1)], root=(rank + 1) % size).wait()
+
+
+@case
+def inputs_may_share_memory_with_outputs(rank: int, size: int) -> None:
+    for count in (4, LARGE):
+        rows = [given(size * count, other).view(size, count) for other in range(size)]
+        turned = torch.stack([of_rank[rank] for of_rank in rows])
+        tensor = rows[rank].clone()
+        dist.all_to_all_single(tensor, tensor)
+        same(tensor, turned)
+        tensor = rows[rank].clone()
+        dist.all_to_all_single(tensor, tensor, [1] * size, [1] * size)
+        same(tensor, turned)
+        tensor = rows[rank].clone()
+        dist.all_to_all([*tensor], [*tensor])
+        same(tensor, turned)
+        for place in range(size):
+            tensor = rows[rank].clone()
+            reduce_scatter_single(tensor[place], tensor)
+            same(tensor[place], summed(size * count, size).view(size, count)[rank])
+            tensor = torch.zeros(size, count)
+            tensor[place] = given(count, rank)
+            all_gather_single(tensor, tensor[place])
+            same(tensor, torch.stack([given(count, other) for other in range(size)]))
+            tensor = rows[rank].clone()
+            dist.scatter(tensor[place], [*tensor] if rank == 0 else None, src=0)
+            same(tensor[place], rows[0][rank])
+            tensor = rows[rank].clone()
+            dist.gather(tensor[place], [*tensor] if rank == 0 else None, 0)
+            same(tensor, torch.stack([of_rank[place] for of_rank in rows]) if rank == 0 else rows[rank])
+
+
+@case
 def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not supported.*SUM, AVG"):
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
     with pytest.raises(TypeError, match="no bits to combine"):
         dist.all_reduce(torch.ones(3), ReduceOp.BAND)
-    with pytest.raises(TypeError, match="SUM or AVG for complex numbers"):
-        group().allreduce([torch.ones(3, dtype=torch.complex64)], ReduceOp.PRODUCT).wait()
+    with pytest.raises(TypeError, match=r"torch\.complex64 has no order"):
+        group().allreduce([torch.ones(3, dtype=torch.complex64)], ReduceOp.MIN).wait()
     with pytest.raises(TypeError, match=r"the mean of torch\.bool"):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), ReduceOp.AVG)
     with pytest.raises(TypeError, match="dense tensor on the CPU"):
@@ -579,6 +682,21 @@ def a_callback_makes_calls_of_its_own(rank: int, size: int) -> None:
     assert work is not None
     same(work.get_future().then(more).wait(), summed(5, size))
     same(third, summed(6, size))
+
+
+@case
+def a_callback_may_wait_for_its_own_call(rank: int, size: int) -> None:
+    tensor, seen = given(LARGE, rank), []
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+
+    def wait_for_it(future: Any) -> Tensor:
+        assert work is not None
+        seen.append((work.wait(), future.wait()))
+        return tensor
+
+    same(work.get_future().then(wait_for_it).wait(), summed(LARGE, size))
+    work.wait()
 
 
 @case

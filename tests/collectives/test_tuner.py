@@ -176,6 +176,12 @@ def test_the_environment_gives_the_path_of_the_table(tmp_path: Path) -> None:
         Table.from_environment({**environment, "GANGLINE_TUNING": "/nosuch/t.json"})
 
 
+def test_a_user_without_a_home_has_the_built_in_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)  # not in /etc/passwd, as in many containers
+    assert Table.from_environment({}).rules == {}
+
+
 def test_forced_algorithms_override_the_table_where_possible(tmp_path: Path) -> None:
     TABLE.dump(tmp_path / "gangline" / "tuning.json")
     environment = {"XDG_CACHE_HOME": str(tmp_path), "GANGLINE_ALGO": "all_reduce=two_shot, broadcast=ring:8"}

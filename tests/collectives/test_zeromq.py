@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -237,6 +238,51 @@ def header(
     magic: bytes = b"gll1", number: int = 0, sequence: int = 1, code: int = SUM, nbytes: int = 0, body: bytes = b""
 ) -> bytes:
     return struct.pack("<4sQqQQ", magic, number, sequence, code, nbytes) + body
+
+
+def _send_to_a_late_rank(rank: Rank, address: str, count: int, nbytes: int) -> None:
+    """Rank 1 receives only when no more of rank 0's messages leave."""
+    process = psutil.Process()
+    transport = open_transport(rank, address)
+    if rank.rank == 0:
+        data = ramp(nbytes, 0)
+        before = process.memory_info().rss
+        sends = []
+        for number in range(count):
+            sends.append(transport.send(1, data, MessageTag(number, SUM)))
+            for _ in range(100):
+                if nbytes <= INLINE or sends[-1].is_done():
+                    break
+                time.sleep(0.01)  # until it has left, or waits for rank 1
+            if not sends[-1].is_done():
+                break
+        rank.tell([len(sends), process.memory_info().rss - before])
+        for request in sends:
+            request.wait()
+        rank.hear()
+    else:
+        before = process.memory_info().rss
+        sent = rank.hear()
+        rank.tell(process.memory_info().rss - before)
+        got = torch.empty(nbytes, dtype=torch.uint8)
+        for _ in range(sent):
+            transport.receive(0).into(got)
+            assert torch.equal(got, ramp(nbytes, 0))
+        rank.tell("right")
+    transport.close()
+    rank.tell("closed")
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(64, 8 << 20), (8192, INLINE)])
+def test_a_late_rank_buffers_a_bounded_amount(count: int, nbytes: int) -> None:
+    with Processes(_send_to_a_late_rank, 2, "tcp://127.0.0.1", count, nbytes) as ranks:
+        sent, at_sender = ranks.heard(0)
+        assert sent < count
+        ranks.say(1, sent)
+        assert max(ranks.heard(1), at_sender) < 128 << 20
+        assert ranks.heard(1) == "right"
+        ranks.say(0, "end")
+        assert ranks.all_heard() == ["closed"] * 2
 
 
 @pytest.mark.parametrize(

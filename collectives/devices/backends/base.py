@@ -81,7 +81,7 @@ class Flattened:
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the values, contiguous: a view if possible."""
-        return data_of(tensor).resolve_neg().contiguous().view(-1)
+        return data_of(tensor).resolve_neg().resolve_conj().contiguous().view(-1)
 
     def written(self, tensor: Tensor) -> Tensor:
         """Return the values as memory to read and write, or only write, before `finish`."""

@@ -28,7 +28,7 @@ DTYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-_OPS = {"sum": 0, "mean": 0, "product": 1, "max": 2, "min": 3}
+_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
 _BOOL_OPS = {"sum": 2, "max": 2, "product": 3, "min": 3}  # on 0 and 1, "or" is max and "and" is min
 
 _group_lock = threading.Lock()  # concurrent groups could launch kernels in different orders on different GPUs
@@ -38,7 +38,7 @@ _unsupported: set[torch.dtype] = set()
 class Nccl(Backend):
     """Collectives by NCCL, which chooses the order of summation, the same for every position, and rounds at each hop.
 
-    A mean is a sum, divided. int16, which NCCL does not support, is moved by `copies`.
+    NCCL divides before it adds for a mean. int16 and complex numbers, which it does not support, are moved by `copies`.
     """
 
     name = "nccl"
@@ -77,7 +77,6 @@ class Nccl(Backend):
             for position, flat in enumerate(flats):
                 address, stream = flat.data_ptr(), self.stream(position)
                 self._binding.all_reduce(position, address, address, len(flat), *enumerators(flat, op), stream)
-        self._divide(flats, op)
         flattened.finish()
 
     def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:  # noqa: D102  inherited
@@ -104,7 +103,6 @@ class Nccl(Backend):
             for position, (given, out) in enumerate(pairs):
                 addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
                 self._binding.reduce_scatter(position, *addresses, len(out), *enumerators(out, op), stream)
-        self._divide([out for _, out in pairs], op)
         flattened.finish()
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
@@ -117,7 +115,6 @@ class Nccl(Backend):
             with grouped(self._binding):
                 for values, total in sums:
                     self._reduce(values, total, op)
-            self._divide([total for _, total in sums], op)
         if copied:
             with grouped(self._binding):  # a second group, because calls of one group may run concurrently
                 for total, outs in copied:
@@ -141,11 +138,6 @@ class Nccl(Backend):
             source = total if position == root else out  # NCCL reads the root's only
             addresses, stream = (source.data_ptr(), out.data_ptr()), self.stream(position)
             self._binding.broadcast(position, *addresses, len(out), DTYPES[out.dtype], root, stream)
-
-    def _divide(self, flats: Sequence[Tensor], op: str) -> None:
-        if op == "mean" and len(self.devices) > 1:
-            for flat in flats:
-                flat.div_(len(self.devices))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends import kernels, peers
+from gangline.collectives.devices.backends import copies, kernels, peers
 from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices
 
 _MAX_ONE_SHOT = 256 * 1024  # bytes; from published figures for 8 GPUs on NVLink
@@ -73,6 +73,9 @@ class PeerToPeer(Backend):
         return peers.problem([device.index for device in devices])
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
+        if tensors[0].is_complex():
+            copies.move([(tensors, tensors[0], tensors[1:])], op)
+            return
         flattened = Flattened()
         flats = [flattened.written(tensor) for tensor in tensors]
         if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
@@ -85,8 +88,9 @@ class PeerToPeer(Backend):
         flattened.finish()
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
+        copies.move([transfer for transfer in transfers if transfer[1].is_complex()], op)
         flattened = Flattened()
-        flat = flattened.transfers(transfers)
+        flat = flattened.transfers(transfer for transfer in transfers if not transfer[1].is_complex())
         self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
         flattened.finish()
 

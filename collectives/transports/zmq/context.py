@@ -7,9 +7,10 @@ Seen with libzmq 4.3; the code that depends on a note refers to it by number.
    before they bind, and pass the real linger to close().
 2. ZAP. With a ZAP handler that admits peers, about 1 in 100 contexts never terminated. Peers are identified by ROUTER
    routing ids instead.
-3. Unread messages. When a connection ends, libzmq drops messages that a receive high-water mark kept it from reading,
-   and with RECONNECT_IVL -1 also received messages that the application has not read. The data transport sets no
-   high-water mark, and a reconnection interval of 24 days instead of -1.
+3. Unread messages. When a connection is reset, or a Unix socket's peer closes, libzmq drops messages that a receive
+   high-water mark kept it from reading. With RECONNECT_IVL -1 it also drops received messages that the application has
+   not read. The data transport has a reconnection interval of 24 days instead. With tcp it has a high-water mark, which
+   bounds what a late rank buffers; its messages are counted, so that a loss is an error.
 4. Heartbeats of a connection that is no longer read. When a socket stops to read a connection, because of a receive
    high-water mark or because it is closed and lingers, and the peer then disconnects, the next heartbeat aborts the
    process: "Assertion failed: !_io_error"; zeromq/libzmq issues 3937 and 4767 describe a similar one. Heartbeats are

@@ -32,6 +32,7 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HA
 _HALF = 16  # bytes of the token that each side sends as its hello
 _DESCRIPTORS = 16  # of a context
 _DESCRIPTORS_PER_PEER = 5  # two sockets, the monitor's other end, a connection, and a listener on one of the two sides
+_LONGEST_SOCKET_NAME = 107  # bytes (unix(7), sun_path)
 _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 
 
@@ -58,7 +59,7 @@ class PeerSockets:
         ValueError: if ``address`` is neither "ipc" nor "tcp://HOST".
         StallError: if a rank does not connect within 60 s.
         ProtocolError: if another rank's exchanged bytes are malformed, or it has another job key.
-        OSError: on all ranks, if one has too few file descriptors left.
+        OSError: on all ranks, if one has too few file descriptors left, or no folder for its sockets.
     """
 
     def __init__(
@@ -85,13 +86,15 @@ class PeerSockets:
             int(zmq.IPV6): int(":" in host),
             int(zmq.HANDSHAKE_IVL): round(CONNECT_SECONDS * 1000),  # the default drops peers that accept late
         }
-        problem = _lack_of_descriptors(rank, size)
-        if problem:
-            exchange(msgpack.packb(problem))  # the others raise it too
-            raise OSError(errno.EMFILE, problem)
+        directory = None
+        try:
+            _check_descriptors(rank, size)
+            directory = _private_directory(rank) if kind == "ipc" else None
+        except OSError as error:
+            exchange(msgpack.packb({"errno": error.errno, "text": error.strerror}))  # the others raise it too
+            raise
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
-        directory = tempfile.mkdtemp(prefix="gangline-") if kind == "ipc" else None
         try:
             self._exchange_endpoints(exchange, payload, f"ipc://{directory}" if directory else address)
             self._wait_until_connected(check)
@@ -322,27 +325,46 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     return monitor
 
 
-def _lack_of_descriptors(rank: int, size: int) -> str:
-    """Return "" if this process can open its sockets, which libzmq aborts if it cannot, else the problem."""
+def _check_descriptors(rank: int, size: int) -> None:
+    """Check that this process can open its sockets, which libzmq aborts if it cannot.
+
+    Raises:
+        OSError: if it has too few file descriptors left.
+    """
     needed = _DESCRIPTORS + _DESCRIPTORS_PER_PEER * (size - 1)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         free = limit - len(os.listdir("/proc/self/fd"))
     except OSError:
         free = 0
-    if limit == resource.RLIM_INFINITY or free >= needed:
-        return ""
-    return (
-        f"rank {rank} has {max(free, 0)} of {limit} file descriptors left, and its sockets to {size - 1} ranks need "
-        f"{needed}; raise the limit with `ulimit -n` before the job starts"
-    )
+    if limit != resource.RLIM_INFINITY and free < needed:
+        raise OSError(
+            errno.EMFILE,
+            f"rank {rank} has {max(free, 0)} of {limit} file descriptors left, and its sockets to {size - 1} ranks "
+            f"need {needed}; raise the limit with `ulimit -n` before the job starts",
+        )
+
+
+def _private_directory(rank: int) -> str:
+    """Create a directory that only this user can enter, in /tmp if socket names in TMPDIR would be too long.
+
+    Raises:
+        OSError: if it cannot be created.
+    """
+    parent = tempfile.gettempdir()
+    is_short = len(os.fsencode(parent)) + len("/gangline-12345678/12345") <= _LONGEST_SOCKET_NAME
+    try:
+        return tempfile.mkdtemp(prefix="gangline-", dir=parent if is_short else "/tmp")  # noqa: S108
+    except OSError as error:
+        text = f"rank {rank} cannot create a directory for its sockets in {parent} or /tmp: {error.strerror}"
+        raise OSError(error.errno, text) from error
 
 
 def _unpack(rank: int, packed: bytes) -> tuple[bytes, dict[int, tuple[str, bytes]]]:
     try:
         unpacked = msgpack.unpackb(packed, strict_map_key=False)
-        if isinstance(unpacked, str):
-            raise OSError(errno.EMFILE, unpacked)
+        if isinstance(unpacked, dict):
+            raise OSError(unpacked["errno"], unpacked["text"])
         payload, endpoints = unpacked
         return bytes(payload), {int(peer): (str(name), bytes(token)) for peer, (name, token) in endpoints.items()}
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:

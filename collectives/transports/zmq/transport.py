@@ -34,6 +34,11 @@ INLINE = 1 << 16
 """Bytes up to which a message is copied into one frame with its header. Larger ones are sent from their memory, one
 frame per piece."""
 
+_MOST_UNREAD = 128
+"""Frames of a rank that this one buffers before it receives them: 64 MiB of pieces. TCP makes the sender
+wait then."""
+_MOST_COPIED = 1 << 24
+"""Bytes of small messages to a rank after which a send waits until they have left."""
 _HEADER = struct.Struct("<4sQqQQ")  # magic, message number of the connection, sequence, code, bytes
 _MAGIC = b"gll1"
 _MAX_BYTES = 1 << 48
@@ -67,7 +72,7 @@ class ZmqTransport(Transport):
         self._wait_policy = wait_policy
         options = {
             int(zmq.SNDHWM): 0,
-            int(zmq.RCVHWM): 0,  # note 3 in zmq/context.py
+            int(zmq.RCVHWM): 0 if address == "ipc" else _MOST_UNREAD,  # note 3 in zmq/context.py
             int(zmq.MAXMSGSIZE): PIECE + INLINE,
             # In effect never: after a reconnection, messages in flight would be missing. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
@@ -79,9 +84,8 @@ class ZmqTransport(Transport):
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
         self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
         self._received = dict.fromkeys(self._peers.sockets, 0)
-        self._trackers: dict[
-            int, zmq.MessageTracker
-        ] = {}  # of the last frame to each rank that is sent from its memory
+        self._trackers: dict[int, zmq.MessageTracker] = {}  # of the last frame to each rank from a tensor's memory
+        self._copied = dict.fromkeys(self._peers.sockets, 0)  # bytes of small messages since the last one waited for
         self._has_failed = False
         self._wake_event: int | None = None  # file descriptor
 
@@ -90,8 +94,12 @@ class ZmqTransport(Transport):
         header = _HEADER.pack(_MAGIC, self._sent[to], message_tag.sequence, message_tag.code, len(view))
         self._sent[to] += 1
         if len(view) <= INLINE:
-            self._send_frame(to, header + view)
-            return _COMPLETED
+            self._copied[to] += len(view)
+            if self._copied[to] < _MOST_COPIED:
+                self._send_frame(to, header + view)
+                return _COMPLETED
+            self._copied[to] = 0
+            return _TrackedSend(self, to, self._send_frame(to, header + view, track=True))
         self._send_frame(to, header)
         last = len(view) - (len(view) - 1) % PIECE - 1
         for begin in range(0, last, PIECE):
