@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gangline.collectives.environments.job_name import job_name
 from gangline.collectives.environments.restart import RUN_ID
+from gangline.collectives.host_files import opener
 
 VARIABLE = "GANGLINE_TIMELINE"
 _JOB = "GANGLINE_TIMELINE_JOB"
@@ -179,7 +180,7 @@ class Timeline:
         """Append to the file, whose closing bracket is left out: the format allows that, and readers expect it."""
         header = json.dumps({"ph": "M", "name": "gangline_job", "pid": 0, "args": {"job": _job()}})
         expected = f"[\n{header},\n".encode()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = opener(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.pread(file.fileno(), len(expected), 0) != expected:
