@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gangline.collectives import algorithms
+from gangline.collectives.host_files import write_text
 from gangline.collectives.transports.base import SLOT_BYTES
 
 SHARED = "shared"
@@ -166,7 +167,7 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(self.to_json() + "\n")
+            write_text(temporary, self.to_json() + "\n")
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -22,7 +22,9 @@ LEAVING = "GANGLINE_LEAVING"
 """Variable of a worker that was started again: 1 if it had been asked to leave."""
 
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
-"""Variable of the scheduler: a pipe to which it writes when no process can take its place again any more."""
+"""Variable of the scheduler: a pipe to which it writes a line for each process that has left, such as "worker 1", and
+`LOST` when no process can take its place again any more."""
+LOST = b"!"
 
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
 """Variable of a server: descriptor of the memory in which its state outlives it."""

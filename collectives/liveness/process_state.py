@@ -13,7 +13,10 @@ from pathlib import Path
 
 
 def this_process() -> list[str | int]:
-    """Return this process's identity: [boot id and pid namespace, pid, start time in clock ticks since boot]."""
+    """Return this process's identity: [boot id and namespaces of pids and times, pid, start time in ticks since boot].
+
+    A process sees the start time of another one shifted by the difference of their time namespaces.
+    """
     return [_host(), os.getpid(), _state_and_start(os.getpid())[1]]
 
 
@@ -39,7 +42,8 @@ def state_of(process: list[str | int]) -> str:
 
 @cache
 def _host() -> str:
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    namespaces = (f"/proc/self/ns/{name}" for name in ("pid", "time"))  # those of times are as old as Linux 5.6
+    return " ".join([boot_id(), *(os.readlink(path) for path in namespaces if os.path.lexists(path))])
 
 
 def boot_id() -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gangline.collectives.environments.job_name import job_name
 from gangline.collectives.environments.restart import RUN_ID
+from gangline.collectives.host_files import opener
 
 VARIABLE = "GANGLINE_TIMELINE"
 _JOB = "GANGLINE_TIMELINE_JOB"
@@ -183,7 +184,7 @@ class Timeline:
         """
         header = json.dumps({"ph": "M", "name": "gangline_job", "pid": 0, "args": {"job": _job()}})
         beginning = f"[\n{header}".encode()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = opener(self.path, os.O_RDWR | os.O_CREAT)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.pread(descriptor, len(beginning), 0) != beginning:

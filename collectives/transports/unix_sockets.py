@@ -6,6 +6,7 @@ names and connect to them, so both ends of a connection ask the kernel which use
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -16,6 +17,8 @@ from gangline.collectives.transports.addresses import is_loopback
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _BACKLOG = 128
 _PORTS = range(1024, 1 << 16)
+_ATTEMPTS = 1000
+"""Random ports that are tried; another user can take many of the names."""
 
 
 def replaces_tcp(host: str) -> bool:
@@ -55,11 +58,15 @@ def listen(name: str) -> socket.socket:
 
 
 def free_port(purpose: str) -> int:
-    """Return a port at whose name (`name_of`) nothing listens now."""
-    while True:
-        port = secrets.choice(_PORTS)
+    """Return a port at whose name (`name_of`) nothing listens now.
+
+    Raises:
+        OSError: if something listens at the names of all ports that were tried.
+    """
+    for port in (secrets.choice(_PORTS) for _ in range(_ATTEMPTS)):
         if is_free(purpose, port):
             return port
+    raise OSError(errno.EADDRINUSE, f"{_ATTEMPTS} random names such as @{name_of(purpose, port)} are in use")
 
 
 def is_free(purpose: str, port: int) -> bool:
@@ -72,21 +79,23 @@ def is_free(purpose: str, port: int) -> bool:
 
 
 def connect(name: str, timeout: float | None = None) -> socket.socket:
-    """Connect to the socket at a name.
+    """Connect to the socket at a name; never wait for a listener that does not accept connections.
 
     Args:
         name: as given to `listen`.
-        timeout: time limit of this and of later calls of the socket, in seconds; None for no limit.
+        timeout: time limit of later calls of the socket, in seconds; None for no limit.
 
     Raises:
+        BlockingIOError: if so many processes connect there that it takes no more now.
+        PermissionError: if a process of another user listens there.
         OSError: if nothing listens there.
-        PermissionError: if a process of another user does.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout)
     try:
+        connection.setblocking(False)
         connection.connect(f"\0{name}")
         check_user(connection)
+        connection.settimeout(timeout)
     except OSError:
         connection.close()
         raise

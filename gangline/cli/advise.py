@@ -14,6 +14,7 @@ from gangline.cli.advice_page import advice_page, scaling_page
 from gangline.cli.job_scaling import run_with_timeline, scaling_of_job
 from gangline.cli.training.options import TrainOptions
 from gangline.collectives.errors import UsageError
+from gangline.collectives.host_files import write_text
 from gangline.collectives.timeline.advice import Advice
 from gangline.collectives.timeline.advice import advise as advise_on
 from gangline.collectives.timeline.steps import read_events, steps_of
@@ -56,7 +57,7 @@ def advise(
         scaling = scaling_of_job(arguments, seconds, verifies=verify)
         print(json.dumps(scaling.as_json()) if as_json else scaling)
         if page is not None:
-            page.write_text(scaling_page(scaling))
+            write_text(page, scaling_page(scaling))
         return
     code, events = (
         (0, [event for path in paths for event in read_events(path)])
@@ -70,7 +71,7 @@ def advise(
         raise typer.Exit(code or 1) from error
     print(json.dumps(found.as_json()) if as_json else found)
     if page is not None:
-        page.write_text(advice_page(found))
+        write_text(page, advice_page(found))
     if verify:
         print(_verified(found, arguments))
     raise typer.Exit(code)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 import typer
 
 from gangline.collectives.errors import UsageError
+from gangline.collectives.host_files import write_text
 
 if TYPE_CHECKING:
     from gangline.collectives.context import Context
@@ -222,7 +223,7 @@ def write_json(path: Path | None, value: Any) -> None:
     if str(path) == "-":
         print(text, end="")
     else:
-        path.write_text(text)
+        write_text(path, text)
 
 
 def _counted(count: int) -> str:

@@ -28,6 +28,7 @@ import torch.multiprocessing
 
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
+from gangline.collectives.host_files import opener, write_text
 from gangline.models.reports.chart import Line, line_chart, page, table
 from gangline.sweeps.queue import Place, is_worse_than_median, takes_next
 from gangline.sweeps.trial import Function, Parameters, State, Trial, TrialResult, run_trial
@@ -308,7 +309,7 @@ def _texts(trials: Sequence[TrialResult]) -> list[list[str]]:
 def _replace(path: Path, text: str) -> None:
     """Write a file in place of an earlier one."""
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, newline="")
+    write_text(aside, text, newline="")
     aside.replace(path)
 
 
@@ -362,7 +363,7 @@ def _key(parameters: Parameters) -> str:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
     """Open a file for reading and appending, and lock it."""
-    with path.open("a+") as file:
+    with open(path, "a+", opener=opener) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

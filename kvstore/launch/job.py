@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shlex
@@ -28,6 +29,7 @@ from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
+_ATTEMPTS = 100
 _NOT_INHERITED = (
     "DMLC_WORKER_ID",
     "DMLC_SERVER_ID",
@@ -228,9 +230,12 @@ def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
     """Return ``count`` distinct TCP ports that are free now at an address of this host, and so are their Unix sockets.
 
     On one host, nothing of a job listens at the ports themselves: they name Unix sockets.
+
+    Raises:
+        OSError: if none are found.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    while True:
+    for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             held = [stack.enter_context(socket.socket(family)) for _ in range(count)]
             for port in held:
@@ -238,3 +243,4 @@ def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
             ports: list[int] = [port.getsockname()[1] for port in held]
         if all(unix_sockets.is_free(purpose, port) for port in ports for purpose in ("scheduler", "store")):
             return ports
+    raise OSError(errno.EADDRINUSE, f"the Unix sockets of {_ATTEMPTS} free ports such as {ports[0]} are in use")

@@ -8,7 +8,6 @@ messages "failed CODE" and "workers ended" (on this host). The end of standard i
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import selectors
 import signal
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, LEAVING, RESTART
+from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, LEAVING, LOST, RESTART
+from gangline.collectives.host_files import opener
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.launch.job import Process
@@ -89,6 +89,8 @@ class _Child:
     popen: subprocess.Popen[bytes]
     streams: dict[IO[bytes], Stream] = field(default_factory=dict)
     log: IO[bytes] | None = None
+    unsent: bytearray = field(default_factory=bytearray)
+    """What its standard input has not taken yet."""
     is_stopping: bool = False
     """True for a supervisor on another host that has begun to stop its processes."""
     have_workers_ended: bool = False
@@ -132,7 +134,7 @@ class Supervisor:
         self._next_rank = 0
         """Rank of the next worker that is added."""
         self._is_job_over = False
-        """True once the scheduler of an elastic job has ended well: workers that came late have no job."""
+        """True once the scheduler has ended well: processes that still run have left the job, or came late to it."""
         self._restarts_left = 0
         """Number of processes that may still be started again."""
         self._restarts = 0
@@ -140,8 +142,16 @@ class Supervisor:
         """Descriptors by label: a server or scheduler that starts again finds its state in this memory."""
         self._standby: Standby | None = None
         """Process that takes the place of the next server that dies."""
-        self._verdict: int | None = None
-        """Pipe of the scheduler, by which it says that restarts are of no use any more."""
+        self._from_scheduler: int | None = None
+        """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended, or nothing is started again."""
+        self._scheduler_line = b""
+        """Beginning of an incomplete line of the scheduler."""
+        self._left: set[str] = set()
+        """Labels of the processes that have left the job, of which nobody needs a restart."""
+        self._is_lost = False
+        """True if the scheduler has said that restarts are of no use any more."""
+        self._late_code = 0
+        """Exit code of the first process that failed after it had left the job, or after the job was over."""
         self._worker_codes: set[int] = set()
         """Exit codes of the workers that have ended."""
         self._servers_stop_last = False
@@ -206,7 +216,7 @@ class Supervisor:
         self._write(self._output.close)
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
-        return self._code or 0
+        return self._code or self._late_code
 
     def _accept(self, listener: socket.socket) -> None:
         """Take the connection of a `gangline resize`."""
@@ -263,16 +273,16 @@ class Supervisor:
             for process in processes:
                 if self._code is not None:
                     return
-                if process.role == "scheduler" and (self._restarts_left or self._restarts):
-                    if self._verdict is not None:
-                        os.close(self._verdict)
-                    self._verdict, writing = os.pipe()
-                    os.set_blocking(self._verdict, False)
+                has_restarts = bool(self._restarts_left or self._restarts)
+                if process.role == "scheduler" and has_restarts:
+                    self._from_scheduler, writing = os.pipe()
+                    os.set_blocking(self._from_scheduler, False)
+                    self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
                     kept = self._kept_memory_of(process)
                     more = {**environment, LAUNCHER_FD: str(writing), KEPT_MEMORY: str(kept)}
                     self._start(process, more, [*descriptors, writing, kept])
                     os.close(writing)
-                elif process.role == "server" and self._verdict is not None:
+                elif process.role == "server" and has_restarts:
                     kept = self._kept_memory_of(process)
                     more = {**environment, KEPT_MEMORY: str(kept)}
                     self._start(process, more, [*descriptors, kept])
@@ -305,12 +315,22 @@ class Supervisor:
         """Return whether a process that has ended is started again alone: others need it, and the job can go on."""
         if not self._restarts_left or code in FINAL or child.process.role not in ("worker", "server", "scheduler"):
             return False
-        assert self._verdict is not None
-        try:
-            verdict = os.read(self._verdict, 1)
-        except BlockingIOError:
-            return True
-        return not verdict and child.process.role == "scheduler"  # its end has closed the pipe
+        return not self._is_lost and (self._from_scheduler is not None or child.process.role == "scheduler")
+
+    def _hear_scheduler(self) -> None:
+        """Read what the scheduler has said of other processes, and whether it has ended; see `LAUNCHER_FD`."""
+        while self._from_scheduler is not None:
+            try:
+                data = os.read(self._from_scheduler, _READ)
+            except BlockingIOError:
+                return
+            *lines, self._scheduler_line = (self._scheduler_line + data).split(b"\n")
+            self._is_lost |= LOST in lines
+            self._left.update(line.decode() for line in lines)
+            if not data:
+                self._selector.unregister(self._from_scheduler)
+                os.close(self._from_scheduler)
+                self._from_scheduler = None
 
     def _restart(self, child: _Child, code: int) -> None:
         """Start a process again, under its role and rank."""
@@ -356,13 +376,13 @@ class Supervisor:
         self._started.append(child)
         if process.document is not None:
             assert popen.stdin is not None
-            fcntl.fcntl(popen.stdin, fcntl.F_SETPIPE_SZ, _PIPE)
             os.set_blocking(popen.stdin.fileno(), False)
             self._tell(child, process.document)
         elif self._reports.log_dir is not None:
             path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
             is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
-            child.log = path.open("wb" if is_first_start else "ab", buffering=0)
+            mode = "wb" if is_first_start else "ab"
+            child.log = open(path, mode, buffering=0, opener=opener)  # noqa: SIM115  closed when the job has ended
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -459,7 +479,13 @@ class Supervisor:
         self._drain(child)  # its last output comes before the report
         if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler tells the others
             code = 0
-        self._is_job_over |= self._elastic is not None and child.process.role == "scheduler" and not code
+        self._hear_scheduler()
+        self._is_job_over |= child.process.role == "scheduler" and not code
+        has_left = child.process.label in self._left or (self._is_job_over and not self._is_lost)
+        if code and self._code is None and has_left and (self._restarts_left or self._restarts):
+            self._report(f"{child} {_how(code)} after it had left the job; the others go on")
+            self._late_code = self._late_code or _exit_code(code)
+            code = 0
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)
             return
@@ -467,7 +493,7 @@ class Supervisor:
             self._worker_codes.add(code)
         if code and self._code is None:
             self._servers_stop_last = child.process.is_worker and self._has_workers()
-            self._fail(f"{child} {_how(code)}", 128 - code if code < 0 else code)
+            self._fail(f"{child} {_how(code)}", _exit_code(code))
         if self._reports.host and child.process.is_worker and not self._workers():
             self._write(partial(self._output.send, _WORKERS_ENDED))
         self._end_servers()
@@ -475,7 +501,7 @@ class Supervisor:
 
     def _end_servers(self) -> None:
         """If no worker is left on any host, stop the servers, or set the time by which they should have ended."""
-        if (self._has_workers() and not self._is_job_over) or not self._children:
+        if (self._has_workers() and not (self._elastic and self._is_job_over)) or not self._children:
             return
         if self._servers_stop_last:
             self._servers_stop_last = False
@@ -491,9 +517,24 @@ class Supervisor:
 
     def _tell(self, child: _Child, line: str) -> None:
         """Send a line to the supervisor on another host; one that cannot be reached ends with its connection."""
+        child.unsent += f"{line}\n".encode()
+        self._send_unsent(child)
+
+    def _send_unsent(self, child: _Child) -> None:
+        """Write to a pipe what it takes; of many hosts, pipes of an ordinary user take a page only."""
         assert child.popen.stdin is not None
-        with suppress(BrokenPipeError, BlockingIOError):
-            child.popen.stdin.write(f"{line}\n".encode())
+        pipe = child.popen.stdin.fileno()
+        try:
+            del child.unsent[: os.write(pipe, child.unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            child.unsent.clear()
+        is_registered = pipe in self._selector.get_map()
+        if child.unsent and not is_registered:
+            self._selector.register(pipe, selectors.EVENT_WRITE, partial(self._send_unsent, child))
+        elif is_registered and not child.unsent:
+            self._selector.unregister(pipe)
 
     def _tell_workers_ended(self) -> None:
         """If the workers of all hosts have ended, tell the supervisors of these hosts."""
@@ -607,6 +648,11 @@ def _prepare(parent: int, cpus: Collection[int]) -> None:
     die_with_parent(parent)
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+def _exit_code(code: int) -> int:
+    """Return an exit code of subprocess in the form of a shell."""
+    return 128 - code if code < 0 else code
 
 
 def _how(code: int) -> str:

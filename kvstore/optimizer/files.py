@@ -1,29 +1,51 @@
-"""Safetensors files with a JSON header: written atomically, checked when read."""
+"""Safetensors files with a JSON header and a checksum: written atomically, checked when read."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
-import re
 import shutil
-import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from gangline.collectives.errors import DiskFullError
+from gangline.collectives.host_files import opener
 
-_HEADER = "gangline"
+_HEADER, _CHECKSUM = "gangline", "gangline_checksum"
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of dtypes in safetensors files."""
 
 
 def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
     """Write a safetensors file and flush it to disk; the caller then renames it to its final name.
+
+    safetensors' `save_file` writes to a temporary file of its own first, which stays if this process is killed.
 
     Args:
         path: temporary name of the file; its folder is created.
@@ -31,16 +53,42 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         header: data for the file's metadata that JSON can hold.
 
     Raises:
-        OSError, SafetensorError: if the file cannot be written; see `removed_on_error`.
+        TypeError: if safetensors has no such dtype.
+        OSError: if the file cannot be written; see `removed_on_error`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    on_host = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(on_host, path, metadata={_HEADER: json.dumps(header)})
-    path.chmod(stat.S_IMODE(mode))  # safetensors writes a file of mode 600, whatever the umask
-    with path.open("rb") as file:
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    on_host = {name: tensors[name].detach().cpu().contiguous() for name in ordered}
+    text = json.dumps(header)
+    entries: dict[str, Any] = {"__metadata__": {_HEADER: text, _CHECKSUM: _checksum(text, on_host)}}
+    end = 0
+    for name, tensor in on_host.items():
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"tensor {name!r} of {path} is of {tensor.dtype}, which safetensors does not have")
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    packed = json.dumps(entries).encode()
+    packed += b" " * (-len(packed) % 8)
+    with open(path, "wb", opener=opener) as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        for tensor in on_host.values():
+            file.write(_data_of(tensor))
+        file.flush()
         os.fsync(file.fileno())
+
+
+def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the CRC-32 of the header and of names, dtypes, shapes and data of tensors, as 8 hexadecimal digits."""
+    total = zlib.crc32(header.encode())
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
+        total = zlib.crc32(_data_of(tensor), total)
+    return f"{total:08x}"
+
+
+def _data_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
@@ -49,6 +97,10 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
     Raises:
         OSError: if it cannot be written; DiskFullError if it does not fit on the disk.
     """
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
+        if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed while it saved
+            left.unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
         write_aside(temporary, tensors, header)
@@ -72,22 +124,17 @@ def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]
         yield
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        number = error.errno if isinstance(error, OSError) else _os_error(error)
-        if number not in (errno.ENOSPC, errno.EDQUOT):
-            if number is None or isinstance(error, OSError):
+        if not isinstance(error, OSError):
+            raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.filename is not None:
                 raise
-            raise OSError(number, f"{path} cannot be written: {os.strerror(number)}") from error
+            raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(
             f"{path} cannot be written: its data have {nbytes} bytes, and the disk has {free} bytes free "
-            f"({os.strerror(number)})"
+            f"({os.strerror(error.errno)})"
         ) from error
-
-
-def _os_error(error: BaseException) -> int | None:
-    """Return the error number in a text of safetensors, which raises no OSError."""
-    found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
-    return int(found[1]) if found else None
 
 
 def flush_folder(folder: Path) -> None:
@@ -111,14 +158,29 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
+    tensors, header = read(path)
+    if header is None:
+        raise ValueError(
+            f"{path} was not written by gangline; expected a file of save_checkpoint or save_optimizer_states"
+        )
+    return tensors, header
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """Read the tensors of a safetensors file, and the header if gangline wrote it, else None.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (SafetensorError, OSError) as error:
+        if _HEADER not in metadata:
+            return tensors, None
+        if metadata.get(_CHECKSUM) != _checksum(metadata[_HEADER], tensors):
+            raise ValueError("its checksum is wrong")
+        header: dict[str, Any] = json.loads(metadata[_HEADER])
+    except Exception as error:  # whatever the bytes lead to
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if _HEADER not in metadata:
-        raise ValueError(
-            f"{path} was not written by gangline; expected a file of save_checkpoint or save_optimizer_states"
-        )
-    return tensors, json.loads(metadata[_HEADER])
+    return tensors, header

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.host_files import opener
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
@@ -35,7 +37,7 @@ from gangline.models.random_streams import host_states
 from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
-_FORMAT = 2
+_FORMAT = 3
 _SAVE = "save_checkpoint"
 _ATTEMPTS = 5
 _NAMES_SHOWN = 5
@@ -185,8 +187,8 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _rename_tensors(prefix, epoch)
-    _remove_temporary_files(prefix, epoch)
-    text = json.dumps(content, indent=1).encode()
+    _remove_temporary_files(prefix)
+    text = json.dumps(content | {"checksum": _checksum(content)}, indent=1).encode()
     with ExitStack() as stack:
 
         def aside(path: Path, nbytes: int) -> Path:
@@ -196,7 +198,7 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
         files.write_aside(aside(weights, _nbytes(snapshot.params)), snapshot.params, {"id": save_id, "epoch": epoch})
         files.write_aside(aside(state, _nbytes(tensors)), tensors, {"id": save_id})
         temporary = aside(description, len(text))
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=opener) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -392,13 +394,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"weights {path} do not exist")
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            params = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"weights {path} are damaged, or not a safetensors file: {error}") from error
+        params, _ = files.read(path)
     elif path.suffix in (".pth", ".pt"):
         try:
             params = torch.load(path, map_location="cpu", weights_only=True)
@@ -415,12 +411,18 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 def _read_description(description: Path) -> dict[str, Any]:
     try:
         content = json.loads(description.read_text())
-        known = content["format"] == _FORMAT and isinstance(content["id"], str)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{description} is damaged, or not a checkpoint of gangline") from error
-    if not known:
+        if content["format"] == _FORMAT and content.pop("checksum") != _checksum(content):
+            raise ValueError("its checksum is wrong")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # also of deeply nested JSON
+        raise ValueError(f"{description} is damaged, or not a checkpoint of gangline: {error}") from error
+    if content["format"] != _FORMAT:
         raise ValueError(f"{description} has format {content['format']!r}; expected {_FORMAT}")
     return dict(content)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of a description, as 8 hexadecimal digits."""
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def _temporary(path: Path, save_id: str) -> Path:
@@ -437,12 +439,10 @@ def _rename_tensors(prefix: str | Path, epoch: int | str) -> None:
                 _temporary(path, save_id).replace(path)
 
 
-def _remove_temporary_files(prefix: str | Path, epoch: int | str) -> None:
-    """Remove files of interrupted writers; only a writer of the same checkpoint may call it."""
-    for path in paths_of(prefix, epoch):
-        for temporary in path.parent.glob(f"{_escaped(path.name)}.*.aside"):
-            temporary.unlink(missing_ok=True)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([\[\]*?])", r"[\1]", name)
+def _remove_temporary_files(prefix: str | Path) -> None:
+    """Remove files of interrupted writers of any checkpoint of a prefix; only the holder of its lock may call it."""
+    pattern = re.compile(re.escape(Path(prefix).name) + rf"-(\d{{4,}}|{BEST})\..*\.[0-9a-f]{{32}}\.aside")
+    for path in list(Path(prefix).parent.iterdir()):
+        if found := pattern.fullmatch(path.name):
+            _rename_tensors(prefix, BEST if found[1] == BEST else int(found[1]))  # those of a complete checkpoint
+            path.unlink(missing_ok=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gangline.collectives.host_files import opener
+
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -54,8 +56,10 @@ def _acquire(path: Path, prefix: str | Path) -> int:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = opener(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise
             reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
             raise type(error)(error.errno, reason) from error
         try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gangline.collectives.host_files import write_text
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.meter import Meter
@@ -147,7 +148,7 @@ class TrainingProgress:
         }
         try:
             try:
-                self._aside.write_text(page(data), encoding="utf-8")
+                write_text(self._aside, page(data))
                 self._aside.replace(self.path)
             finally:
                 self._aside.unlink(missing_ok=True)  # after an error
@@ -248,7 +249,7 @@ def _check_writable(path: Path, aside: Path) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} of the page {path.name} does not exist; create it first")
     try:
-        aside.touch()
+        write_text(aside, "")
         aside.unlink()
     except OSError as error:
         raise type(error)(f"the page {path} cannot be written: {error.strerror}") from error

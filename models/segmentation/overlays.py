@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gangline.collectives.host_files import write_text
 from gangline.models.reports.chart import page, table
 
 _OPACITY = 0.55
@@ -54,7 +55,7 @@ def segmentation_page(
         sections.append(
             f'<div style="display:flex;gap:12px;padding-top:10px">{shown}</div><p class="soft">{legend}</p>'
         )
-    Path(path).write_text(page("Segmentation", f"{len(images)} images", sections))
+    write_text(path, page("Segmentation", f"{len(images)} images", sections))
 
 
 def _picture(image: torch.Tensor, labels: torch.Tensor | None) -> str:

@@ -505,3 +505,27 @@ def test_the_launcher_needs_no_torch() -> None:
 def test_options_after_the_command_are_its_own() -> None:
     with launch("-n", "1", "-s", "0", "echo", "--gpus", "x", "--", "-n") as run:
         assert run.end() == (0, ["[worker 0] --gpus x -- -n"], [])
+
+
+HOSTS = """
+import os, sys
+from gangline.kvstore.launch.job import Process
+from gangline.kvstore.launch.local import run
+if os.getuid() == 0:  # which has no limit
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+count, size = map(int, sys.argv[1:])
+line = "x" * size
+sys.exit(run([Process("host", rank, ("sh", "-c", "sleep 1; head -n 1 | wc -c >&2"), {}, document=line)
+              for rank in range(count)]).code)
+"""
+
+
+@pytest.mark.parametrize(("hosts", "size"), [(64, 9_000), (2, 3 << 20)])
+def test_an_ordinary_user_starts_many_hosts_and_long_descriptions(hosts: int, size: int) -> None:
+    """A user's pipes may have 64 MiB together; those beyond have a page."""
+    with Launch([sys.executable, "-c", HOSTS, str(hosts), str(size)], cwd=ROOT) as run:
+        status, _, errors = run.end()
+    assert status == 0, errors
+    assert [int(line) for line in errors if line.strip().isdecimal()] == [size + 1] * hosts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -121,6 +122,57 @@ def test_a_loop_goes_on_in_the_restarted_worker(failure: str, monkeypatch: pytes
     assert sum("it starts again (restart" in line for line in errors) == (
         2 if "both" in failure or "twice" in failure else 1
     )
+
+
+PAUSES = {
+    "server": ("server 0 stop for 5 s at update 3", "server 0 gave no sign of life for 2 s; the others wait", 1),
+    "scheduler": ("scheduler stop for 5 s at barrier 1", "", 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", PAUSES)
+def test_a_loop_goes_on_after_a_pause_of_a_server_or_the_scheduler(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, warning, restarts = PAUSES[role]
+    monkeypatch.setenv("GANGLINE_FAULT", script)
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.5")
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "2")
+    monkeypatch.setenv("GANGLINE_RESTART_LIMIT", "30")
+    with workers("fail = lambda step: None\n" + TRAIN, "--restart-processes", "2") as run:
+        status, out, errors = run.end(90)
+    assert (status, {line.rpartition(" ")[2] for line in out}) == (0, {"1" * 12}), errors
+    assert any(warning in line for line in errors)
+    assert sum("it starts again (restart" in line for line in errors) == restarts
+
+
+LATE = """\
+import pathlib, time
+pid, closed = pathlib.Path(sys.argv[1], "pid"), pathlib.Path(sys.argv[1], "closed")
+if rank == 1:
+    kv.close()
+    pid.write_text(str(os.getpid()))
+    while sys.argv[2] == "True" and not closed.exists(): time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+if sys.argv[2] == "True":
+    kv.close()
+    closed.touch()
+while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists(): time.sleep(0.01)  # the launcher has seen it
+time.sleep(0.3)
+kv.close()
+print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_worker_that_dies_after_it_has_left_ends_nothing(is_over: bool, tmp_path: Path) -> None:
+    words = ("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", HEAD + LOOP + LATE)
+    with launch(*words, str(tmp_path), str(is_over)) as run:
+        status, out, errors = run.end()
+    text = r"gangline: worker 1 \(pid \d+\) was killed by SIGKILL after it had left the job; the others go on"
+    assert out == ["[worker 0] written"], errors
+    assert sum(bool(re.fullmatch(text, line)) for line in errors) == 1, errors
+    assert not any("starts again" in line for line in errors)
+    assert status == 128 + 9  # what it did after close() is lost
 
 
 TRAINER = """\

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from gangline import Checkpoint, Module, cpu
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
+from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs, remove_older
 from gangline.models.workers import Workers
@@ -272,12 +276,16 @@ def damage(path: Path, how: str) -> None:
         os.truncate(path, 0)
     elif how == "other-form":
         content = json.loads(path.read_text())
-        del content["position"]
-        path.write_text(json.dumps(content))
-    else:
-        content = json.loads(path.read_text())
-        content["id"] = "0" * 32
-        path.write_text(json.dumps(content))
+        del content["position"], content["checksum"]
+        path.write_text(json.dumps(content | {"checksum": checkpoint._checksum(content)}))
+    elif how == "nested":
+        path.write_text("[" * 200_000)
+    elif how == "foreign":
+        path.write_bytes(path.with_name(path.name.replace("0002", "0001")).read_bytes())
+    else:  # change one byte
+        content = bytearray(path.read_bytes())
+        content[{"last-byte": -1, "state": content.find(b"momentum"), "step": content.find(b'"step": ') + 8}[how]] ^= 1
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +294,12 @@ def damage(path: Path, how: str) -> None:
         (".json", "torn", ".json"),
         (".json", "empty", ".json"),
         (".json", "other-form", ".json"),
-        (".json", "other-id", ".safetensors"),
+        (".json", "nested", ".json"),
+        (".json", "step", ".json"),
+        (".safetensors", "foreign", ".safetensors"),
+        (".safetensors", "last-byte", ".safetensors"),
+        (".state.safetensors", "last-byte", ".state.safetensors"),
+        (".state.safetensors", "state", ".state.safetensors"),
         (".safetensors", "torn", ".safetensors"),
         (".safetensors", "gone", ".safetensors"),
         (".state.safetensors", "torn", ".state.safetensors"),
@@ -311,3 +324,31 @@ def test_auto_resume_is_refused_if_weights_lack_their_json(tmp_path: Path) -> No
     damage(tmp_path / "net-0001.json", "gone")
     with pytest.raises(ValueError, match=r"net-0001\.safetensors exists, but the JSON"):
         fitted(prefix, 2, resume="auto")
+
+
+SAVE = """
+import os, signal, sys
+from gangline.kvstore.optimizer import files
+import torch
+from torch import nn
+from gangline import Module, cpu
+from gangline.kvstore import create
+path = sys.argv[1]
+fsync = os.fsync
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # when the first file is written
+if len(sys.argv) > 2:
+    files.save(files.Path(path), {"a": torch.ones(1000)}, {})
+with Module(nn.Linear(4, 3), nn.CrossEntropyLoss(), cpu()) as module:
+    module.save_checkpoint(path, 7)
+"""
+
+
+def test_files_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
+    for more in ((), ("states",)):
+        killed = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "net"), *more], check=False)
+        assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3, list(tmp_path.iterdir())  # a lock and two files
+    fitted(tmp_path / "net", 1)  # of another epoch
+    files.save(tmp_path / "net", {"a": torch.ones(3)}, {})
+    names = ["net", "net-0001.json", "net-0001.safetensors", "net-0001.state.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -17,6 +17,7 @@ from torch import nn
 
 from gangline import Checkpoint, Module, collectives, cpu
 from gangline.collectives import Communicator
+from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import epochs
 
@@ -117,3 +118,24 @@ def test_threads_share_the_lock_of_their_process(tmp_path: Path) -> None:
         inside.wait(10)
     other.join(10)
     assert not Path(f"{prefix}.lock").exists()
+
+
+@pytest.mark.parametrize("name", ["net.lock", f"states.{os.getpid()}.tmp"])
+def test_a_link_in_a_folder_that_others_may_write_is_not_followed(name: str, tmp_path: Path) -> None:
+    shared, precious = tmp_path / "shared", tmp_path / "precious"
+    shared.mkdir()
+    precious.write_text("precious")
+    (shared / name).symlink_to(precious)
+
+    def write() -> None:
+        with writing(shared / "net"):
+            files.save(shared / "states", {"a": torch.ones(3)}, {})
+
+    shared.chmod(0o777)
+    text = f"a symbolic link in a folder that other users may write is not followed; remove it: '{shared / name}'"
+    with pytest.raises(OSError, match=re.escape(text)):
+        write()
+    assert precious.read_text() == "precious"
+    (shared / name).unlink(missing_ok=True)
+    write()
+    assert [path.name for path in shared.iterdir()] == ["states"]

@@ -212,7 +212,7 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
         patched.setattr(Path, "replace", cut_at_step(Path.replace))
         patched.setattr(os, "fsync", cut_at_step(os.fsync))
         patched.setattr(json, "dump", cut_at_step(json.dump))
-        patched.setattr("gangline.kvstore.optimizer.files.save_file", cut_at_step(checkpoint.files.save_file))
+        patched.setattr("gangline.kvstore.optimizer.files.write_aside", cut_at_step(checkpoint.files.write_aside))
         try:
             module.save_checkpoint(prefix, 0, save_optimizer_states=True)
             whole = True

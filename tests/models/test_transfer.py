@@ -178,7 +178,7 @@ def test_weights_that_do_not_fit_are_refused_as_ever(tmp_path: Path) -> None:
     torn.write_bytes(b"torn")
     with pytest.raises(RuntimeError, match=r"'fc1.weight'.* are missing"):
         pretrained("mlp", own, 5)
-    with pytest.raises(ValueError, match="are damaged, or not a safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
         pretrained("mlp", torn, 5)
     with pytest.raises(FileNotFoundError, match=r"nowhere.pth do not exist"):
         pretrained("mlp", tmp_path / "nowhere.pth", 5)

@@ -14,6 +14,7 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import DeviceOptions, check_network, metrics_of, write_json
 from gangline.collectives.errors import UsageError
+from gangline.collectives.host_files import opener
 
 if TYPE_CHECKING:
     from gangline.models.data.images.augmentation import Augmentation
@@ -57,7 +58,11 @@ def predict(options: PredictOptions) -> None:
     columns = ["label", "probability"]
     header = ["file", *columns, *(f"{name}_{rank}" for rank in range(2, options.top_k + 1) for name in columns)]
     write_json(options.json, [dict(zip(header, row, strict=True)) for row in rows])
-    with options.output.open("w", newline="") if options.output is not None else nullcontext(sys.stdout) as file:
+    with (
+        open(options.output, "w", newline="", opener=opener)
+        if options.output is not None
+        else nullcontext(sys.stdout) as file
+    ):
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

@@ -496,8 +496,11 @@ class SchedulerClient:
         self.leave()
         self._ending.set()
         self._notify()
-        self._thread.join()
-        end(self._context)
+        self._thread.join(_LEAVE_SECONDS)
+        if self._thread.is_alive():
+            _log.error("the thread of %s %d that talks to the scheduler does not end", self.role, self.rank)
+        else:
+            end(self._context)
 
     def _ask(self, message: Message, key: object, what: str) -> Future[Any]:
         """Send a request and return the future of its answer."""
@@ -567,6 +570,7 @@ class SchedulerClient:
                 self._on_connected()
             if self._channel.problem:
                 self._settle("registered", error=ProtocolError(f"{self.role}: {self._channel.problem}"))
+                self._lose(f"cannot be reached any more: {self._channel.problem}")  # if it was registered before
                 return
             is_connected = not self._channel.disconnected_at
             outgoing: list[Message] = []
@@ -593,14 +597,16 @@ class SchedulerClient:
         """Return why the scheduler counts as dead; "" if it does not, or may be started again."""
         now, disconnected_at = time.monotonic(), self._channel.disconnected_at
         silent = now - heard_at
+        waits = self.allows_restarts and not self._has_left
+        limit = max(self._limit, self._restart_limit) if waits else self._limit
         if self._connections and disconnected_at and now - disconnected_at > _CONFIRM_SECONDS:
             if self._channel.is_refused():
-                if self.allows_restarts and not self._has_left and now - disconnected_at < self._restart_limit:
+                if waits and now - disconnected_at < self._restart_limit:
                     return ""
                 return "was killed or left: connection lost"
-            if silent > self._limit:
-                return f"at {self._address} could not be reached for {self._limit:g} s"
-        return f"gave no sign of life for {self._limit:g} s" if self._is_registered and silent > self._limit else ""
+            if silent > limit:
+                return f"at {self._address} could not be reached for {limit:g} s"
+        return f"gave no sign of life for {limit:g} s" if self._is_registered and silent > limit else ""
 
     def _on_connected(self) -> None:
         """Repeat pending requests after a reconnection, since messages of either direction may be lost."""

@@ -11,6 +11,7 @@ from functools import partial
 from gangline.collectives.environments.restart import (
     KEPT_MEMORY,
     LAUNCHER_FD,
+    LOST,
     PROCESS_RESTARTS,
     elastic_bounds,
     incarnation,
@@ -107,6 +108,7 @@ class Scheduler:
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
         self._looked_at = 0.0
+        self._checked_at = time.monotonic()
         kept = os.environ.pop(KEPT_MEMORY, "")
         self._kept = KeptState(int(kept)) if kept else None
         publish(self, "scheduler")
@@ -129,6 +131,11 @@ class Scheduler:
             "waits": self._state.waits(time.monotonic()),
             "members": {one.name: one.state for one in members if one.rank >= 0},
         }
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a process that the job needed has died."""
+        return any(member.gone for member in self._state.members.values())
 
     @property
     def port(self) -> int:
@@ -257,6 +264,8 @@ class Scheduler:
             case Leave(why):
                 self._send(member, JobOver())
                 if member.is_present:
+                    if not why:
+                        self._tell_launcher(member.name.encode())
                     self._remove(member, why)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
@@ -389,6 +398,10 @@ class Scheduler:
     def _check_liveness(self) -> None:
         """Log stalled collectives and remove members that have died."""
         now = time.monotonic()
+        self._checked_at, checked_at = now, self._checked_at
+        if now - checked_at > self._limit / 2:  # this process was paused, so it has not read what the others sent
+            for member in self._state.members.values():
+                member.heard_at = now
         for text in self._state.stall_warnings(now, self._stall_warn):
             _log.warning("%s", text)
         waiting = self._state.waiting(now)
@@ -449,8 +462,8 @@ class Scheduler:
         if self._state.started:
             if why:  # the others end with an error, and their restart would be of no use
                 self._state.restarts = 0
-            if why and self._launcher_fd:  # before the others learn of it
-                os.write(int(self._launcher_fd), b"!")
+            if why:  # before the others learn of it
+                self._tell_launcher(LOST)
             self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()
@@ -476,9 +489,12 @@ class Scheduler:
         text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
         for member in state.members.values():
             self._send_faulty(member, Rejected(StallError.__name__, text))
-        if self._launcher_fd:
-            os.write(int(self._launcher_fd), b"!")
+        self._tell_launcher(LOST)
         raise StallError(text)
+
+    def _tell_launcher(self, line: bytes) -> None:
+        if self._launcher_fd:
+            os.write(int(self._launcher_fd), line + b"\n")
 
     def _send_to_role(self, role: str, message: Message) -> None:
         for member in self._state.of_role(role):
@@ -524,4 +540,4 @@ def main() -> int:
     except StallError as error:
         _log.error("%s", error)
         return 1
-    return 0
+    return int(scheduler.has_failed and not job.is_supervised)  # else the codes of the workers are those of the job

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.errors import DeadNodeError, MismatchError
+from gangline.collectives.errors import DeadNodeError, MismatchError, name_ranks
 from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_query import places_of_workers
@@ -25,6 +26,8 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
+_BLOCKED_SECONDS = 0.05
+"""Time between two looks for workers that wait for each other."""
 
 
 class ShardRounds:
@@ -74,6 +77,7 @@ class ShardRounds:
         self._changed: set[Shard] = set()
         self._stall_warn = limits().stall_warn
         self._warned_at = 0.0
+        self._blocked_until = 0.0
 
     @property
     def has_changes(self) -> bool:
@@ -125,16 +129,27 @@ class ShardRounds:
         """Add a worker that waits for the value after a round."""
         if waiter.rank in self._gone:  # it would count as a reader forever
             return
-        known = any(one.rank == waiter.rank and one.sequence == waiter.sequence for one in shard.waiters)
-        if not known:
-            shard.waiters.append(waiter)
+        if shard.waiters.setdefault((waiter.rank, waiter.sequence), waiter) is waiter:
+            shard.new_waiters.append(waiter)
             self._changed.add(shard)
 
-    def is_awaited(self, rank: int) -> bool:
-        """Return whether others wait for this worker: in a collective, or for a round that it has not pushed."""
-        return any(other != rank for other in self.in_collectives) or any(
-            waiter.round > self.last_push(shard, rank) for shard in self.shards.values() for waiter in shard.waiters
-        )
+    def awaited(self, blocked: Collection[int]) -> set[int]:
+        """Return the workers that others wait for, in a collective or for a round that they have not pushed.
+
+        Args:
+            blocked: workers that cannot push now, since they are far ahead of others in some key; they wait for what
+                is missing in the rounds that they have pushed. Two workers may be ahead of each other.
+        """
+        ranks = self.ranks()
+        found = set(ranks) if self.in_collectives else set()
+        if len(self.in_collectives) == 1:
+            found -= self.in_collectives.keys()
+        for shard in self.shards.values():
+            if shard.waiters or shard.open:
+                last = max((waiter.round for waiter in shard.waiters.values()), default=0)
+                last = max([last, *(self.last_push(shard, rank) for rank in blocked)])
+                found.update(rank for rank in ranks - found if self.last_push(shard, rank) < last)
+        return found
 
     def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
         """Return of each shard its number, the rounds that this worker has pushed, and the most that any has."""
@@ -153,23 +168,29 @@ class ShardRounds:
 
     def _is_complete(self, shard: Shard) -> bool:
         following = shard.open.get(shard.closed + 1)
-        return following is not None and following.pushes.keys() >= self._needed(shard.closed + 1)
+        if following is None:
+            return False
+        ranks = self._ranks_of(shard.closed + 1)
+        if len(following.pushes) + len(self.joined) < len(ranks):  # decides nearly always, whatever the number of ranks
+            return False
+        return following.pushes.keys() >= ranks - self.joined
 
     def _needed(self, number: int) -> frozenset[int]:
         """Return the ranks that must push before a round closes."""
+        return self._ranks_of(number) - self.joined
+
+    def _ranks_of(self, number: int) -> frozenset[int]:
         if not self.is_sync:
             return frozenset()
-        ranks = next(ranks for first, ranks in reversed(self._views) if first <= number)
-        return ranks - self.joined if self.joined else ranks
+        return next(ranks for first, ranks in reversed(self._views) if first <= number)
 
     def advance(self) -> None:
         """Close the rounds that are complete and answer waiters, for all changed shards."""
         while self._changed:
             shard = self._changed.pop()
             self._answer_waiters(shard)
-            following = shard.complete_round(self._needed(shard.closed + 1))
-            if following is not None and not self.is_held:
-                self._close(shard, following)
+            if not shard.is_used and not self.is_held and self._is_complete(shard):
+                self._close(shard, shard.open[shard.closed + 1])
 
     def _close(self, shard: Shard, this: Round) -> None:
         shard.busy = True
@@ -183,8 +204,12 @@ class ShardRounds:
             )
         pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
         problems = [one.problem for one in pushes if one.problem]
+        if not problems and len({one.weight is None for one in pushes}) == 2:
+            problems = [_mixed(shard, this)]
         if all(one.is_refused for one in pushes):  # then every worker has raised its own error
             problems = []
+        if problems:  # these have raised errors of their own
+            shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
         weight = sum(one.weight for one in pushes if one.weight is not None and one.value is None)
         pushes = [one for one in pushes if one.value is not None]
         optimizers, kept = self.optimizers, self.kept
@@ -291,11 +316,13 @@ class ShardRounds:
         elif problem:
             shard.problems[shard.closed + 1] = problem
             shard.problems.pop(shard.closed - 63, None)
+            shard.told = {(rank, number) for rank, number in shard.told if number in shard.problems}
 
     def _closed(self, shard: Shard, this: Round) -> None:
         shard.closed += 1
         shard.open.pop(shard.closed)
         shard.busy = False
+        shard.has_closed = True
         for one in this.pushes.values():
             one.release()
         self._changed.add(shard)
@@ -308,29 +335,44 @@ class ShardRounds:
         """Send the value, or the error of the round, to waiters whose round is closed."""
         if shard.busy:
             return
-        remaining = []
-        for waiter in shard.waiters:
-            if self._must_wait(shard, waiter):
-                remaining.append(waiter)
-            elif problem := (shard.problems.get(waiter.round) if self.is_sync else shard.rejected.pop(waiter.rank, "")):
-                self._fail(waiter, MismatchError.__name__, problem, [shard.number], not self.is_sync)
+        waiters = list(shard.waiters.values()) if shard.has_closed or not self.is_sync else shard.new_waiters
+        shard.has_closed, shard.new_waiters = False, []
+        slowest = self._slowest(shard) if waiters and not self.is_sync and self.staleness >= 0 else 0
+        for waiter in waiters:
+            place = waiter.rank, waiter.sequence
+            if place not in shard.waiters or self._must_wait(shard, waiter, slowest):
+                continue
+            del shard.waiters[place]
+            if problem := self._take_problem(shard, waiter):
+                self._fail(waiter, MismatchError.__name__, problem, [shard.number], True)
             else:
                 self._send_value(waiter, shard)
-        shard.waiters = remaining
 
-    def _must_wait(self, shard: Shard, waiter: Waiter) -> bool:
+    def _take_problem(self, shard: Shard, waiter: Waiter) -> str:
+        """Return why the push of a waiter's round had no effect, if its worker does not know yet; else ""."""
+        if not self.is_sync:
+            return shard.rejected.pop(waiter.rank, "")
+        problem = shard.problems.get(waiter.round, "")
+        if not problem or (waiter.rank, waiter.round) in shard.told:
+            return ""
+        shard.told.add((waiter.rank, waiter.round))
+        return problem
+
+    def _slowest(self, shard: Shard) -> int:
+        """Return the least number of pushes of the workers that others may not be too far ahead of."""
+        idle = self._gone.keys() | self.joined | self.in_collectives.keys()
+        active = (self.last_push(shard, rank) for rank in self._views[-1][1] if rank not in idle)
+        return min(active, default=sys.maxsize)
+
+    def _must_wait(self, shard: Shard, waiter: Waiter, slowest: int) -> bool:
         if self.is_sync:
             return waiter.round > shard.closed
         if waiter.was_answered:  # no push is applied until it has read that value, so it gets the same one again
             return False
         if self.last_push(shard, waiter.rank) < waiter.round:  # its own earlier pushes come first
             return True
-        if self.staleness >= 0:
-            idle = self._gone.keys() | self.joined | self.in_collectives.keys() - {waiter.rank}
-            active = [rank for rank in self._views[-1][1] if rank not in idle]
-            slowest = min((self.last_push(shard, rank) for rank in active), default=0)
-            if self.last_push(shard, waiter.rank) - slowest > self.staleness:
-                return True
+        if 0 <= self.staleness < self.last_push(shard, waiter.rank) - slowest:
+            return True
         if waiter.until is None:  # all pushes that have arrived by now are applied first
             waiter.until = shard.closed + len(shard.open)
         return shard.closed < waiter.until
@@ -342,25 +384,26 @@ class ShardRounds:
         """
         if not self.is_sync or not self.in_collectives or self.is_held:  # a push may have to be repeated yet
             return
+        if time.monotonic() < self._blocked_until:
+            return
+        self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
         for shard in self.shards.values():
-            for waiter in shard.waiters:
-                if waiter.rank in self.in_collectives or waiter.round <= shard.closed:
-                    continue
-                this = shard.open.get(shard.closed + 1, Round())
-                for rank in sorted(self.in_collectives.keys() & self._needed(shard.closed + 1) - this.pushes.keys()):
-                    name, number = self.in_collectives[rank]
-                    if waiter.blocked_by != number:
-                        waiter.blocked_by = number
-                        yield (
-                            waiter,
-                            number,
-                            f"waits for a push of key {shard.key!r} by rank {rank}, which is in {name}",
-                        )
-                    break
+            this = shard.open.get(shard.closed + 1, Round()) if shard.waiters else None
+            missing = () if this is None else self.in_collectives.keys() - this.pushes.keys()
+            rank = min(self._needed(shard.closed + 1).intersection(missing), default=None) if missing else None
+            if rank is None:
+                continue
+            name, number = self.in_collectives[rank]
+            text = f"waits for a push of key {shard.key!r} by rank {rank}, which is in {name}"
+            for waiter in shard.waiters.values():
+                is_blocked = waiter.rank not in self.in_collectives and waiter.round > shard.closed
+                if is_blocked and waiter.blocked_by != number:
+                    waiter.blocked_by = number
+                    yield waiter, number, text
 
     def set_in_collectives(self, calls: dict[int, tuple[str, int]]) -> None:
         """Set the workers that wait in collectives."""
-        if calls != self.in_collectives:
+        if calls is not self.in_collectives:
             self.in_collectives = calls
             self._changed.update(shard for shard in self.shards.values() if shard.waiters)
 
@@ -370,7 +413,7 @@ class ShardRounds:
         self._gone.update(gone)
         self._lost.update({rank: gone[rank] for rank in new if gone[rank] or rank in self._views[-1][1]})
         for shard in self.shards.values() if new else ():
-            shard.waiters = [waiter for waiter in shard.waiters if waiter.rank not in self._gone]
+            self._drop_waiters(shard, self._gone)
             self._changed.add(shard)
         if self._lost and self.is_sync:
             self._fail_waiters()
@@ -379,16 +422,20 @@ class ShardRounds:
     def drop_waiters(self, rank: int) -> None:
         """Forget the requests of a worker that has died and may be started again; what it has pushed counts."""
         for shard in self.shards.values():
-            shard.waiters = [waiter for waiter in shard.waiters if waiter.rank != rank]
+            self._drop_waiters(shard, (rank,))
         self._changed.update(self.shards.values())
+
+    @staticmethod
+    def _drop_waiters(shard: Shard, ranks: Collection[int]) -> None:
+        shard.waiters = {place: waiter for place, waiter in shard.waiters.items() if waiter.rank not in ranks}
 
     def _fail_waiters(self) -> None:
         lost: dict[tuple[int, int], tuple[Waiter, str, list[int]]] = {}  # by rank and sequence of a request
         for shard in self.shards.values():
-            for waiter in list(shard.waiters):
+            for place, waiter in list(shard.waiters.items()):
                 why = self.why_lost(shard, waiter.round)
                 if why:
-                    shard.waiters.remove(waiter)
+                    del shard.waiters[place]
                     text = f"{why} (key {shard.key!r}, round {waiter.round})"
                     lost.setdefault((waiter.rank, waiter.sequence), (waiter, text, []))[2].append(shard.number)
         for waiter, text, shards in lost.values():
@@ -444,6 +491,18 @@ class ShardRounds:
                 if rank not in self.joined:
                     return f"worker {rank} {why or 'has left the job'}"
         return ""
+
+
+def _mixed(shard: Shard, this: Round) -> str:
+    """Return the error of a round in which some workers push with a weight and some without."""
+    ranks = {
+        is_plain: name_ranks([rank for rank, one in this.pushes.items() if (one.weight is None) is is_plain])
+        for is_plain in (True, False)
+    }
+    return (
+        f"key {shard.key!r} is pushed by push on {ranks[True]} and by push_weighted on {ranks[False]}; expected one of "
+        "the two on all workers"
+    )
 
 
 def _recorded(work: Callable[[], None], name: str, timeline: Timeline) -> Callable[[], None]:

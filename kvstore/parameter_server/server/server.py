@@ -100,7 +100,7 @@ class Server:
         self._sessions = Sessions(
             listener,
             lambda shards: self._rounds.mark_changed(shards),
-            lambda rank: self._rounds.is_awaited(rank),
+            lambda blocked: self._rounds.awaited(blocked),
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._rounds.faults = scheduler.faults
@@ -187,6 +187,17 @@ class Server:
             if self._pool is not None:
                 self._pool.close()
 
+    @property
+    def must_restart(self) -> bool:
+        """True if the job goes on without this process, which was paused and counts as dead, or lost the scheduler."""
+        return bool(self._scheduler.lost) and not self._scheduler.is_over and self._scheduler.allows_restarts
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the scheduler was lost before the job was over, or another process has died."""
+        is_lost = bool(self._scheduler.lost) and not self._scheduler.is_over
+        return is_lost or any(self._scheduler.gone.values())
+
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
         while True:
@@ -237,7 +248,7 @@ class Server:
             self._reject(identity, sequence, error)
             is_refused_push = isinstance(message, Push) and self._scheduler.allows_restarts
             if is_refused_push and worker is not None and sequence not in worker.in_use:
-                worker.release(sequence)
+                self._sessions.release(worker, sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):
@@ -273,14 +284,16 @@ class Server:
                 f"worker {hello.rank} wants {hello.mode} rounds with staleness {hello.staleness}, others "
                 f"{'sync' if self._rounds.is_sync else 'async'} with {self._rounds.staleness}"
             )
-        if any(one.rank == hello.rank and one.identity != identity for one in self._sessions.workers.values()):
+        other = self._sessions.of_rank(hello.rank)
+        if other is not None and other.identity != identity:
             raise ProtocolError(f"received Hello of worker {hello.rank}, which is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
         worker = self._sessions.workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
-            worker = self._sessions.workers[identity] = WorkerSession(identity, hello.rank, memory, shares_memory)
+            worker = WorkerSession(identity, hello.rank, memory, shares_memory)
+            self._sessions.add(worker)
             if self._kept is not None:
                 worker.handled.extend(self._kept.settings.handled.get(identity, ()))
         elif not hello.memory:  # it could not open this server's memory
@@ -435,7 +448,7 @@ class Server:
         # A repeated message is released with its first copy.
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
             worker.in_use.add(push.sequence)
-            release = partial(worker.release, push.sequence)
+            release = partial(self._sessions.release, worker, push.sequence)
         use = _RegionUse(len(shards), release)
         lost = ""
         lost_shards = []
@@ -519,7 +532,8 @@ class Server:
         for rank in self._rounds.mark_gone(gone):
             self._sessions.end_reads(rank)
             if self._scheduler.views:  # its rank is never given again
-                for worker in [one for one in self._sessions.workers.values() if one.rank == rank]:
+                worker = self._sessions.of_rank(rank)
+                if worker is not None:
                     self._sessions.drop(worker.identity)
                     if self._kept is not None:
                         self._kept.settings.handled.pop(worker.identity, None)
@@ -656,11 +670,16 @@ def _do_nothing() -> None:
     pass
 
 
-def serve(job: environment.ServerJob) -> None:
-    """Run a server until its job ends."""
+def serve(job: environment.ServerJob) -> int:
+    """Run a server until its job ends; return its exit code.
+
+    Under a launcher the codes of the workers are those of the job. A server that has lost the scheduler ends with 1
+    there only if it is started again.
+    """
     torch.set_num_threads(1)  # per thread of the pool: work split over cores would wait for those that workers use
     with open_server(job) as server:
         server.run()
+        return int(server.must_restart if job.is_supervised else server.has_failed)
 
 
 @contextmanager
@@ -693,5 +712,4 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
 def main() -> int:
     """Run the server of the job in the environment."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    serve(environment.from_environment())
-    return 0
+    return serve(environment.from_environment())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ _MAX_DEFERRED = 64
 _DEFER_SECONDS = 0.01
 _BACKLOG_BYTES = 256 << 20
 """Bytes of open rounds that a server accepts from each worker, in addition to twice what it stores."""
+_AWAITED_SECONDS = 0.005
+_AWAITED_SHARE = 20
+"""The ranks that others wait for are looked for after this time at the earliest, and this many times what it took."""
 
 
 @dataclass(eq=False)
@@ -38,7 +41,7 @@ class WorkerSession:
     """True if it reads values in this server's memory."""
     acks: list[int] = field(default_factory=list)
     """Acknowledgements to send, together and when the server is idle unless one is urgent."""
-    acks_are_urgent: bool = False
+    acks_are_due: bool = False
     acks_since: float = 0.0
     """`time.monotonic` seconds when the first of them was added."""
     withheld_acks: list[int] = field(default_factory=list)
@@ -51,18 +54,7 @@ class WorkerSession:
     handled: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Last messages that must not be handled twice."""
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
-
-    def release(self, sequence: int) -> None:
-        """Release a message's region with the next flush; the worker may then overwrite it."""
-        self.in_use.discard(sequence)
-        self.releases.append(sequence)
-
-    def has_acks_due(self) -> bool:
-        """Return whether acknowledgements must be sent now: one is urgent, or they are many or old."""
-        if not self.acks:
-            return False
-        is_old = time.monotonic() - self.acks_since > _DEFER_SECONDS
-        return self.acks_are_urgent or len(self.acks) >= _MAX_DEFERRED or is_old
+    """Requests whose shard has the value that they wait for."""
 
     def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
         """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
@@ -86,14 +78,20 @@ class _Read:
 class Sessions:
     """Sessions with all workers, and everything that is sent to them.
 
+    A message of one worker costs nothing for each of the others: workers to which something is due are in sets.
+
     Args:
         listener: sends the messages.
         mark_changed: called with shards that are no longer read.
-        is_awaited: returns whether others wait for a push of this rank.
+        awaited: returns the ranks for whose pushes others wait; its argument are the ranks that are blocked because
+            their acknowledgements are withheld.
     """
 
     def __init__(
-        self, listener: Listener, mark_changed: Callable[[Iterable[Shard]], None], is_awaited: Callable[[int], bool]
+        self,
+        listener: Listener,
+        mark_changed: Callable[[Iterable[Shard]], None],
+        awaited: Callable[[Collection[int]], Collection[int]],
     ) -> None:
         self.workers: dict[bytes, WorkerSession] = {}
         """Sessions by the identity of the worker's socket."""
@@ -105,15 +103,34 @@ class Sessions:
         """Bytes of values that workers were sent, or may read in place."""
         self._listener = listener
         self._mark_changed = mark_changed
-        self._is_awaited = is_awaited
+        self._find_awaited = awaited
+        self._awaited: Collection[int] = ()
+        self._awaited_until = 0.0  # `time.monotonic` seconds when they are looked for again
+        self._of_rank: dict[int, WorkerSession] = {}
+        self._due: set[WorkerSession] = set()  # acknowledgements, values or releases are to be sent now
+        self._deferred: dict[WorkerSession, None] = {}  # acknowledgements may wait; by `acks_since`
+        self._withheld: set[WorkerSession] = set()
         self._reads: dict[int, _Read] = {}
+        self._reads_of: dict[tuple[int, int], list[int]] = {}  # numbers by rank and sequence
         self._refusals: dict[int, tuple[int, Failed]] = {}  # number -> rank and an error that it has not confirmed
         self._number = 0
+
+    def add(self, worker: WorkerSession) -> None:
+        """Begin the session of a worker."""
+        self.workers[worker.identity] = self._of_rank[worker.rank] = worker
+
+    def of_rank(self, rank: int) -> WorkerSession | None:
+        """Return the session of the worker of a rank; None if there is none."""
+        return self._of_rank.get(rank)
 
     def drop(self, identity: bytes) -> WorkerSession | None:
         """End the session of a worker that has died; return it if there was one."""
         worker = self.workers.pop(identity, None)
         if worker is not None:
+            del self._of_rank[worker.rank]
+            self._due.discard(worker)
+            self._deferred.pop(worker, None)
+            self._withheld.discard(worker)
             for _, shard in worker.ready:
                 shard.unsent -= 1
             self._mark_changed(shard for _, shard in worker.ready)
@@ -129,60 +146,98 @@ class Sessions:
         if not worker.acks:
             worker.acks_since = time.monotonic()
         worker.acks += sequences
-        worker.acks_are_urgent |= urgent
+        if urgent or len(worker.acks) >= _MAX_DEFERRED:
+            worker.acks_are_due = True
+            self._due.add(worker)
+        else:
+            self._deferred.setdefault(worker)
 
     def acknowledge_push(self, worker: WorkerSession, sequence: int, *, urgent: bool) -> None:
         """Acknowledge a push, or withhold the acknowledgement if the worker's backlog is too large."""
         if self._is_ahead(worker):
             worker.withheld_acks.append(sequence)
+            self._withheld.add(worker)
         else:
             self.acknowledge(worker, [sequence], urgent=urgent)
 
     def _is_ahead(self, worker: WorkerSession) -> bool:
-        return worker.backlog > self.max_backlog and not self._is_awaited(worker.rank)
+        if worker.backlog <= self.max_backlog:
+            return False
+        began = time.monotonic()
+        if began > self._awaited_until:
+            self._awaited = self._find_awaited([one.rank for one in self._withheld | {worker}])
+            ended = time.monotonic()
+            self._awaited_until = ended + max(_AWAITED_SECONDS, _AWAITED_SHARE * (ended - began))
+        return worker.rank not in self._awaited
+
+    def release(self, worker: WorkerSession, sequence: int) -> None:
+        """Release a message's region with the next flush; the worker may then overwrite it."""
+        worker.in_use.discard(sequence)
+        worker.releases.append(sequence)
+        self._due.add(worker)
 
     def send_value(self, waiter: Waiter, shard: Shard) -> None:
         """Send the current value of a shard to a waiter with the next `flush`."""
-        for worker in self._of_rank(waiter.rank):
+        worker = self._of_rank.get(waiter.rank)
+        if worker is not None:
             worker.ready.append((waiter, shard))
             shard.unsent += 1
+            self._due.add(worker)
 
     def flush(self) -> None:
-        """Send acknowledgements that are due, values and releases."""
-        for worker in self.workers.values():
-            if worker.withheld_acks and not self._is_ahead(worker):
-                self.acknowledge(worker, worker.withheld_acks)
-                worker.withheld_acks.clear()
-            if worker.has_acks_due():
+        """Send acknowledgements that are due, values and releases.
+
+        Values of a worker whose connection is full stay until it has read more, so that they do not pile up here.
+        """
+        for worker in [one for one in self._withheld if not self._is_ahead(one)]:
+            self._withheld.discard(worker)
+            self.acknowledge(worker, worker.withheld_acks)
+            worker.withheld_acks.clear()
+        before = time.monotonic() - _DEFER_SECONDS
+        for worker in takewhile(lambda one: one.acks_since < before, self._deferred):
+            worker.acks_are_due = True
+            self._due.add(worker)
+        due, self._due = self._due, set()
+        for worker in due:
+            if worker.acks_are_due:
                 self._send_acks(worker)
             if worker.ready:
-                worker.ready.sort(key=lambda pair: pair[0].sequence)
-                for sequence, group in groupby(worker.ready, key=lambda pair: pair[0].sequence):
-                    self._send_values(worker, sequence, list(group))
-                for _, shard in worker.ready:
-                    shard.unsent -= 1
-                    if not shard.unsent and shard.open:
-                        self._mark_changed([shard])
-                worker.ready = []
+                self._send_ready(worker)
             if worker.releases:
                 self.send(worker.identity, Release(worker.releases))
                 worker.releases.clear()
 
+    def _send_ready(self, worker: WorkerSession) -> None:
+        worker.ready.sort(key=lambda pair: pair[0].sequence)
+        groups = [list(group) for _, group in groupby(worker.ready, key=lambda pair: pair[0].sequence)]
+        while groups and not self._listener.is_full(worker.identity):
+            group = groups.pop(0)
+            self._send_values(worker, group[0][0].sequence, group)
+            for _, shard in group:
+                shard.unsent -= 1
+                if not shard.unsent and shard.open:
+                    self._mark_changed([shard])
+        worker.ready = [pair for group in groups for pair in group]
+        if groups:
+            self._due.add(worker)
+
     def flush_acks(self) -> None:
         """Send all acknowledgements except withheld ones."""
-        for worker in self.workers.values():
-            if worker.acks:
-                self._send_acks(worker)
+        for worker in list(self._deferred):
+            self._send_acks(worker)
 
     def _send_acks(self, worker: WorkerSession) -> None:
         self.send(worker.identity, Ack(worker.acks))
         worker.acks = []
-        worker.acks_are_urgent = False
+        worker.acks_are_due = False
+        self._deferred.pop(worker, None)
 
     def _send_values(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard]]) -> None:
         """Send values of shards; large ones are read in place and do not change until the worker has read them."""
         if sequence in worker.acks:  # values acknowledge their request
             worker.acks.remove(sequence)
+            if not worker.acks:
+                self._deferred.pop(worker, None)
         codec = self.pull_codec
         in_place: list[tuple[Waiter, Shard]] = []
         others: list[tuple[Waiter, Shard]] = []
@@ -199,6 +254,7 @@ class Sessions:
             for shard in shards:
                 shard.readers.add((worker.rank, self._number))
             self._reads[self._number] = _Read(worker.rank, sequence, shards)
+            self._reads_of.setdefault((worker.rank, sequence), []).append(self._number)
             entries = [[shard.number, shard.closed, DENSE, shard.flat.nbytes] for shard in shards]
             offsets = [shard.offset for shard in shards] if worker.shares_memory else []
             frames = [] if worker.shares_memory else [frame_of(shard.flat) for shard in shards]
@@ -219,8 +275,8 @@ class Sessions:
 
     def is_reading(self, waiter: Waiter, shard: Shard) -> bool:
         """Return whether a request has got a shard's value before and has not confirmed that it was read."""
-        reads = [self._reads[number] for rank, number in shard.readers if rank == waiter.rank]
-        return any(read.sequence == waiter.sequence for read in reads)
+        numbers = self._reads_of.get((waiter.rank, waiter.sequence), ())
+        return any((waiter.rank, number) in shard.readers for number in numbers)
 
     def end_read(self, rank: int, number: int) -> None:
         """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
@@ -229,6 +285,9 @@ class Sessions:
         read = self._reads.get(number)
         if read is not None and read.rank == rank:
             del self._reads[number]
+            self._reads_of[rank, read.sequence].remove(number)
+            if not self._reads_of[rank, read.sequence]:
+                del self._reads_of[rank, read.sequence]
             for shard in read.shards:
                 shard.readers.discard((rank, number))
             self._mark_changed(read.shards)
@@ -241,10 +300,9 @@ class Sessions:
 
     def _end_lost_reads(self, rank: int, sequence: int, shards: Sequence[Shard]) -> None:
         """End earlier reads of a request that is answered again: the new number replaces theirs."""
-        for number, read in list(self._reads.items()):
-            if (read.rank, read.sequence) == (rank, sequence):
-                for shard in shards:
-                    shard.readers.discard((rank, number))
+        for number in self._reads_of.get((rank, sequence), ()):
+            for shard in shards:
+                shard.readers.discard((rank, number))
 
     def fail(self, waiter: Waiter, error: str, text: str, shards: Sequence[int], once: bool) -> None:
         """Send an error to a waiter.
@@ -273,11 +331,9 @@ class Sessions:
 
     def send_to_rank(self, rank: int, message: Message) -> None:
         """Send a message to a worker."""
-        for worker in self._of_rank(rank):
+        worker = self._of_rank.get(rank)
+        if worker is not None:
             self.send(worker.identity, message)
-
-    def _of_rank(self, rank: int) -> list[WorkerSession]:
-        return [worker for worker in self.workers.values() if worker.rank == rank]
 
     def send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
         """Send a message with a copy of each tensor."""

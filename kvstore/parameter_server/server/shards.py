@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,7 +81,12 @@ class Shard:
     """Last round up to which all pushes of a rank have arrived, by rank. Repeated pushes are recognised by it."""
     ahead: dict[int, set[int]] = field(default_factory=dict)
     """Later rounds for which a push has arrived early, because of priorities or a lost connection; by rank."""
-    waiters: list[Waiter] = field(default_factory=list)
+    waiters: dict[tuple[int, int], Waiter] = field(default_factory=dict)
+    """Requests for the value, by rank and sequence."""
+    new_waiters: list[Waiter] = field(default_factory=list)
+    """Those that came since the waiters were answered; the others are looked at when a round has closed."""
+    has_closed: bool = False
+    """True if a round has closed since then, or in async mode something else has changed."""
     readers: set[tuple[int, int]] = field(default_factory=set)
     """(rank, number of `Values`) of workers that read ``stored`` in place."""
     unsent: int = 0
@@ -90,6 +95,8 @@ class Shard:
     """True while a thread changes ``stored``."""
     problems: dict[int, str] = field(default_factory=dict)
     """Reason why a round closed without effect, by round."""
+    told: set[tuple[int, int]] = field(default_factory=set)
+    """Rank and round of the workers that know the reason: a worker is told once, and can go on then."""
     rejected: dict[int, str] = field(default_factory=dict)
     """Async mode: reason why a rank's push had no effect, by rank, until it is reported to the rank."""
     warned: int = 0
@@ -156,12 +163,10 @@ class Shard:
         self.pushed[rank] = max(self.pushed.values(), default=0)
         self.ahead.pop(rank, None)
 
-    def complete_round(self, needed: Set[int]) -> Round | None:
-        """Return the next round if all ``needed`` ranks have pushed and nobody uses the current value."""
-        following = self.open.get(self.closed + 1)
-        if following is None or self.busy or self.unsent or self.readers or not following.pushes.keys() >= needed:
-            return None
-        return following
+    @property
+    def is_used(self) -> bool:
+        """True if a thread changes the value, or workers read it or are to get it."""
+        return self.busy or bool(self.unsent or self.readers)
 
     def stall_warning(self, needed: Collection[int], before: float) -> str:
         """Return a stall warning naming missing and present ranks, at most once per round.
@@ -170,7 +175,7 @@ class Shard:
             needed: ranks whose pushes the round needs.
             before: `time.monotonic` seconds; "" is returned if nobody has waited since before then.
         """
-        waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters)
+        waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters.values())
         if not waits or self.warned > self.closed:
             return ""
         present = self.open[self.closed + 1].pushes.keys() if self.closed + 1 in self.open else set()
@@ -183,7 +188,7 @@ class Shard:
     def total(
         self, pushes: Sequence[PushedValue], allocate: Callable[[int], Tensor], absent: float = 0.0
     ) -> Tensor | RowSparse:
-        """Return the sum of a round in the order given, or its weighted mean if a push has a weight.
+        """Return the sum of a round in the order given, or its weighted mean if the pushes have weights.
 
         Args:
             pushes: at least one, all with values, in rank order.
@@ -191,14 +196,13 @@ class Shard:
             absent: summed weights of the workers without a value, whose gradient is 0.
         """
         values = [one.value for one in pushes]
-        weights = [one.weight for one in pushes]
-        is_weighted = any(weight is not None for weight in weights)
+        weights = [one.weight for one in pushes if one.weight is not None]  # of all or of none
         sparse = [value for value in values if isinstance(value, RowSparse)]
         if len(sparse) == len(values):
-            return mean_of_rows(sparse, weights, absent) if is_weighted else summed(sparse, self.flat.device)
+            return mean_of_rows(sparse, weights, absent) if weights else summed(sparse, self.flat.device)
         dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
         out = allocate(self.flat.nbytes).view(self.flat.dtype)
-        add_up([value for value in dense if value is not None], out, weights if is_weighted else None, absent)
+        add_up([value for value in dense if value is not None], out, weights, absent)
         return out
 
 
@@ -215,34 +219,32 @@ def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, numb
     return True
 
 
-def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float | None], absent: float = 0.0) -> RowSparse:
+def mean_of_rows(values: Sequence[RowSparse], weights: Sequence[float], absent: float = 0.0) -> RowSparse:
     """Return the weighted mean of row-sparse values, as `add_up`; rows that no worker has stay absent."""
-    factors = [1.0 if weight is None else weight for weight in weights]
     dtype = values[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     scaled = [
         RowSparse(value.indices, value.values.to(wide) * factor, value.shape)
-        for value, factor in zip(values, factors, strict=True)
+        for value, factor in zip(values, weights, strict=True)
     ]
     total = summed(scaled, values[0].device)
-    return RowSparse(total.indices, total.values.div_(sum(factors) + absent or 1.0).to(dtype), total.shape)
+    return RowSparse(total.indices, total.values.div_(sum(weights) + absent or 1.0).to(dtype), total.shape)
 
 
-def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float | None] | None, absent: float = 0.0) -> None:
+def add_up(values: Sequence[Tensor], out: Tensor, weights: Sequence[float], absent: float = 0.0) -> None:
     """Write the sum, in the order given, into ``out``; float16 and bfloat16 are summed in float32 and rounded once.
 
-    With weights: sum of weight * value divided by the sum of weights and of ``absent``, where None counts as 1.
+    With weights: sum of weight * value divided by the sum of weights and of ``absent``.
     """
     total = out
     narrow = out.dtype in (torch.float16, torch.bfloat16)
-    if narrow and (len(values) > 2 or weights is not None):
+    if narrow and (len(values) > 2 or weights):
         total = torch.empty_like(out, dtype=torch.float32)
-    if weights is not None:
-        factors = [1.0 if weight is None else weight for weight in weights]
-        torch.mul(values[0].to(total.dtype), factors[0], out=total)
-        for value, factor in zip(values[1:], factors[1:], strict=True):
-            total.add_(value.to(total.dtype), alpha=factor)
-        total.div_(sum(factors) + absent or 1.0)
+    if weights:
+        torch.mul(values[0].to(total.dtype), weights[0], out=total)
+        for value, weight in zip(values[1:], weights[1:], strict=True):
+            total.add_(value.to(total.dtype), alpha=weight)
+        total.div_(sum(weights) + absent or 1.0)
     elif len(values) == 1:
         total.copy_(values[0])
     else:

@@ -177,12 +177,9 @@ class StreamChannel:
         self._is_new = False
         self._is_refused = False
         self._retry_at = 0.0
+        self.problem = ""  # see Channel
         self.disconnected_at = time.monotonic()
         self._connect()
-
-    @property
-    def problem(self) -> str:  # noqa: D102
-        return ""
 
     @property
     def is_full(self) -> bool:  # noqa: D102
@@ -229,6 +226,8 @@ class StreamChannel:
             self._stream = unix_stream.connect(self._name, self._poller)
         except OSError as error:
             self._is_refused = isinstance(error, (ConnectionRefusedError, PermissionError))
+            if isinstance(error, PermissionError):
+                self.problem = f"cannot connect to the Unix socket @{self._name}: {error}"
             return
         self.disconnected_at = 0.0
         self._is_new = True

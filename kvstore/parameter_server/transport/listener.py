@@ -193,6 +193,11 @@ class Listener:
             return False
         return True
 
+    def is_full(self, identity: bytes) -> bool:
+        """Return whether a peer does not read what was sent to it, as far as that is known: by a Unix stream."""
+        descriptor = self._descriptors.get(identity)
+        return descriptor is not None and self._streams[descriptor].is_full
+
     def cut(self, identity: bytes) -> None:
         """Break the connection of an admitted process, or of the last message's sender, as a lost network would."""
         if identity in self._descriptors:

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.client_channel import scheduler_address
 from gangline.kvstore.parameter_server.transport.pieces import PIECE, joined, split
@@ -89,7 +88,8 @@ def slow_handshakes(name: str, stack: ExitStack) -> None:
 
 
 def connected(name: str, stack: ExitStack) -> socket.socket:
-    connection = stack.enter_context(unix_sockets.connect(name))
+    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+    connection.connect(f"\0{name}")  # waits while the queue of the listener is full
     connection.settimeout(20)
     return connection
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.launch.job import free_ports
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.timeout(110)
@@ -141,3 +144,45 @@ def test_a_process_connects_to_no_socket_of_another_user() -> None:
             Scheduler(1, 1, port=int(name.rpartition("-")[2]))
         assert caught.value.filename == name
         squatter.communicate(b"\n")
+
+
+SQUAT = """
+import os, socket, sys
+os.setuid(65534)
+squatter = socket.socket(socket.AF_UNIX)
+squatter.bind("\\0" + sys.argv[1])
+squatter.listen(0)
+own = socket.socket(socket.AF_UNIX)
+own.connect("\\0" + sys.argv[1])  # the queue of the listener is full
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_at_the_name_of_the_scheduler_is_an_error_that_says_so() -> None:
+    port = unix_sockets.free_port("scheduler")
+    name = unix_sockets.name_of("scheduler", port)
+    command = [sys.executable, "-c", SQUAT, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as squatter:
+        assert squatter.stdout is not None
+        squatter.stdout.readline()
+        with pytest.raises(StallError, match="worker waits for the job to begin"):  # its queue is full: it may be busy
+            SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=1)
+        squatter.communicate(b"\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", SQUAT.replace("own.connect", "# "), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as squatter:
+        assert squatter.stdout is not None
+        squatter.stdout.readline()
+        with pytest.raises(ProtocolError, match=f"@{name}: the peer .* belongs to another user, {NOBODY}"):
+            SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=20)
+        squatter.communicate(b"\n")
+
+
+def test_names_that_are_all_taken_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_sockets, "is_free", lambda purpose, port: False)
+    with pytest.raises(OSError, match=r"1000 random names such as @gangline-store-\d+-\d+ are in use"):
+        unix_sockets.free_port("store")
+    with pytest.raises(OSError, match="the Unix sockets of 100 free ports such as"):
+        free_ports(2)

@@ -673,9 +673,10 @@ def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.M
     monkeypatch.setattr(sessions, "_DEFER_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     listener = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
-    own = Sessions(listener, lambda _: None, lambda _: False)  # type: ignore[arg-type]
+    own = Sessions(listener, lambda _: None, lambda _: ())  # type: ignore[arg-type]
     workers = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(2)]
-    own.workers.update({worker.identity: worker for worker in workers})
+    for worker in workers:
+        own.add(worker)
     own.acknowledge(workers[0], range(63), urgent=False)
     own.flush()
     assert sent == []

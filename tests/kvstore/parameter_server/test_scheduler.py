@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -495,6 +496,17 @@ def test_modules_started_alone(starts: Any) -> None:
     scheduler = starts("scheduler", "-c", NO_TORCH)  # last: the others wait for it
     said = [ended(process) for process in (scheduler, server, *workers)]
     assert said == [(0, ""), (0, ""), (0, "rank 1 of 2\n"), (0, "rank 0 of 2\n")]
+
+
+DIES = "import os, signal; from gangline import kvstore; kv = kvstore.create('dist_sync'); kv.barrier(); "
+
+
+@pytest.mark.slow
+def test_scheduler_and_server_of_a_failed_job_exit_with_1(starts: Any) -> None:
+    servers = [starts(role, "-m", f"gangline.kvstore.parameter_server.{role}") for role in ("scheduler", "server")]
+    killed = starts("worker", "-c", DIES + "os.kill(os.getpid(), signal.SIGKILL)")
+    other = starts("worker", "-c", DIES + "kv.barrier()")
+    assert [ended(process)[0] for process in (killed, other, *servers)] == [-signal.SIGKILL, 1, 1, 1]
 
 
 def test_a_scheduler_without_processes_ends_with_an_error(starts: Any) -> None:

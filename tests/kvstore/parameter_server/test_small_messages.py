@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import torch
 
 from gangline import kvstore
+from gangline.kvstore.parameter_server.server.rounds import ShardRounds
+from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
 from tests.kvstore.parameter_server.processes import run_job
 
 STEPS = 200
@@ -39,3 +42,42 @@ def count_calls() -> int:
 def test_a_push_and_pull_of_a_small_key_makes_few_calls() -> None:
     (calls,) = run_job(count_calls, 1, 1)
     assert 100 < calls < MOST_CALLS
+
+
+def calls_per_message(workers: int) -> float:
+    """Return the Python calls of a server per push and pull of a worker, without those of its sockets."""
+    calls = 0
+    pool = SimpleNamespace(run=lambda thread, nbytes, work, then: (work(), then("")))
+    own: Sessions
+    rounds = ShardRounds(workers, pool, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
+    listener = SimpleNamespace(send=lambda *_, **__: True, is_full=lambda _: False)
+    own = Sessions(listener, rounds.mark_changed, rounds.awaited)  # type: ignore[arg-type]
+    own.max_backlog = 4 * workers
+    sessions = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(workers)]
+    for worker in sessions:
+        own.add(worker)
+    shard = rounds.shards[0] = Shard(0, "a", 0, 1, torch.zeros(1), True, 0, 0)
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    for number in (1, 2, 3):
+        for rank, worker in enumerate(sessions):
+            value = PushedValue(torch.ones(1), None, lambda: None)
+            rounds.push(shard, rank, number, value, None)
+            rounds.wait(shard, Waiter(rank, number, number))
+            own.acknowledge_push(worker, number, urgent=rank % 2 == 0)
+            rounds.advance()
+            own.flush()
+            rounds.advance()
+    sys.setprofile(None)
+    assert shard.closed == 3
+    assert shard.flat.tolist() == [workers]
+    return calls / workers
+
+
+def test_a_message_costs_a_server_the_same_with_many_workers() -> None:
+    few, many = calls_per_message(8), calls_per_message(128)
+    assert many < 1.2 * few

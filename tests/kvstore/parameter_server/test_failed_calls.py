@@ -1,0 +1,189 @@
+"""Calls of a dist store that failed, wait in the queue or run ahead: each push counts once, with its own rate."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
+from gangline.collectives.work import Work
+from gangline.kvstore.optimizer.keyed import OptimizerState
+from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Pull, Values, ValuesRead
+from gangline.kvstore.parameter_server.server import sessions
+from gangline.kvstore.parameter_server.server.server import Server
+from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.transport.listener import Listener
+from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
+
+pytestmark = pytest.mark.timeout(40)
+
+
+def pulled(kv: DistStore, key: str) -> float:
+    out = torch.zeros(1)
+    kv.pull(key, out)
+    return out.item()
+
+
+def test_a_queued_push_has_the_learning_rate_of_its_call() -> None:
+    with Job(1) as job, job.stores()[0] as kv:
+        kv.init("w", torch.zeros(1))
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+        gate = threading.Event()
+        kv._queue.submit(lambda: gate.wait(LIMIT), Work("gate"), ["w"], 0)
+        kv.push("w", torch.ones(1), async_op=True)
+        kv.set_learning_rate(0.0)
+        gate.set()
+        assert pulled(kv, "w") == -1.0
+
+
+def test_a_join_that_timed_out_is_an_error_of_all_later_calls_and_of_the_others() -> None:
+    with Job(2) as job:
+        stores = job.stores()
+        job.each(stores, lambda kv: kv.init("w", torch.zeros(1)))
+        first, second = stores
+        first._scheduler._timeout = 0.5
+        with pytest.raises(StallError, match=r"join\(\) of worker 0 has waited 0\.5 s"):
+            first.join()
+        given_up = r"worker 0 has given up join\(\): join\(\) of worker 0 has waited 0\.5 s; only close\(\) can follow"
+        for call in (lambda: first.push("w", torch.ones(1)), lambda: pulled(first, "w"), first.barrier, first.join):
+            with pytest.raises(StallError, match=given_up):
+                call()
+        with pytest.raises(DeadNodeError, match=r"worker 0 has given up join\(\)"):
+            second.barrier()
+        job.each(stores, DistStore.close)
+
+
+AFTER_A_REFUSAL: dict[str, Callable[[DistStore], object]] = {
+    "pull": lambda kv: pulled(kv, "w"),
+    "assign": lambda kv: kv.assign("other", torch.ones(1)),
+    "save": lambda kv: kv.optimizer_state(),
+    "load": lambda kv: kv.load_optimizer_state(OptimizerState.from_parts(kv.optimizer_state().header(), {})),
+    "pushpull": lambda kv: kv.pushpull("w", torch.ones(1), torch.ones(1)),
+    "update": lambda kv: kv.set_optimizer(("sgd", {"learning_rate": 1.0})),
+}
+
+
+@pytest.mark.parametrize("call", AFTER_A_REFUSAL)
+def test_a_refused_push_is_reported_to_each_rank_once(call: str) -> None:
+    with Job(2) as job:
+        stores = job.stores()
+
+        def prepare(kv: DistStore) -> None:
+            kv.init(["w", "other"], [torch.zeros(1)] * 2)
+            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+            kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+
+        job.each(stores, prepare)
+        values = [torch.full((1,), math.nan), torch.ones(1)]
+
+        def step(kv: DistStore) -> str:
+            try:
+                kv.pushpull("w", values[kv.rank], torch.ones(1))
+            except (ValueError, MismatchError) as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        texts = job.each(stores, step)
+        assert texts[0].startswith("ValueError: the gradient of key 'w' holds NaN")
+        assert "the push of worker 0 for key 'w' was refused" in texts[1]
+        job.each(stores, AFTER_A_REFUSAL[call])
+        job.each(stores, DistStore.close)
+
+
+def test_a_repeated_push_enters_the_residual_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    gate = threading.Event()
+    gate.set()
+    receive = Server._receive
+
+    def held(server: Server, *message: Any) -> None:
+        gate.wait(LIMIT)
+        receive(server, *message)
+
+    monkeypatch.setattr(Server, "_receive", held)
+    with Job(1) as job, job.stores(timeout=1)[0] as kv:
+        kv.init("w", torch.zeros(20_000))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        gate.clear()
+        out = torch.zeros(20_000)
+        with pytest.raises(StallError, match="unknown: 'w'"):
+            kv.pushpull("w", torch.full_like(out, 0.3), out)
+        gate.set()
+        kv.pushpull("w", torch.full_like(out, 0.3), out)
+        (residual,) = kv.compression_residuals().values()
+        torch.testing.assert_close(out + residual, torch.full_like(out, 0.3))
+
+
+def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
+    monkeypatch.setattr(server_client, "_WINDOW", 1 << 16)
+    monkeypatch.setattr(server_client, "_MAX_QUEUED", 1 << 16)
+    values, rounds = torch.ones(1 << 14), 24
+    with Job(2) as job:
+        stores = job.stores(timeout=15)
+        job.each(stores, lambda kv: kv.init(["a", "b"], [values, values]))
+
+        def push(kv: DistStore) -> tuple[float, float]:
+            for key in "ab" if kv.rank else "ba":
+                for number in range(rounds):
+                    kv.push(key, values * (number + 1))
+            outs = [torch.zeros_like(values) for _ in "ab"]
+            kv.pull(["a", "b"], outs)
+            return outs[0][0].item(), outs[1][-1].item()
+
+        assert job.each(stores, push) == [(2.0 * rounds, 2.0 * rounds)] * 2
+        job.each(stores, DistStore.close)
+
+
+def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes, pulls = 4 << 20, 50
+    queued: list[int] = []
+    send = Listener.send
+
+    def recorded(listener: Listener, identity: bytes, *arguments: Any, **options: Any) -> bool:
+        is_sent = send(listener, identity, *arguments, **options)
+        stream = listener._streams.get(listener._descriptors.get(identity, -1))
+        queued.append(0 if stream is None else sum(map(len, stream._queue)))
+        return is_sent
+
+    monkeypatch.setattr(Listener, "send", recorded)
+    with Job(1) as job, RawClient.of_worker(job.member()) as client:
+        definition = Define(1, [[5, "float32", [nbytes // 4], 1, msgpack.packb("key"), 0, True]], None)
+        assert client.request(definition, bytes(nbytes)) == Ack([1])
+        for sequence in range(2, 2 + pulls):
+            client.send(Pull(sequence, [[5, 0, DENSE, 0]], False, None))
+        for sequence in range(2, 2 + pulls):
+            values, (data,) = client.receive()
+            assert isinstance(values, Values)
+            assert (values.sequence, len(data)) == (sequence, nbytes)
+            client.send(ValuesRead([values.number]))
+    assert max(queued) <= 2 * nbytes
+
+
+@pytest.mark.parametrize("weighted", [0, 1])
+def test_push_on_one_rank_and_push_weighted_on_another_is_an_error_on_both(weighted: int) -> None:
+    with Job(2) as job:
+        stores = job.stores()
+        job.each(stores, lambda kv: kv.init("w", torch.zeros(1)))
+
+        def step(kv: DistStore) -> str:
+            if kv.rank == weighted:
+                kv.push_weighted("w", torch.ones(1), 2.0)
+            else:
+                kv.push("w", torch.ones(1))
+            with pytest.raises(MismatchError) as told:
+                pulled(kv, "w")
+            return str(told.value)
+
+        text = f"key 'w' is pushed by push on rank {1 - weighted} and by push_weighted on rank {weighted}"
+        assert all(text in one for one in job.each(stores, step))
+        job.each(stores, lambda kv: kv.push_weighted("w", torch.full((1,), 4.0), kv.rank + 1.0))
+        assert job.each(stores, lambda kv: pulled(kv, "w")) == [4.0, 4.0]
+        job.each(stores, DistStore.close)
