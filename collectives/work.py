@@ -37,6 +37,7 @@ class Work:
         self._name = name
         self._join = join
         self._error: BaseException | None = None
+        self._earlier: Work | None = None
         self._is_over = False
         self._forks = _forks
         self._running = threading.Lock()  # held until the operation is over
@@ -48,6 +49,11 @@ class Work:
         work = cls(name)
         work.complete()
         return work
+
+    def after(self, earlier: Work) -> Work:
+        """Return this handle, which has the error of an earlier operation from now on if that one fails."""
+        self._earlier = earlier
+        return self
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the operation is over; on GPUs, when the current streams are ordered after it.
@@ -70,8 +76,9 @@ class Work:
             with waiting:
                 self._wait_until_over(timeout)
         self._join()
-        if self._error is not None:
-            raise self._error
+        error = self.exception()
+        if error is not None:
+            raise error
 
     def _wait_until_over(self, timeout: float | None) -> None:
         if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
@@ -84,7 +91,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return the error that the operation raised, or None if it is running or has succeeded."""
-        return self._error
+        return (self._earlier and self._earlier.exception()) or self._error
 
     def complete(self, error: BaseException | None = None) -> None:
         """Mark the operation as over, with or without an error; for operations that no queue runs."""

@@ -106,7 +106,7 @@ class KVStore(abc.ABC):
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._layout_lock = threading.Lock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
-        self._pending: set[Key] = set()  # pushed and not yet updated, under clip_global_norm
+        self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
         self._calls_begun = 0
         self._closed = False
 
@@ -191,6 +191,10 @@ class KVStore(abc.ABC):
         """Wait until every worker has called it; workers in `join` count as present."""
         self.group.barrier("barrier")
 
+    def _barrier(self) -> None:
+        """Call `barrier`; MXNet's name."""
+        self.barrier()
+
     def join(self) -> int:
         """Leave the rounds until all workers have joined; then all take part again.
 
@@ -247,7 +251,11 @@ class KVStore(abc.ABC):
                 seen.add(one)
             for one, (tensor,) in pairs:
                 self._layout[one] = (tensor.shape, tensor.dtype)
-        return self._init(pairs, async_op)
+        try:
+            return self._init(pairs, async_op)
+        except BaseException:  # raised again
+            self._forget([one for one, _ in pairs])
+            raise
 
     @refused_on_all_ranks
     def push(self, key: Any, value: Any, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -274,10 +282,18 @@ class KVStore(abc.ABC):
         pairs = pushed(key, value)
         self._check(pairs)
         priority = checked_priority(priority)
-        self._add_pending([one for one, _ in pairs])
-        return self._push(pairs, priority, async_op)
+        keys = self._check_pushed_once([one for one, _ in pairs])
+        return self._note_pending(keys, self._push(pairs, priority, async_op))
 
-    def pull(self, key: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
+    def pull(
+        self,
+        key: Any,
+        out: Any,
+        priority: int = 0,
+        ignore_sparse: bool = True,  # noqa: ARG002  MXNet's
+        *,
+        async_op: bool = False,
+    ) -> Work:
         """Copy the stored value into ``out``, after this worker's last push of the key took effect.
 
         Args:
@@ -285,6 +301,7 @@ class KVStore(abc.ABC):
             out: tensor of the key's shape and dtype, or a list of them, one per device; for a list of keys a list of
                 those.
             priority: calls of higher priority run first.
+            ignore_sparse: MXNet's argument; without effect, because stored values are dense.
             async_op: return at once.
 
         Raises:
@@ -353,8 +370,8 @@ class KVStore(abc.ABC):
         for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
             for target in targets:
                 check_like(one, target, tensor.shape, tensor.dtype)
-        self.init(key, value, async_op=async_op)
-        return self._pull(pairs, priority, async_op)
+        started = self.init(key, value, async_op=async_op)
+        return self._pull(pairs, priority, async_op).after(started)
 
     def row_sparse_pull(
         self, key: Any, out: Any, priority: int = 0, row_ids: Any = None, *, async_op: bool = False
@@ -439,6 +456,10 @@ class KVStore(abc.ABC):
             kv.set_updater(lambda key, gradient, weight: weight.sub_(0.1 * gradient))
         """
         raise ValueError(f"a {self.type!r} store takes no updater; use set_optimizer")
+
+    def _set_updater(self, updater: Updater) -> None:
+        """Call `set_updater`; MXNet's name."""
+        self.set_updater(updater)
 
     @refused_on_all_ranks
     def update(self) -> None:
@@ -581,8 +602,8 @@ class KVStore(abc.ABC):
         for one, _ in pairs:
             check_mean(one, self._layout[one][1])
         priority = checked_priority(priority)
-        self._add_pending([one for one, _ in pairs])
-        return self._push_weighted(pairs, float(weight), priority, async_op)
+        keys = self._check_pushed_once([one for one, _ in pairs])
+        return self._note_pending(keys, self._push_weighted(pairs, float(weight), priority, async_op))
 
     @refused_on_all_ranks
     def fuse(self, bucket: Bucket, flat: torch.Tensor | None = None) -> None:
@@ -638,8 +659,22 @@ class KVStore(abc.ABC):
             check_weight(weight)
             check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
-        self._add_pending(present)
-        return self._push_bucket(bucket, values, present, weight, priority, async_op)
+        self._check_pushed_once(present)
+        return self._note_pending(present, self._push_bucket(bucket, values, present, weight, priority, async_op))
+
+    def refuse(self, call: str, error: Exception, bucket: Bucket | None = None) -> None:
+        """Leave out a call that the other workers make; they raise the error. Collective.
+
+        Args:
+            call: name of the call.
+            error: reason.
+            bucket: bucket of the other workers' `push_bucket`, if it is that.
+
+        Raises:
+            MismatchError: in ``allreduce`` stores, as on the other workers.
+        """
+        self._check_open()
+        self._refuse(call, error, bucket)
 
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
@@ -886,26 +921,40 @@ class KVStore(abc.ABC):
         if type(self)._update is KVStore._update:
             raise ValueError(f"a {self.type!r} store does not clip by clip_global_norm; use clip_norm or clip_gradient")
 
-    def _add_pending(self, keys: Iterable[Key]) -> None:
-        """Record keys pushed since the last update; raise ValueError if one is pushed twice (clip_global_norm only)."""
-        if not self.updates_wait:
-            return
-        new = set(keys)
-        twice = new & self._pending
+    def _check_pushed_once(self, keys: list[Key]) -> list[Key]:
+        """Return the keys; raise ValueError if one has a push that waits for `update`."""
+        twice = self._pending_among(keys)
         if twice:
             raise ValueError(
-                f"keys {sorted(map(repr, twice))} were pushed already, and clip_global_norm delays their update until "
-                "update(); call it, or drop_updates(), before the next push"
+                f"keys {twice} were pushed already, and clip_global_norm delays their update until update(); call it, "
+                "or drop_updates(), before the next push"
             )
-        self._pending |= new
+        return keys
+
+    def _note_pending(self, keys: Iterable[Key], work: Work) -> Work:
+        """Return the Work of a push, whose keys wait for `update` unless it fails (clip_global_norm only)."""
+        if self.updates_wait:
+            self._pending.update(dict.fromkeys(keys, work))
+        return work
 
     def _check_not_pending(self, keys: Iterable[Key]) -> None:
-        pending = self._pending.intersection(keys) if self.updates_wait else ()
+        pending = self._pending_among(keys)
         if pending:
             raise RuntimeError(
-                f"keys {sorted(map(repr, pending))} were pulled before update(), which their push waits for because of "
-                "clip_global_norm; call update() first"
+                f"keys {pending} were pulled before update(), which their push waits for because of clip_global_norm; "
+                "call update() first"
             )
+
+    def _pending_among(self, keys: Iterable[Key]) -> list[str]:
+        if not self.updates_wait:
+            return []
+        return sorted(repr(key) for key in self._pending.keys() & set(keys) if self._pending[key].exception() is None)
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        """Drop keys whose `init` has failed, so that it can be called again."""
+        with self._layout_lock:
+            for key in keys:
+                self._layout.pop(key, None)
 
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,13 +142,23 @@ class LocalStore(KVStore):
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:
         def init() -> None:
-            with torch.inference_mode(False):  # an inference tensor could never be updated
-                for key, (value,) in pairs:
-                    self._entries[key] = _Entry(
-                        torch.empty_like(value, device=self._initial_device(value)).copy_(value)
-                    )
+            try:
+                self._make_entries(pairs)
+            except BaseException:  # raised again, to the caller or by Work.wait
+                self._forget([key for key, _ in pairs])
+                raise
 
         return self._start("init", init, pairs, 0, async_op)
+
+    def _make_entries(self, pairs: Pairs) -> None:
+        with torch.inference_mode(False):  # an inference tensor could never be updated
+            for key, (value,) in pairs:
+                self._entries[key] = _Entry(torch.empty_like(value, device=self._initial_device(value)).copy_(value))
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        super()._forget(keys)
+        for key in keys:
+            self._entries.pop(key, None)
 
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
         return self._start("push", lambda: self._merge(pairs), pairs, priority, async_op)

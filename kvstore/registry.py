@@ -23,6 +23,7 @@ _BUILT_IN = {
     "dist_async": "parameter_server.store:DistStore",
     "dist_device_sync": "parameter_server.store:DistStore",
     "dist_sync_device": "parameter_server.store:DistStore",
+    "dist_device": "parameter_server.store:DistStore",
     "dist_device_async": "parameter_server.store:DistStore",
 }
 IN_PROCESS = tuple(name for name, place in _BUILT_IN.items() if place.startswith(("local:", "device:")))
@@ -46,8 +47,10 @@ def create(name: str = "local", **options: Any) -> KVStore:
     - ``allreduce``: no servers; collectives reduce, and each worker updates its own copy of the weights on the host.
     - ``dist_sync`` (``dist``): servers update a key once all workers have pushed it.
     - ``dist_async``: servers update a key at each worker's push.
-    - ``dist_device_sync`` (``dist_sync_device``), ``dist_device_async``: as the two above; each worker sums over its
-      own devices on the devices instead of on the host.
+    - ``dist_device_sync`` (``dist_device``), ``dist_device_async``: as the two above; each worker sums over its own
+      devices on the devices instead of on the host.
+
+    As in MXNet, the words of these names may have any order, such as ``dist_async_device``.
 
     A store of several processes needs a job in the environment, as `gangline launch` or torchrun sets it. Creating it
     is collective: all workers must do it.
@@ -73,12 +76,19 @@ def create(name: str = "local", **options: Any) -> KVStore:
         raise TypeError(f"the store's name is {name!r}; expected a str")
     if name in _registered:
         return _registered[name](name, **options)
-    if name not in _BUILT_IN:
+    place = _find(name)
+    if place is None:
         known = sorted([*_BUILT_IN, *_registered])
         raise ValueError(f"there is no store named {name!r};{did_you_mean(name, known)} expected one of {known}")
-    module, _, class_name = _BUILT_IN[name].partition(":")
+    module, _, class_name = place.partition(":")
     store: KVStore = getattr(import_module(f"gangline.kvstore.{module}"), class_name)(name, **options)
     return store
+
+
+def _find(name: str) -> str | None:
+    """Return the place of a built-in store, whose name has these words in any order; None if there is none."""
+    words = sorted(name.split("_"))
+    return next((place for known, place in _BUILT_IN.items() if sorted(known.split("_")) == words), None)
 
 
 def register(*names: str) -> Callable[[Store], Store]:
@@ -98,8 +108,8 @@ def register(*names: str) -> Callable[[Store], Store]:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a store's name is {name!r}; expected a str")
-        if name in _BUILT_IN:
-            raise ValueError(f"a store named {name!r} is registered already: {_BUILT_IN[name].partition(':')[2]}")
+        if place := _find(name):
+            raise ValueError(f"a store named {name!r} is registered already: {place.partition(':')[2]}")
         if name in _registered:
             raise ValueError(f"a store named {name!r} is registered already: {_registered[name].__qualname__}")
 

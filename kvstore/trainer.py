@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,14 @@ from gangline.kvstore.sparse import RowSparse, summed
 
 _log = logging.getLogger("gangline")
 _REDUCTIONS = ("mean", "sum")
+_CHECKED_STEPS = 3
+"""Steps in which writes through ``.data`` are looked for, several workers only."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ON_STORE = (
+    "the store updates the weights at each push, so gradients cannot be changed in between; expected clip_global_norm, "
+    "clip_norm or clip_gradient in optimizer_params, or gangline.DistributedOptimizer over a torch optimizer, whose "
+    "backward leaves the workers' mean in .grad"
+)
 
 Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -37,8 +46,10 @@ class Trainer:
     With one worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not
     updated.
 
-    Parameters written between two steps, by ``load_state_dict`` for example, must be written on all workers. The next
-    `step` then takes rank 0's values.
+    Parameters written between two steps, by ``load_state_dict`` or ``p.data = x`` for example, must be written on all
+    workers. The next `step` then takes rank 0's values. With several workers, writes in place through ``.data``, such
+    as ``p.data.clamp_()``, are seen only in loops that make them in their first steps. Those of ``with torch.no_grad():
+    p.clamp_()`` are always seen.
 
     After the first step the parameters are views of flat buckets. With one worker the store updates them in place.
 
@@ -60,6 +71,8 @@ class Trainer:
         optimizer: Any,
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: str | KVStore = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
         *,
         loss_reduction: str = "mean",
         shard: str | None = None,
@@ -73,6 +86,8 @@ class Trainer:
             optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`.
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
             kvstore: a store, or the name of one to create.
+            compression_params: as for `KVStore.set_gradient_compression`; None: no compression.
+            update_on_kvstore: MXNet's argument. The store updates the weights; False is refused with several workers.
             loss_reduction: "mean", or "sum" if ``.grad`` is of a loss summed over the samples.
             shard: "optimizer": the workers divide the optimizer's state, as for `KVStore.set_optimizer`. "weights":
                 they divide weights and gradients too, as with `DistributedOptimizer`; ``params`` is a module then.
@@ -98,15 +113,40 @@ class Trainer:
                 f"params is a {type(params).__name__}; expected the torch.nn.Module whose weights to divide"
             )
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
+        try:
+            self._join_workers(params, spec, shard, memory, compression_params, update_on_kvstore)
+        except BaseException:  # raised again
+            if isinstance(kvstore, str):
+                self.kvstore.close()
+            raise
+
+    def _join_workers(
+        self,
+        params: Parameters,
+        spec: OptimizerSpec,
+        shard: str | None,
+        memory: Sequence[float] | str,
+        compression_params: Mapping[str, Any] | None,
+        update_on_kvstore: bool | None,
+    ) -> None:
+        if update_on_kvstore is False and self.kvstore.num_workers > 1:
+            raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
         held = [key for key in self._parameters if key in self.kvstore]
         if held:
             raise ValueError(f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own")
+        if compression_params is not None:
+            self.kvstore.set_gradient_compression(compression_params)
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
         self._accumulated_samples = 0.0
         self._weight = 0.0
         self._warned = False  # of a step without gradients
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
+        self._failed_backward: str | None = None  # error of a `backward` that had pushed a part of the gradients
+        self._has_failed = False  # the last step, whose pushes may wait for an update that will not come
+        self._steps = 0
+        self._used: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients of the last step, with versions
+        self._writes_data = False  # the user writes weights in place through ``.data``
         self._trained = {key: one for key, one in self._parameters.items() if one.requires_grad}
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
@@ -118,10 +158,7 @@ class Trainer:
             self._owned = OwnedKeys(spec, self._sharded, self.kvstore)
             self._reducer.begin([0], push_early=False)
             return
-        self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
         weights = list(self._parameters.values())
-        self.kvstore.broadcast(list(self._parameters), weights, weights)
-        self._versions = self._current_versions()
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
         self._reducer = Reducer(
@@ -131,10 +168,20 @@ class Trainer:
             sparse=() if network is None else sparse_tables(network),
             in_place=self.kvstore.num_workers == 1,
         )
+        try:  # last what cannot be undone: the keys
+            self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
+            self.kvstore.broadcast(list(self._parameters), weights, weights)
+        except BaseException:  # raised again
+            self._reducer.close()
+            raise
+        self._note_weights()
         self._reducer.begin([0], push_early=False)
 
     def backward(self, loss: torch.Tensor, batch_size: float) -> None:
         """Run ``loss.backward()`` and send gradients to the other workers meanwhile; `step` must follow directly.
+
+        If it fails after some gradients have left, the step is an error on all workers: call `zero_grad` and go on with
+        the next step. ``loss.backward()`` sends nothing before `step`, and may be run again or skipped.
 
         The gradients must not be changed before `step`. After it, ``.grad`` is that of the mean over the samples, also
         with ``loss_reduction="sum"``.
@@ -145,6 +192,9 @@ class Trainer:
             loss: loss of this worker's samples.
             batch_size: as for `step`, which must get the same number.
 
+        Raises:
+            RuntimeError: if the last one was not followed by `step`, or failed and was not followed by `zero_grad`.
+
         For example:
 
             trainer.zero_grad()
@@ -152,6 +202,11 @@ class Trainer:
             trainer.step(len(data))
         """
         check_weight(batch_size)
+        self._check_backward()
+        if self._early_samples is not None:
+            raise RuntimeError(
+                "backward() came twice, and the first has sent its gradients; expected step() after each, or no_sync()"
+            )
         is_whole = not self._is_accumulating and not self._accumulated_samples and batch_size > 0
         is_early = is_whole and self.kvstore.num_workers > 1 and all(p.grad is None for p in self._parameters.values())
         if is_early:
@@ -159,10 +214,26 @@ class Trainer:
         self._reducer.begin([0], push_early=is_early, weight=float(batch_size))
         if is_early and self._is_sum:
             loss = loss / batch_size
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if isinstance(self._reducer, Reducer) and self._reducer.refuse(error):
+                self._failed_backward, self._has_failed = f"{type(error).__name__}: {error}", True
+                self._note_weights()  # they are the store's now
+            raise
         self._early_samples, self._weight = (batch_size, float(batch_size)) if is_early else (None, 0.0)
 
-    def step(self, batch_size: float) -> None:
+    def _check_backward(self) -> None:
+        """Raise, once, if `backward` has failed after it had sent a part of the gradients."""
+        failed, self._failed_backward = self._failed_backward, None
+        if failed is not None:
+            raise RuntimeError(
+                "backward() sent a part of this step's gradients before it failed, so the step is an error on all "
+                "workers; expected zero_grad() and the next step, and loss.backward(), which sends no gradient before "
+                f"step(), where a backward may fail. The error was {failed}"
+            )
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters from their gradients; within `no_sync` only accumulate the gradients.
 
         Collective: all workers must call it, except within `no_sync`.
@@ -170,32 +241,42 @@ class Trainer:
         Args:
             batch_size: number of samples that ``.grad`` is the mean over (or the sum, by ``loss_reduction``); may be
                 fractional. With 0 this worker has no samples in this step, and its gradients are ignored.
+            ignore_stale_grad: leave out gradients that nothing has written since the last step, as MXNet does; after
+                `zero_grad` there are none.
 
         Raises:
             TypeError: if ``batch_size`` is not a number.
             ValueError: if ``batch_size`` is negative or not finite, or a gradient to be compressed holds NaN or
                 infinity.
-            RuntimeError: if a parameter that was frozen when the trainer was made is no longer frozen.
+            RuntimeError: if a parameter that was frozen when the trainer was made is no longer frozen, or `backward`
+                has failed after it had sent a part of the gradients.
             GanglineError: if a worker is dead, late or makes a different call.
         """
         check_weight(batch_size)
+        self._check_backward()
         check_frozen(self._parameters, self._trained, "Trainer")
+        if ignore_stale_grad:
+            self._drop_stale_gradients()
         if batch_size and not self._warned:
             self._warn_without_gradients(batch_size)
         if self._is_accumulating:
             self._accumulate(batch_size)
             return
-        early, self._early_samples = self._early_samples, None
+        early = self._early_samples
         if early is None:
             self._assign_changes()
         elif early != batch_size:
             raise ValueError(f"step() got {batch_size} samples, but backward() got {early}; expected the same number")
+        self._early_samples = None
+        accumulated = self._accumulated, self._accumulated_samples
         kept = self._set_means(batch_size) if early is None else {}
+        self._has_failed = True
         try:
             self._reducer.finish(self._weight)
-        except Exception:  # whatever failed, what was pushed is dropped, and the error is raised again
-            if self.kvstore.num_workers == 1:  # drop_updates is collective
-                self.kvstore.drop_updates()
+            self._has_failed = False
+        except Exception:
+            self._accumulated, self._accumulated_samples = accumulated
+            self._note_weights()  # they are the store's now
             raise
         finally:
             for key, gradient in kept.items():
@@ -203,7 +284,10 @@ class Trainer:
             self._reducer.begin([0], push_early=False)
         if self._sharded is not None:
             self._owned.update()
-        self._versions = self._current_versions()
+        if ignore_stale_grad:
+            gradients = {key: parameter.grad for key, parameter in self._parameters.items()}
+            self._used = {key: (weakref.ref(one), one._version) for key, one in gradients.items() if one is not None}
+        self._note_weights()
 
     def _warn_without_gradients(self, batch_size: float) -> None:
         """Log a warning, once, if no backward has computed a gradient for this step."""
@@ -237,12 +321,9 @@ class Trainer:
                 "with shard='weights' the others need this worker's weights in each forward; expected a backward on "
                 "any data and step(0) in place of skip()"
             )
-        if isinstance(self._reducer, Reducer) and self._reducer.has_pushed():
-            raise RuntimeError(
-                "backward() sent a part of this step's gradients before it failed, so the step cannot be skipped; "
-                "expected loss.backward(), which sends none before step()"
-            )
-        self._early_samples = None
+        self._check_backward()
+        if self._early_samples is not None:
+            raise RuntimeError("backward() has sent this step's gradients, so it cannot be skipped; expected step()")
         self.zero_grad()
         self.step(0)
 
@@ -268,11 +349,31 @@ class Trainer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset ``.grad``, to None or to zeros; gradients accumulated by `no_sync` stay."""
+        self._failed_backward = None
         for parameter in self._parameters.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
                 parameter.grad.detach_().zero_()
+
+    def allreduce_grads(self) -> None:
+        """Do nothing with one worker, whose gradients are the sums already, for MXNet's loop of this call and `update`.
+
+        Raises:
+            RuntimeError: with several workers.
+        """
+        if self.kvstore.num_workers > 1:
+            raise RuntimeError(f"allreduce_grads() is for one worker: {_ON_STORE}")
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Call `step`, with one worker, as MXNet's loop does after `allreduce_grads`.
+
+        Raises:
+            RuntimeError: with several workers.
+        """
+        if self.kvstore.num_workers > 1:
+            raise RuntimeError(f"update() is for one worker: {_ON_STORE}")
+        self.step(batch_size, ignore_stale_grad)
 
     def join(self) -> int:
         """Leave the updates until all workers have joined, then pull the weights.
@@ -381,18 +482,59 @@ class Trainer:
 
     def _pull(self) -> None:
         self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
-        self._versions = self._current_versions()
+        self._note_weights()
 
     def _assign_changes(self) -> None:
         """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""
-        if self._sharded is not None:  # which holds them itself
+        if self._has_failed:
+            self.kvstore.drop_updates()
+            self._has_failed = False
+        if not isinstance(self._reducer, Reducer):  # it holds the weights itself
             return
-        changed = [key for key, version in self._current_versions().items() if version != self._versions[key]]
-        if changed:
-            self.kvstore.assign(changed, [self._parameters[key] for key in changed])
+        changed = []
+        for key, parameter in self._parameters.items():
+            before, now = self._known[key], self._place(parameter)
+            if before[0] != now[0]:
+                self._reducer.expect_moved(key)
+            if before[1:] != now[1:] or (before[0] != now[0] and not self._is_stored(key, parameter)):
+                changed.append(key)
+                self._writes_data |= before[:2] == now[:2]
+        if not changed:
+            return
+        self.kvstore.assign(changed, [self._parameters[key] for key in changed])
+        frozen = [key for key in changed if key not in self._trained]
+        self.kvstore.pull(frozen, [self._parameters[key].data for key in frozen])
+        self._note_weights()
 
-    def _current_versions(self) -> dict[Key, int]:
-        return {key: parameter._version for key, parameter in self._parameters.items()}
+    def _is_stored(self, key: Key, parameter: torch.Tensor) -> bool:
+        """Return True if a parameter that has other memory than before has the store's value still."""
+        assert isinstance(self._reducer, Reducer)
+        stored = self._reducer.view_of(key)
+        if stored is None:
+            self.kvstore.pull(key, stored := parameter.detach().clone())
+        is_alike = (stored.dtype, stored.device) == (parameter.dtype, parameter.device)
+        return is_alike and torch.equal(stored, parameter)
+
+    def _note_weights(self) -> None:
+        """Remember where the parameters are and what was written there, for `_assign_changes`."""
+        if self._sharded is not None:
+            return
+        self._sums_bits = self.kvstore.num_workers > 1 and (self._steps < _CHECKED_STEPS or self._writes_data)
+        self._steps += 1
+        self._known = {key: self._place(parameter) for key, parameter in self._parameters.items()}
+
+    def _place(self, parameter: torch.Tensor) -> tuple[int, int, int]:
+        """Return a parameter's address, its version, and in the first steps the sum of its bits.
+
+        Writes in place through ``.data`` leave no other trace. If there are some, the bits are summed in every step.
+        """
+        return parameter.data_ptr(), parameter._version, _sum_of_bits(parameter) if self._sums_bits else 0
+
+    def _drop_stale_gradients(self) -> None:
+        for key, parameter in self._parameters.items():
+            gradient, (used, version) = parameter.grad, self._used.get(key, (None, 0))
+            if gradient is not None and used is not None and used() is gradient and gradient._version == version:
+                parameter.grad = None
 
 
 def _named(params: Any) -> dict[Key, torch.Tensor]:
@@ -408,6 +550,8 @@ def _named(params: Any) -> dict[Key, torch.Tensor]:
     for key, parameter in given:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"parameter {key!r} is a {type(parameter).__name__}; expected a torch.nn.Parameter")
+        if not parameter.is_leaf:
+            raise ValueError(f"parameter {key!r} is the result of a computation; expected a leaf, such as nn.Parameter")
         if key in named or id(parameter) in seen:
             raise ValueError(f"parameter {key!r} occurs twice; expected each once")
         named[key] = parameter
@@ -421,6 +565,13 @@ def _value(gradient: torch.Tensor) -> Value:
     if gradient.layout == torch.strided:
         return gradient.detach()
     return summed([RowSparse.from_coo(gradient)], gradient.device)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64))
 
 
 def _scaled(value: Value, factor: float) -> Value:

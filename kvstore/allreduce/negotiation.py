@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gangline.collectives.errors import GanglineError, MismatchError, name_ranks
-from gangline.kvstore.group.remote_errors import differing, refusal, refused
+from gangline.kvstore.group.remote_errors import differing, error_text, refusal, refused
 from gangline.kvstore.group.serialization import pack, unpack
 from gangline.kvstore.group.worker_group import WorkerGroup
 
@@ -58,6 +58,7 @@ class Negotiator:
         self.size = communicator.size
         self._communicator = communicator
         self._failure: GanglineError | None = None
+        self._failed_update: Exception | None = None  # on this rank; the others do not know of it yet
         self._had_joined = [False] * self.size
 
     @property
@@ -70,18 +71,35 @@ class Negotiator:
         return self._communicator.dead_ranks()
 
     def check(self) -> None:
-        """Raise the communicator's error if it has failed."""
+        """Raise the communicator's error if it has failed, or that of an update."""
+        self._check_communicator()
+        if self._failed_update is not None:
+            raise RuntimeError(*self._failed_update.args)
+
+    def _check_communicator(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
 
     @contextmanager
     def communicator(self) -> Iterator[Communicator]:
         """Yield the communicator; an error that it raises in the section is final."""
-        self.check()
+        self._check_communicator()
         try:
             yield self._communicator
         except GanglineError as error:
             self._failure = type(error)(*error.args)  # without the traceback, which holds tensors
+            raise
+
+    @contextmanager
+    def final_errors(self) -> Iterator[None]:
+        """Run an update that all ranks have agreed to; if it fails on this rank, every later call raises on all."""
+        try:
+            yield
+        except Exception as error:
+            self._failed_update = RuntimeError(
+                f"an update failed on rank {self.rank}, so its weights may differ from the others'; end the job and "
+                f"resume from a checkpoint. The error was {type(error).__name__}: {error_text(error)}"
+            )
             raise
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -183,6 +201,9 @@ class Negotiator:
             raise error from error.__cause__
 
     def _gather_headers(self, header: bytes, call: str) -> Negotiation:
+        failed = self._failed_update
+        if failed is not None:
+            header, call = _HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, failed)
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         rows = list(_HEADER.iter_unpack(table.numpy().tobytes()))
         kinds = [code & 3 for _, _, code, _ in rows]
@@ -190,7 +211,8 @@ class Negotiator:
         self._had_joined = [kind == _JOINED for kind in kinds]
         if _REFUSED in kinds or len(digests) > 1:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
-            raise _disagreement(self._gather_plain(call), kinds)
+            error = _disagreement(self._gather_plain(call), kinds)
+            raise failed if failed is not None and isinstance(error, _RefusedByAllError) else error
         dense = reduce(or_, (int.from_bytes(keys, "little") for *_, keys in rows))
         return Negotiation(
             weights=[weight for weight, *_ in rows],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from gangline.kvstore.sparse import RowSparse
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
+_log = logging.getLogger("gangline")
 _HOST = torch.device("cpu")
 _END = {"end": True}
 
@@ -48,7 +50,8 @@ class AllReduceStore(LocalStore):
     Every worker must make the same calls in the same order, except pulls, learning rates and queries. If calls differ,
     or a worker's arguments are refused, all workers raise the same `MismatchError` and nothing has changed. Calls,
     asynchronous ones too, run in the order in which they are made, whatever their priority; only one thread at a time
-    may make them. After a failed collective every later call raises the same error.
+    may make them. After a failed collective every later call raises the same error; so it does, on all workers, after
+    an update that has failed on one of them, whose weights may differ from the others' then.
 
     Every worker holds the weights, the optimizer's state (with ``shard="optimizer"`` a part of it) and the gradients of
     its buckets; those on the host are in memory that the workers of a host share. Compression residuals stay with the
@@ -71,6 +74,7 @@ class AllReduceStore(LocalStore):
         super().__init__(name, in_order=True)
         self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
+        self._sets_rate = False  # set_learning_rate was called here, and no update has used a learning rate since
         self._owners: Owners | None = None
         self._wanted_memory: Sequence[float] | str | None = None
 
@@ -86,14 +90,14 @@ class AllReduceStore(LocalStore):
         return [f"worker {rank}" for rank in self._workers.dead_ranks()]
 
     def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
-        self._check_open()
+        LocalStore._check_open(self)  # an error of this rank alone is one of all, see Negotiator.final_errors
         found: list[bytes] = []
         exchange = partial(self._workers.exchange, data, name, root, takes_joined=True)
         self._run_in_order(name, lambda: found.extend(exchange()))
         return found
 
     def join(self) -> int:  # noqa: D102  inherited
-        self._check_open()
+        LocalStore._check_open(self)
         last: list[int] = []
 
         def take_part() -> None:
@@ -113,31 +117,26 @@ class AllReduceStore(LocalStore):
         if not self._closed:
             self._run_in_order(call, lambda: self._workers.refuse(call, error))
 
-    def _init(self, pairs: Pairs, async_op: bool) -> Work:
-        make_entries = super()._init
-
-        def init() -> None:
-            try:
-                shapes = {f"key {key!r}": f"{tuple(value.shape)} of {value.dtype}" for key, (value,) in pairs}
-                own = [shapes, [value.device.type for _, (value,) in pairs]]
-                gathered = self._workers.group.all_gather(own, "init")
-                check_same([theirs for theirs, _ in gathered], "init")
-                for _, (value,) in pairs:
-                    check_dtype(value.dtype)
-            except Exception:  # undone for any error, then raised again
-                with self._layout_lock:
-                    for key, _ in pairs:
-                        del self._layout[key]
-                raise
-            kinds = zip(*(devices for _, devices in gathered), strict=True)
-            placed = [
-                (key, [value if len(set(of_key)) == 1 else value.to(_HOST)])
-                for (key, (value,)), of_key in zip(pairs, kinds, strict=True)
-            ]
-            make_entries(placed, False)
-            self._broadcast([key for key, _ in pairs])
-
-        return self._start("init", init, pairs, 0, async_op)
+    def _make_entries(self, pairs: Pairs) -> None:
+        shapes = {f"key {key!r}": f"{tuple(value.shape)} of {value.dtype}" for key, (value,) in pairs}
+        own = [shapes, [value.device.type for _, (value,) in pairs]]
+        gathered = self._workers.group.all_gather(own, "init")
+        check_same([theirs for theirs, _ in gathered], "init")
+        for _, (value,) in pairs:
+            check_dtype(value.dtype)
+        kinds = zip(*(devices for _, devices in gathered), strict=True)
+        placed = [
+            (key, [value if len(set(of_key)) == 1 else value.to(_HOST)])
+            for (key, (value,)), of_key in zip(pairs, kinds, strict=True)
+        ]
+        keys = [key for key, _ in pairs]
+        try:
+            super()._make_entries(placed)
+        except Exception as error:  # out of memory, for example
+            self._workers.refuse("init", error)
+            raise
+        self._negotiate(f"init of {keys}")
+        self._broadcast(keys)
 
     def _assign(self, pairs: Pairs) -> None:
         def assign() -> None:
@@ -240,6 +239,10 @@ class AllReduceStore(LocalStore):
     def _reduce_and_update(
         self, negotiation: Negotiation, part: BucketPart, bucket: Bucket | None = None, *, is_mean: bool
     ) -> None:
+        with self._workers.final_errors():
+            self._update_by(negotiation, part, bucket, is_mean=is_mean)
+
+    def _update_by(self, negotiation: Negotiation, part: BucketPart, bucket: Bucket | None, *, is_mean: bool) -> None:
         owners = self._owners
         if owners is not None and owners.count < len(self._entries):
             owners.assign((key, entry.stored) for key, entry in self._entries.items())
@@ -293,8 +296,19 @@ class AllReduceStore(LocalStore):
     def _use_rate(self, negotiation: Negotiation) -> None:
         """Set rank 0's learning rate."""
         assert self._optimizer is not None
-        if not math.isnan(negotiation.learning_rate) and negotiation.learning_rate != self._optimizer.learning_rate:
-            self._optimizer.learning_rate = negotiation.learning_rate
+        rate, own = negotiation.learning_rate, self._optimizer.learning_rate
+        if not math.isnan(rate) and rate != own:
+            if self._sets_rate:
+                _log.warning(
+                    "set_learning_rate(%g) on rank %d has no effect: rank 0's learning rate %g counts; set it there",
+                    *(own, self.rank, rate),
+                )
+            self._optimizer.learning_rate = rate
+        self._sets_rate = False
+
+    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
+        super().set_learning_rate(learning_rate)
+        self._sets_rate = True
 
     def _update(self) -> None:
         self._run_in_order("update", lambda: self._end_update(self._negotiate("update", {"update": "apply"})))
@@ -308,7 +322,8 @@ class AllReduceStore(LocalStore):
     def _end_update(self, negotiation: Negotiation, *, is_dropped: bool = False) -> None:
         if is_dropped:
             self._pending_sums.clear()
-        else:
+            return
+        with self._workers.final_errors():
             self._use_rate(negotiation)
             changed = [key for key in self._entries if key in self._pending_sums]
             self._apply_pending()
@@ -459,12 +474,13 @@ class AllReduceStore(LocalStore):
         if self._owners is None or not self.rank:
             files.save(Path(path), state.tensors, state.header())
 
-    @refused_on_all_ranks
     def optimizer_state(self) -> OptimizerState:
         """Return a copy of all optimizer state, on the host; with ``shard="optimizer"`` collective."""
+        return super().optimizer_state() if self._owners is None else self._gather_optimizer_state()
+
+    @refused_on_all_ranks
+    def _gather_optimizer_state(self) -> OptimizerState:
         own = super().optimizer_state()
-        if self._owners is None:
-            return own
         found: list[OptimizerState] = []
 
         def gather() -> None:

@@ -97,7 +97,7 @@ class DistStore(KVStore):
             DeadNodeError: if a process dies meanwhile.
         """
         super().__init__(name)
-        is_async = name.endswith("async")
+        is_async = "async" in name
         if max_staleness is not None and (not is_async or isinstance(max_staleness, bool) or max_staleness < 0):
             raise ValueError(
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
@@ -160,7 +160,7 @@ class DistStore(KVStore):
 
     @property
     def is_async(self) -> bool:  # noqa: D102  inherited
-        return self.type.endswith("async")
+        return "async" in self.type
 
     def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
         try:
@@ -271,17 +271,11 @@ class DistStore(KVStore):
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
-        try:
-            self._continuation.check_setting_up("init")
-            packed = self._workers.all_gather(pack_layouts(layouts), "init")
-            if self._scheduler.views:  # only workers of the start take part
-                packed = [one for one in packed if one is not None]
-            new = agree_on_keys(packed, self._shards)
-        except BaseException:
-            with self._layout_lock:
-                for key, _ in pairs:
-                    self._layout.pop(key, None)
-            raise
+        self._continuation.check_setting_up("init")
+        packed = self._workers.all_gather(pack_layouts(layouts), "init")
+        if self._scheduler.views:  # only workers of the start take part
+            packed = [one for one in packed if one is not None]
+        new = agree_on_keys(packed, self._shards)
         whole = self._spec is not None and self._spec.needs_whole_keys
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
@@ -289,6 +283,12 @@ class DistStore(KVStore):
         self._continuation.set_counts(dict.fromkeys(placed, 0))
         self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        super()._forget(keys)
+        for key in keys:
+            self._sharding.remove(self._shards.pop(key, []))
+            self._rounds.pop(key, None)
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
         """Send the values of these keys to the servers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ class DistributedOptimizer(Optimizer):
 
     All workers must run the same number of backwards, with the parameters in the same order. A parameter that no worker
     has a gradient for is left alone. With a single worker nothing is changed or copied.
+
+    After a backward that failed, out of memory for example, call `zero_grad` and go on. If it had sent a part of the
+    gradients, the other workers' backward raises a MismatchError, too.
 
     Attributes:
         kvstore: the store, which averages the gradients.
@@ -90,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         self._is_reduced = False  # all gradients since the last step are means over the workers
         self._has_local = False  # gradients of a backward inside `no_sync` wait for the next reduction
         self._backward = -1  # id of the backward that runs, or ran last
-        self._is_running = False  # a backward has begun whose end averages the gradients
+        self._end: weakref.ref[Any] | None = None  # callback at the end of the backward that runs; autograd holds it
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._parameters: dict[Key, nn.Parameter] = {}  # of several workers
@@ -183,7 +188,15 @@ class DistributedOptimizer(Optimizer):
 
         `step` does it, too. Call it on a worker that has no samples for a step, at the point where the others call
         ``backward()``, if they read gradients before `step`, as ``clip_grad_norm_`` does.
+
+        Raises:
+            RuntimeError: if the last backward has failed after it had sent a part of the gradients.
         """
+        if self._end_failed_backward():
+            raise RuntimeError(
+                "the last backward failed after it had sent a part of the gradients; expected zero_grad() and the next "
+                "step"
+            )
         if self._reducer is not None and (self._has_local or not self._is_reduced):
             if not self._has_local:
                 self._reducer.begin([0], push_early=False)
@@ -197,21 +210,33 @@ class DistributedOptimizer(Optimizer):
         with self._lock:
             if number == self._backward:
                 return
-            if self._is_running:
+            if self._end is not None and self._end() is not None:
                 raise RuntimeError(
-                    "a backward began inside another one, or after one that failed; expected "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and a new job after a failure"
+                    "a backward began inside another one; expected "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
+            self._end_failed_backward()
             self._backward = number
             self._has_local = True
-            self._is_running = self._is_syncing
             self._reducer.begin([0], push_early=self._is_syncing, weight=self._weight)
             if self._is_syncing:
-                torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+                end = partial(self._on_backward_end)
+                self._end = weakref.ref(end)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _on_backward_end(self) -> None:
-        self._is_running = False
+        self._end = None
         self._reduce(self._weight)
+
+    def _end_failed_backward(self) -> bool:
+        """If the last backward has failed, end it on all workers; return False if it had not sent anything."""
+        is_inside = torch._C._current_graph_task_id() != -1
+        if self._end is None or (is_inside and self._end() is not None):
+            return False
+        if isinstance(self._reducer, ShardedWeights):
+            raise RuntimeError("the last backward failed; with shard='weights' the workers need a new job then")
+        self._end = None
+        return self._reducer is not None and self._reducer.refuse(RuntimeError("see that worker's own error"))
 
     def _reduce(self, weight: float | None) -> None:
         assert self._reducer is not None
@@ -289,7 +314,9 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as the wrapped optimizer does."""
+        self._end_failed_backward()
         self._optimizer.zero_grad(set_to_none)
+        self._has_local = False
         self._is_reduced = False  # also after a step that GradScaler has skipped
         if self._sharded is not None:
             self._sharded.forget_gradients()

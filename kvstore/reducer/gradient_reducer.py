@@ -87,9 +87,10 @@ class GradientReducer(Reducer):
         values = self._value(state, 0, keys)
         flag = state.bucket.keys[-1]
         state.gradient_views[0][flag].copy_(torch.tensor([float(key in keys) for key in state.keys]))
-        state.push = self._store.push_bucket(
-            state.bucket, [values], [*keys, flag], state.priority, weight=self._weight, async_op=async_op
-        )
+        self._push_values(state, [values], [*keys, flag], self._weight, async_op=async_op)
+
+    def _reload(self) -> None:
+        """Do nothing: the store has no weights here."""
 
     def _pull(self, state: BucketState) -> None:
         flat, views = state.gradients[0], state.gradient_views[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.torch_hooks import watch_torch
@@ -23,6 +24,8 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
+_NUMBERS = "numbers of sparse rows"
+"""Name of a collective call."""
 Parameters = Mapping[Any, torch.Tensor]
 """Trained parameters of a replica, by `Key`."""
 
@@ -143,9 +146,43 @@ class Reducer:
             waits = not push_early or self._repeated.intersection(state.keys)
             state.pending = {} if waits else {index: set(state.keys) for index in self._active}
 
-    def has_pushed(self) -> bool:
-        """Return True if a bucket of this step has been pushed."""
-        return any(state.push is not None for state in self._buckets)
+    def refuse(self, error: BaseException) -> bool:
+        """After a failed backward, let the step fail on all workers if some of its buckets have been pushed.
+
+        The weights become those of the store, to which the pushed buckets may have been applied. Collective: the other
+        workers are in the same step.
+
+        Returns:
+            False if no bucket was pushed; the other workers then wait for this one's next step.
+        """
+        self._active = []
+        left = [state for state in self._buckets if state.push is None]
+        count = len(self._buckets)
+        if len(left) == count:
+            return False
+        reason = RuntimeError(
+            f"backward failed on rank {self._store.rank} after {count - len(left)} of {count} buckets of gradients had "
+            f"been sent: {type(error).__name__}: {error}"
+        )
+        calls: list[tuple[str, Bucket | None]] = [("push_bucket", state.bucket) for state in left]
+        if self._sparse:
+            calls.append((_NUMBERS, None))
+        if self._in_step:
+            _make_calls(partial(self._store.refuse, call, reason, bucket) for call, bucket in calls)
+        self._drop_updates()
+        self._reload()
+        for state in self._buckets:
+            state.push, state.pending = None, {}
+        return True
+
+    def _drop_updates(self) -> None:
+        """After a failed push, drop those that wait for an update; other workers drop or refuse them."""
+        if self._store.updates_wait:
+            _make_calls([self._store.drop_updates])
+
+    def _reload(self) -> None:
+        """After a failed step, pull the weights of all buckets that the store gives."""
+        _make_calls(partial(self._pull, state) for state in self._buckets)
 
     def _on_gradient(self, index: int, key: Key, parameter: torch.Tensor) -> None:
         """Count a gradient that autograd has just accumulated; runs in the autograd thread."""
@@ -203,11 +240,27 @@ class Reducer:
             indices = range(len(self._parameters))
         values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else []
         if self._in_step:
-            state.push = self._store.push_bucket(
-                state.bucket, values or [{}], keys, state.priority, weight=self._weight, async_op=async_op
-            )
+            self._push_values(state, values or [{}], keys, self._weight, async_op=async_op)
         else:
-            state.push = self._store.push_bucket(state.bucket, values, keys, state.priority, async_op=async_op)
+            self._push_values(state, values, keys, None, async_op=async_op)
+
+    def _push_values(
+        self,
+        state: BucketState,
+        values: Sequence[BucketValue],
+        keys: Sequence[Key],
+        weight: float | None,
+        *,
+        async_op: bool,
+    ) -> None:
+        """Push a bucket; `finish` raises an error, after all buckets: other workers wait for a push of each."""
+        try:
+            state.push = self._store.push_bucket(
+                state.bucket, values, keys, state.priority, weight=weight, async_op=async_op
+            )
+        except Exception as error:  # noqa: BLE001  `finish` raises it
+            state.push = Work(f"push of bucket {state.priority}")
+            state.push.complete(error)
 
     def _value(self, state: BucketState, index: int, keys: Sequence[Key]) -> BucketValue:
         """Return a replica's gradients of a bucket, with zeros for missing ones where all must be pushed."""
@@ -239,22 +292,38 @@ class Reducer:
     def _finish(self, weight: float | None) -> None:
         self._active = []
         self._weight = weight
-        if self._in_step or weight != 0:
-            if not self._buckets:
-                self._form_buckets()
-            for state in self._buckets:
-                state.pending = {}  # a backward outside of a step must not push the bucket
-                if state.push is None:
-                    self._push_incomplete(state)
+        try:
+            if self._in_step or weight != 0:
+                self._push_all()
+            for state in reversed(self._buckets):
+                if state.push is not None:
+                    self._pull(state)
+                    state.push = None
+        except (DeadNodeError, StallError):
+            raise
+        except Exception:
+            self._reload()
+            raise
+
+    def _push_all(self) -> None:
+        """Push what was not pushed yet, and update."""
+        if not self._buckets:
+            self._form_buckets()
+        for state in self._buckets:
+            state.pending = {}  # a backward outside of a step must not push the bucket
+            if state.push is None:
+                self._push_incomplete(state)
+        try:
             rows = self._push_rows()
             self._wait_for_pushes()  # a failed push must raise before any update
-            if self._store.updates_wait:
-                self._store.update()
-            self._pull_rows(rows)
-        for state in reversed(self._buckets):
-            if state.push is not None:
-                self._pull(state)
-                state.push = None
+        except (DeadNodeError, StallError):
+            raise
+        except Exception:
+            self._drop_updates()
+            raise
+        if self._store.updates_wait:
+            self._store.update()
+        self._pull_rows(rows)
 
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
@@ -325,8 +394,11 @@ class Reducer:
 
     def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
         """Return the numbers of the rows that any worker pushes. Collective."""
-        self._wait_for_pushes()  # keeps the workers' collective calls in one order
-        received = self._store.group.all_gather(_numbers_of(gradients), "numbers of sparse rows")
+        for state in self._buckets:  # keeps the workers' collective calls in one order
+            if state.push is not None:
+                with suppress(Exception):  # raised after this call, which the other workers make too
+                    state.push.wait()
+        received = self._store.group.all_gather(_numbers_of(gradients), _NUMBERS)
         return _distinct([numbers for numbers in received if numbers is not None])
 
     def _pull_rows(self, rows: Mapping[Key, torch.Tensor | None]) -> None:
@@ -395,6 +467,15 @@ class Reducer:
         self._buckets.append(state)
         self._bucket_of.update(dict.fromkeys(state.keys, state))
 
+    def view_of(self, key: Key) -> torch.Tensor | None:
+        """Return the first replica's view of a key in its flat weights, which last got the store's value, if any."""
+        state = self._bucket_of.get(key)
+        return state.weight_views[0][key] if state is not None and state.weight_views else None
+
+    def expect_moved(self, key: Key) -> None:
+        """Take a parameter back into its bucket without a warning: the store has its values."""
+        self._handed_back.add(key)
+
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code gave them other memory."""
         for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
@@ -433,6 +514,17 @@ class Reducer:
         self.hand_back()
         for hook in self._hooks:
             hook.remove()
+
+
+def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls after an error, and ignore theirs; make no further one if a process is dead or late."""
+    for call in calls:
+        try:
+            call()
+        except (DeadNodeError, StallError):
+            return
+        except Exception as error:  # noqa: BLE001  the first error is the one to raise
+            _log.debug("after a failed step: %s", error)
 
 
 @torch.no_grad()

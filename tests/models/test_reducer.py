@@ -79,9 +79,10 @@ class Recorder(LocalStore):
         keys: Collection[Key] | None = None,
         priority: int = 0,
         *,
+        weight: float | None = None,
         async_op: bool = False,
     ) -> Work:
-        work = super().push_bucket(bucket, values, keys, priority, async_op=async_op)
+        work = super().push_bucket(bucket, values, keys, priority, weight=weight, async_op=async_op)
         self.pushed.append(tuple(bucket.keys if keys is None else keys))
         self.works.append(work)
         self.on_push()

@@ -57,7 +57,6 @@ from gangline.models.zoo import registry, transfer
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _MOMENTUM = 0.9
 """Default of --mom."""
-_ASYNC = ("dist_async", "dist_device_async")
 _FULL_RATE_WORKERS = 4
 """Largest number of workers of an asynchronous store whose late updates train stably at the rate of one worker."""
 _CLASSES_SHOWN = 10
@@ -225,7 +224,7 @@ def _fit_and_score(
 
 def _store_name(options: TrainOptions, context: str | list[Context]) -> str:
     """Return the store; unless one is asked for, processes of one job are joined."""
-    if options.max_staleness is not None and options.kv_store not in _ASYNC:
+    if options.max_staleness is not None and "async" not in (options.kv_store or ""):
         raise UsageError(f"--max-staleness is for --kv-store dist_async, but --kv-store is {options.kv_store}")
     if options.kv_store is not None:
         return options.kv_store
@@ -365,7 +364,7 @@ def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store:
     circle: with momentum 0.9 the largest stable rate is 38 times smaller for d=1 than for d=0, and 240 times for d=7;
     without momentum 2 times and 10 times.
     """
-    if store not in _ASYNC or workers == 1:
+    if "async" not in store or workers == 1:
         return []
     lines = []
     if options.mom is None and params.get("momentum"):
