@@ -120,7 +120,7 @@ def test_threads_share_the_lock_of_their_process(tmp_path: Path) -> None:
     assert not Path(f"{prefix}.lock").exists()
 
 
-@pytest.mark.parametrize("name", ["net.lock", f"states.{os.getpid()}.tmp"])
+@pytest.mark.parametrize("name", ["net.lock", f"states.{os.getpid()}.tmp"], ids=["lock", "states"])
 def test_a_link_in_a_folder_that_others_may_write_is_not_followed(name: str, tmp_path: Path) -> None:
     shared, precious = tmp_path / "shared", tmp_path / "precious"
     shared.mkdir()
