@@ -145,7 +145,10 @@ def _reduce(
             if request is None:
                 values.append(own[span])
             else:
-                values.append(request.piece(index).view(own.dtype))
+                piece = request.piece(index)
+                if own.is_complex() and piece.data_ptr() % own.element_size():
+                    piece = piece.clone()  # torch's complex kernels end in a segmentation fault elsewhere
+                values.append(piece.view(own.dtype))
         combine(values, op, result[span], divisor)
     for request in requests:
         if request is not None:

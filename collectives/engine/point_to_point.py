@@ -140,6 +140,7 @@ class PointToPoint:
             raise
         except BaseException as error:  # an interrupted call must not take a later message
             with self._lock:
+                self._time_oldest()
                 self._fail(error, self._timed_code)
             raise
         work.wait()
@@ -177,6 +178,7 @@ class PointToPoint:
             self._progress_until(is_over)
         except BaseException as error:  # noqa: BLE001  of `waiter` or of a sleep: the pending works raise it
             with self._lock:
+                self._time_oldest()
                 self._fail(error, self._timed_code)
                 self._thread = None
 

@@ -124,7 +124,7 @@ def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]
         yield
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError) or isinstance(error, DiskFullError):  # named already
             raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             if error.filename is not None:
