@@ -17,6 +17,7 @@ from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
 _YIELDS = 5_000  # before the first sleep, at most: a virtual CPU that sleeps is slow to wake up
+_YIELDS_BETWEEN_CHECKS = 20  # of the clock
 _FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
 _YIELD_SECONDS = 0.005  # after which it sleeps at any rate: on a busy core a yield may take milliseconds
 _FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
@@ -96,14 +97,20 @@ class FutexWakeup:
         for _ in range(self._spins):
             if ready():
                 return
+        self._yield_and_sleep(rank, ready, progress)
+
+    def _yield_and_sleep(self, rank: int, ready: Callable[[], bool], progress: Callable[[], bool] | None) -> None:
         yields = _FEW_YIELDS if is_in_background() else self._yields
 
         def pause(waited: float) -> None:
             nonlocal yields
             is_sending = progress is not None and progress()
-            if yields and waited < _YIELD_SECONDS:
-                yields -= 1
-                _libc.sched_yield()
+            if yields > 0 and waited < _YIELD_SECONDS:
+                for _ in range(1 if is_sending else _YIELDS_BETWEEN_CHECKS):
+                    _libc.sched_yield()
+                    yields -= 1
+                    if ready():
+                        return
             else:
                 self._sleep(rank, ready, FUTEX_SLEEP_SENDING_SECONDS if is_sending else FUTEX_SLEEP_SECONDS)
 
