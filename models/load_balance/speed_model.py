@@ -169,7 +169,7 @@ class SpeedModel:
             return best if over_equal > least else before
         if over_equal <= min(least / 2, _CLEAR_GAIN):
             return equal
-        return best if over_present > required else before
+        return best if over_present > max(_MIN_GAIN, required / 2) else before  # that some are slower is known
 
     def _floors(self, size: int) -> list[int]:
         """Return the smallest shares that what was measured speaks for."""

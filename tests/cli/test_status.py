@@ -97,6 +97,7 @@ def test_a_late_worker_is_named_with_the_line_that_it_is_at(tmp_path: Path) -> N
     assert "in wait_for" in table
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     until = tmp_path / "until"
     with job("ranks", until, GANGLINE_HEARTBEAT_LIMIT=60):

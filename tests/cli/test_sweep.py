@@ -25,6 +25,7 @@ def gangline_sweep(folder: Path, *arguments: str, code: int = 0) -> subprocess.C
     return python("-m", "gangline", "sweep", "--folder", folder, *arguments, code=code)
 
 
+@pytest.mark.slow
 def test_each_combination_trains_and_the_best_is_named(tmp_path: Path) -> None:
     own = ("--network", "mlp", "--num-epochs", "2")
     done = gangline_sweep(tmp_path, "--set", "lr=0.1,0.0001", "--cpus", "2", "--", *own)

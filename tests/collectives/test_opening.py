@@ -125,6 +125,7 @@ for store in ("allreduce", "dist_sync"):
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="namespaces need root and the command unshare"
 )
+@pytest.mark.slow
 def test_a_host_with_ipv6_alone_runs_a_job() -> None:
     setup = 'ip link set lo up; ip -4 address flush dev lo; exec "$@"'
     command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, "-c", SUM]

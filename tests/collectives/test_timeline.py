@@ -222,6 +222,7 @@ def test_another_job_replaces_the_file_and_a_killed_one_leaves_its_spans(tmp_pat
         assert len(trace.spans("worker 0", "pushpull")) == 4
 
 
+@pytest.mark.slow
 def test_an_error_of_the_file_is_reported_once_and_the_job_goes_on(tmp_path: Path) -> None:
     done = launch(tmp_path / "missing" / "trace.json", "-c", RANK)
     assert done.returncode == 0

@@ -133,6 +133,7 @@ def test_every_worker_gets_its_rank() -> None:
     assert found[0]["DMLC_PS_ROOT_PORT"] != found[0]["MASTER_PORT"]
 
 
+@pytest.mark.slow
 def test_workers_join_by_connect_without_arguments() -> None:
     code = (
         "import torch\nfrom gangline import collectives\n"

@@ -164,6 +164,7 @@ print("written", flush=True)
 
 
 @pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.slow
 def test_a_worker_that_dies_after_it_has_left_ends_nothing(is_over: bool, tmp_path: Path) -> None:
     words = ("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", HEAD + LOOP + LATE)
     with launch(*words, str(tmp_path), str(is_over)) as run:

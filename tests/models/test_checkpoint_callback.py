@@ -343,6 +343,7 @@ with Module(nn.Linear(4, 3), nn.CrossEntropyLoss(), cpu()) as module:
 """
 
 
+@pytest.mark.slow
 def test_files_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
     for more in ((), ("states",)):
         killed = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "net"), *more], check=False)

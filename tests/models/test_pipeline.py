@@ -252,6 +252,7 @@ def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_pipelines_of_two_workers_train_as_one_context() -> None:
     expected = trained(1, 1)
     for found in spawn(in_two_workers, 2, threads=1):

@@ -237,6 +237,7 @@ def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
         sweep(lambda _: 0.0, {"x": [1]}, cpu(), folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_part_is_told_so_and_no_trial_is_recorded(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from gangline import cpu, sweep\ndef f(trial): return 1.0\nsweep(f, {'x': [1]}, cpu())\n")
