@@ -31,13 +31,13 @@ def workers(code: str, *words: str) -> Launch:
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_or_fails_starts_again_with_its_number() -> None:
-    code = "print(f'{rank} {k}', flush=True)\nif rank == 1 and k < 2: os.kill(os.getpid(), 9) if k else sys.exit(3)\n"
+    code = "print(f'{rank} {k}', flush=True)\nif rank == 1 and k < 2: os.kill(os.getpid(), 9) if k else sys.exit(4)\n"
     with workers(code, "--restart-processes", "3") as run:
         status, out, errors = run.end()
     assert sorted(out) == ["[worker 0] 0 0", "[worker 1] 1 0", "[worker 1] 1 1", "[worker 1] 1 2"]
     own = [re.sub(r"pid \d+", "pid", line) for line in errors if line.startswith("gangline: worker")]
     assert own == [
-        "gangline: worker 1 (pid) exited with code 3; it starts again (restart 1 of 3 of single processes)",
+        "gangline: worker 1 (pid) exited with code 4; it starts again (restart 1 of 3 of single processes)",
         "gangline: worker 1 (pid) was killed by SIGKILL; it starts again (restart 2 of 3 of single processes)",
     ]
     assert status == 0
