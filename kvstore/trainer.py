@@ -274,7 +274,7 @@ class Trainer:
         try:
             self._reducer.finish(self._weight)
             self._has_failed = False
-        except Exception:
+        except Exception:  # whatever failed, the samples of `no_sync` stay; raised again
             self._accumulated, self._accumulated_samples = accumulated
             self._note_weights()  # they are the store's now
             raise

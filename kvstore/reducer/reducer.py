@@ -301,7 +301,7 @@ class Reducer:
                     state.push = None
         except (DeadNodeError, StallError):
             raise
-        except Exception:
+        except Exception:  # whatever failed, weights must be the store's; raised again
             self._reload()
             raise
 
@@ -318,7 +318,7 @@ class Reducer:
             self._wait_for_pushes()  # a failed push must raise before any update
         except (DeadNodeError, StallError):
             raise
-        except Exception:
+        except Exception:  # whatever failed, no later update may use what was pushed; raised again
             self._drop_updates()
             raise
         if self._store.updates_wait:

@@ -122,6 +122,14 @@ for store in ("allreduce", "dist_sync"):
 """
 
 
+def run_launcher(command: list[str]) -> list[str]:
+    """Run a launcher's command and return the lines that it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="namespaces need root and the command unshare"
 )
@@ -129,15 +137,7 @@ for store in ("allreduce", "dist_sync"):
 def test_a_host_with_ipv6_alone_runs_a_job() -> None:
     setup = 'ip link set lo up; ip -4 address flush dev lo; exec "$@"'
     command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, "-c", SUM]
-    done = subprocess.run(
-        ["unshare", "-n", "sh", "-ec", setup, "sh", *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_launcher(["unshare", "-n", "sh", "-ec", setup, "sh", *command])
 
 
 CONNECT = """
@@ -156,13 +156,4 @@ sys.stdout.write(f"{len(opened)} connection\\n")
 @pytest.mark.slow
 def test_ranks_of_torchrun_connect_to_its_store_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    done = subprocess.run(
-        [*command, sys.executable, "-c", CONNECT],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["1 connection"] * 2
+    assert run_launcher([*command, sys.executable, "-c", CONNECT]) == ["1 connection"] * 2
