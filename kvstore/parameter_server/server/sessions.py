@@ -78,7 +78,7 @@ class _Read:
 class Sessions:
     """Sessions with all workers, and everything that is sent to them.
 
-    A message of one worker costs nothing for each of the others: workers to which something is due are in sets.
+    A message of one worker costs nothing for each of the others: workers to which something is due are kept apart.
 
     Args:
         listener: sends the messages.
@@ -107,9 +107,9 @@ class Sessions:
         self._awaited: Collection[int] = ()
         self._awaited_until = 0.0  # `time.monotonic` seconds when they are looked for again
         self._of_rank: dict[int, WorkerSession] = {}
-        self._due: set[WorkerSession] = set()  # acknowledgements, values or releases are to be sent now
+        self._due: dict[WorkerSession, None] = {}  # acknowledgements, values or releases are to be sent now
         self._deferred: dict[WorkerSession, None] = {}  # acknowledgements may wait; by `acks_since`
-        self._withheld: set[WorkerSession] = set()
+        self._withheld: dict[WorkerSession, None] = {}
         self._reads: dict[int, _Read] = {}
         self._reads_of: dict[tuple[int, int], list[int]] = {}  # numbers by rank and sequence
         self._refusals: dict[int, tuple[int, Failed]] = {}  # number -> rank and an error that it has not confirmed
@@ -128,9 +128,9 @@ class Sessions:
         worker = self.workers.pop(identity, None)
         if worker is not None:
             del self._of_rank[worker.rank]
-            self._due.discard(worker)
+            self._due.pop(worker, None)
             self._deferred.pop(worker, None)
-            self._withheld.discard(worker)
+            self._withheld.pop(worker, None)
             for _, shard in worker.ready:
                 shard.unsent -= 1
             self._mark_changed(shard for _, shard in worker.ready)
@@ -148,7 +148,7 @@ class Sessions:
         worker.acks += sequences
         if urgent or len(worker.acks) >= _MAX_DEFERRED:
             worker.acks_are_due = True
-            self._due.add(worker)
+            self._due[worker] = None
         else:
             self._deferred.setdefault(worker)
 
@@ -156,7 +156,7 @@ class Sessions:
         """Acknowledge a push, or withhold the acknowledgement if the worker's backlog is too large."""
         if self._is_ahead(worker):
             worker.withheld_acks.append(sequence)
-            self._withheld.add(worker)
+            self._withheld[worker] = None
         else:
             self.acknowledge(worker, [sequence], urgent=urgent)
 
@@ -165,7 +165,7 @@ class Sessions:
             return False
         began = time.monotonic()
         if began > self._awaited_until:
-            self._awaited = self._find_awaited([one.rank for one in self._withheld | {worker}])
+            self._awaited = self._find_awaited([one.rank for one in {**self._withheld, worker: None}])
             ended = time.monotonic()
             self._awaited_until = ended + max(_AWAITED_SECONDS, _AWAITED_SHARE * (ended - began))
         return worker.rank not in self._awaited
@@ -174,7 +174,7 @@ class Sessions:
         """Release a message's region with the next flush; the worker may then overwrite it."""
         worker.in_use.discard(sequence)
         worker.releases.append(sequence)
-        self._due.add(worker)
+        self._due[worker] = None
 
     def send_value(self, waiter: Waiter, shard: Shard) -> None:
         """Send the current value of a shard to a waiter with the next `flush`."""
@@ -182,7 +182,7 @@ class Sessions:
         if worker is not None:
             worker.ready.append((waiter, shard))
             shard.unsent += 1
-            self._due.add(worker)
+            self._due[worker] = None
 
     def flush(self) -> None:
         """Send acknowledgements that are due, values and releases.
@@ -190,14 +190,14 @@ class Sessions:
         Values of a worker whose connection is full stay until it has read more, so that they do not pile up here.
         """
         for worker in [one for one in self._withheld if not self._is_ahead(one)]:
-            self._withheld.discard(worker)
+            self._withheld.pop(worker, None)
             self.acknowledge(worker, worker.withheld_acks)
             worker.withheld_acks.clear()
         before = time.monotonic() - _DEFER_SECONDS
         for worker in takewhile(lambda one: one.acks_since < before, self._deferred):
             worker.acks_are_due = True
-            self._due.add(worker)
-        due, self._due = self._due, set()
+            self._due[worker] = None
+        due, self._due = self._due, {}
         for worker in due:
             if worker.acks_are_due:
                 self._send_acks(worker)
@@ -219,7 +219,7 @@ class Sessions:
                     self._mark_changed([shard])
         worker.ready = [pair for group in groups for pair in group]
         if groups:
-            self._due.add(worker)
+            self._due[worker] = None
 
     def flush_acks(self) -> None:
         """Send all acknowledgements except withheld ones."""
