@@ -19,7 +19,7 @@ _GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differ
 _CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
 _STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
 _MIN_SECONDS = (
-    1.0  # measured of each context before the split changes; a busy system gives cores away for parts of that
+    1.0  # of batches at a context's present speed before the split changes; a busy system gives cores away for less
 )
 _SMALLEST_PART = 2  # a share shrinks at most to this part of the smallest one that was measured
 _DECAY = 0.7  # weight of a measurement relative to the next update's
@@ -130,7 +130,8 @@ class SpeedModel:
             True if they changed.
         """
         size = max(self._sizes)
-        measured = [context.add_point(size, averages=self._averages) for context in self._contexts]
+        elapsed = max(sum(share.seconds for share in context.recorded) for context in self._contexts)
+        measured = [context.add_point(size, elapsed, averages=self._averages) for context in self._contexts]
         if not any(measured):
             return False
         self._sizes = [self._sizes[-1], 0]
@@ -169,7 +170,7 @@ class SpeedModel:
             return best if over_equal > least else before
         if over_equal <= min(least / 2, _CLEAR_GAIN):
             return equal
-        return best if over_present > max(_MIN_GAIN, required / 2) else before  # that some are slower is known
+        return best if over_present > _MIN_GAIN else before  # that some are slower is known
 
     def _floors(self, size: int) -> list[int]:
         """Return the smallest shares that what was measured speaks for."""
@@ -304,7 +305,7 @@ class _ContextSpeed:
     points: list[_Point] = field(default_factory=list)
     """One per update of the loads, the latest last."""
     seconds: float = 0.0
-    """Measured since the speed last changed."""
+    """Time of the batches that were measured since the speed last changed."""
     warm: bool = False
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
@@ -322,7 +323,7 @@ class _ContextSpeed:
             self.recorded.append(_Recorded(size, samples, seconds))
         return counts
 
-    def add_point(self, batch_size: int, *, averages: bool) -> bool:
+    def add_point(self, batch_size: int, elapsed: float, *, averages: bool) -> bool:
         """Turn the recorded shares of full batches into a point; return False if there are none."""
         full = [share for share in self.recorded if 2 * share.size >= batch_size]
         self.recorded = []
@@ -334,15 +335,15 @@ class _ContextSpeed:
         samples = statistics.mean(share.samples for share in full)
         rate = statistics.mean(rates) if averages else statistics.median_low(rates)
         point = _Point(samples, samples * rate, float(min(len(full), _MAX_BATCHES)), _standard_error(rates) / rate)
-        self.seconds += (seconds := sum(share.seconds for share in full))
+        self.seconds += elapsed
         suspect, self.suspect = self.suspect, None
         if suspect is not None and _is_consistent(suspect, point):
-            self.points, self.seconds = [suspect], seconds
+            self.points, self.seconds = [suspect], elapsed
         elif self.points and not _is_consistent(self.points[-1], point):
             if point.seconds > self.points[-1].seconds * max(1.0, samples / self.points[-1].samples):
                 self.suspect = point  # other work may have disturbed it
                 return True
-            self.points, self.seconds = [], seconds
+            self.points, self.seconds = [], elapsed
         self.points = [*(old._replace(weight=_DECAY * old.weight) for old in self.points[-7:]), point]
         fit = self.fit()
         known = fit.per_sample * samples / fit.seconds(samples)

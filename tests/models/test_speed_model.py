@@ -463,10 +463,10 @@ def test_the_state_of_other_contexts_is_refused_with_a_warning(caplog: pytest.Lo
     assert "the saved loads are those of cpu(0), cpu(1); gpu(0), gpu(1), gpu(2) will be measured again" in caplog.text
 
 
-def test_no_split_changes_before_each_context_was_measured_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_split_changes_before_a_second_of_batches_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_model, "_MIN_SECONDS", 1.0)
     job = Job([(0.0, 1e-4), (0.0, 1e-3)], size=16)  # 0.8 and 8 ms: a busy core can do that for so short a time
-    job.epochs(10, batches=100)
+    job.epochs(1, batches=120)
     assert job.model.loads == [0.5, 0.5]
-    job.epochs(10, batches=100)
+    job.epochs(2, batches=120)
     assert counts_of(job.model.loads, 16) == [15, 1]
