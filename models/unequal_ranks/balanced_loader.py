@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
@@ -118,10 +119,12 @@ class BalancedLoader:
         self._networks = networks
         self.controller = SplitController(given, max(aheads) + 1 + (prepared is not None), caps, minimum)
         timer = RankTimer(networks) if loads == "auto" else None
-        parameters = (parameter for network in networks for parameter in network.parameters())
-        device = next((parameter.device for parameter in parameters), None) if memory == "auto" else None
+        devices = [parameter.device for network in networks for parameter in network.parameters()]
+        if torch.device("cpu") in devices:
+            keep_freed_memory()
+        limited = devices[0] if devices and memory == "auto" else None
         self._measured = MeasuredLoads(
-            rank, given, self._exchange.all_gather, timer, device=device, caps=caps, minimum=minimum
+            rank, given, self._exchange.all_gather, timer, device=limited, caps=caps, minimum=minimum
         )
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
