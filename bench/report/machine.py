@@ -16,7 +16,7 @@ def machine() -> Row:
 
     import torch
 
-    from gangline.collectives.devices.inventory import device_table
+    from gangline.doctor.inventory import device_table
 
     host, *gpus = device_table()
     return {

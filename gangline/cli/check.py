@@ -13,7 +13,7 @@ from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.collectives.checks.finding import Finding
+    from gangline.doctor.finding import Finding
 
 _JOB = "job"
 _MOST_HOSTS_IN_TABLE = 16
@@ -34,8 +34,8 @@ def check(
     Started by a launcher on the hosts of a job, it also measures the links between them, and rank 0 prints. Each check
     runs in a process of its own, which is killed at its deadline. The exit code is 1 if a job could not run.
     """
-    from gangline.collectives.checks.finding import Check, Finding, Status, finding_of, findings_of, run
-    from gangline.collectives.checks.this_host import CHECKS, HOST_STEPS, check_host
+    from gangline.doctor.finding import Check, Finding, Status, finding_of, findings_of, run
+    from gangline.doctor.this_host import CHECKS, HOST_STEPS, check_host
 
     names = _chosen([*(one.name for one in CHECKS), _JOB], only)
     findings: list[Finding] = []

@@ -94,8 +94,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _show_machine(json: JsonFile) -> None:
-    from gangline.collectives.devices.inventory import device_table
-    from gangline.collectives.devices.links import matrix_table, read_links
+    from gangline.doctor.gpu_links import matrix_table, read_links
+    from gangline.doctor.inventory import device_table
 
     links = read_links()
     rows = device_table(links)

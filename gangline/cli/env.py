@@ -33,8 +33,8 @@ def _report() -> dict[str, dict[str, Any]]:
     import psutil
     import torch
 
-    from gangline.collectives.devices.inventory import device_table
     from gangline.collectives.transports.shm.host_group import processor_problem
+    from gangline.doctor.inventory import device_table
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -12,7 +12,7 @@ from pathlib import Path
 from gangline.kvstore.launch.binding import LOCALHOST, Cpu, Gpu, Host
 
 _SYS = Path("/sys")
-_QUERY = "import json; from gangline.collectives.devices.links import pci_addresses; print(json.dumps(pci_addresses()))"
+_QUERY = "import json; from gangline.kvstore.launch.topology import pci_addresses; print(json.dumps(pci_addresses()))"
 
 
 def read_host(
@@ -62,6 +62,23 @@ def gpu_addresses() -> list[str | None]:
     """
     asked = subprocess.run([sys.executable, "-c", _QUERY], stdout=subprocess.PIPE, check=True, text=True)  # noqa: S603
     found: list[str | None] = json.loads(asked.stdout)
+    return found
+
+
+def pci_addresses() -> list[str | None]:
+    """Return the PCI address of each GPU that torch sees as sysfs writes it, "0000:3b:00.0"; None without NVML."""
+    import pynvml
+    import torch
+
+    found: list[str | None] = []
+    for index in range(torch.cuda.device_count()):
+        try:  # by UUID, since NVML numbers all GPUs
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        except pynvml.NVMLError:
+            found.append(None)
+        else:
+            found.append(pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-len("0000:3b:00.0") :])
     return found
 
 

@@ -13,7 +13,7 @@ from measure import distance
 from torch import nn
 
 from gangline import Context, Module, contexts, cpu, gpu, num_gpus
-from gangline.collectives.devices.inventory import device_table
+from gangline.doctor.inventory import device_table
 from gangline.kvstore import create
 from gangline.kvstore.device import DeviceStore
 

@@ -15,9 +15,14 @@ from typing import Any
 
 from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_rank_info
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
-from gangline.collectives.checks.finding import Finding, Status
-from gangline.collectives.checks.host import loopback_remedy
-from gangline.collectives.checks.links import (
+from gangline.collectives.communicator import open_communicator
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.transports import unix_sockets
+from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
+from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.doctor.finding import Finding, Status
+from gangline.doctor.host import loopback_remedy
+from gangline.doctor.links import (
     CONNECT_SECONDS,
     REMEDIES,
     TOKEN_BYTES,
@@ -30,13 +35,8 @@ from gangline.collectives.checks.links import (
     problem_of,
     rounds_of_pairs,
 )
-from gangline.collectives.checks.this_host import HOST_STEPS, check_host
-from gangline.collectives.checks.two_ranks import finding_of_all_reduce, measure_all_reduce
-from gangline.collectives.communicator import open_communicator
-from gangline.collectives.errors import GanglineError
-from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
-from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.doctor.this_host import HOST_STEPS, check_host
+from gangline.doctor.two_ranks import finding_of_all_reduce, measure_all_reduce
 
 _RETRY_SECONDS = 0.2
 _RENDEZVOUS = "rendezvous"

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from gangline.cli.devices import devices
-from gangline.collectives.devices.inventory import device_table
-from gangline.collectives.devices.links import (
+from gangline.doctor.gpu_links import (
     SELF,
     Link,
     LinkKind,
@@ -24,7 +23,8 @@ from gangline.collectives.devices.links import (
     pcie,
     read_links,
 )
-from tests.collectives.matrices import BRIDGE, CUBE_MESH, NONE, ONE, SWITCHED, TWO_ROOTS, NVMLError, RecordedNVML
+from gangline.doctor.inventory import device_table
+from tests.doctor.matrices import BRIDGE, CUBE_MESH, NONE, ONE, SWITCHED, TWO_ROOTS, NVMLError, RecordedNVML
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is shown where there is no GPU; here is one")
 SYS, PHB = 50, 30

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gangline.collectives.checks.finding import Finding, Status
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.devices.links import LinkMatrix, read_links
 from gangline.collectives.processes.spawning import spawn
+from gangline.doctor.finding import Finding, Status
+from gangline.doctor.gpu_links import LinkMatrix, read_links
 
 _COPIED = 64 << 20
 _ELEMENTS = 8 << 20

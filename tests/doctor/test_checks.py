@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives.checks import gpus, links
-from gangline.collectives.checks.finding import Check, Outcome, Status, findings_of, run
-from gangline.collectives.checks.job import job
-from gangline.collectives.checks.links import LinkReport, ProbeServer, findings_of_links, measure, rounds_of_pairs
-from gangline.collectives.checks.this_host import finding_of_nccl
+from gangline.doctor import gpus, links
+from gangline.doctor.finding import Check, Outcome, Status, findings_of, run
+from gangline.doctor.job import job
+from gangline.doctor.links import LinkReport, ProbeServer, findings_of_links, measure, rounds_of_pairs
+from gangline.doctor.this_host import finding_of_nccl
 from tests.collectives.firewall import drop_tcp
 from tests.collectives.processes import Processes, Rank
 

@@ -1,4 +1,4 @@
-"""Process of one check: `python -m gangline.collectives.checks.child MODULE FUNCTION ARGUMENTS PARENT`."""
+"""Process of one check: `python -m gangline.doctor.child MODULE FUNCTION ARGUMENTS PARENT`."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.checks.finding import Finding, Status
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import spawn
+from gangline.doctor.finding import Finding, Status
 
 _ELEMENTS = 1 << 20
 _SMALL_CALLS = 100

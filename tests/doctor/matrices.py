@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from gangline.collectives.devices.links import SELF, Link, LinkKind, LinkMatrix, nvlink, pcie
+from gangline.doctor.gpu_links import SELF, Link, LinkKind, LinkMatrix, nvlink, pcie
 
 
 def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:

@@ -130,16 +130,6 @@ def nvml_handle(index: int) -> Any:
         return None
 
 
-def pci_addresses() -> list[str | None]:
-    """Return the PCI address of each GPU that torch sees as sysfs writes it, "0000:3b:00.0"; None without NVML."""
-    import pynvml
-    import torch
-
-    handles = [nvml_handle(index) for index in range(torch.cuda.device_count())]
-    buses = [None if handle is None else pynvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
-    return [None if bus is None else bus.lower()[-len("0000:3b:00.0") :] for bus in buses]
-
-
 def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
     """Return the links between the GPUs with these handles, read from NVML (the module pynvml)."""
     addresses = [nvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gangline.collectives.checks.finding import Finding, Status
+from gangline.doctor.finding import Finding, Status
 
 TOKEN_BYTES = 16
 CONNECT_SECONDS = 5.0

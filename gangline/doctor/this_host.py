@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from gangline.collectives.checks.finding import Check, Finding, Outcome, Status, findings_of, run
+from gangline.doctor.finding import Check, Finding, Outcome, Status, findings_of, run
 
 _SIDE_BY_SIDE = (
     Check("shared-memory", "host", "shared_memory"),

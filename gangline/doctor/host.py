@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
-from gangline.collectives.checks.finding import Finding, Status
 from gangline.collectives.transports.addresses import is_loopback, resolved
 from gangline.collectives.transports.shm import cma
+from gangline.doctor.finding import Finding, Status
 
 _PROBE_BYTES = 32 << 20
 _LEAST_MEMORY = 1 << 30

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from gangline.collectives.devices.links import LinkMatrix, nvml_handle, read_links
+from gangline.doctor.gpu_links import LinkMatrix, nvml_handle, read_links
 
 
 @dataclass(frozen=True)
