@@ -1,4 +1,4 @@
-"""Ask the processes of this user on this host for their status, and find the one that others wait for."""
+"""Ask the processes of this user on this host for their status."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from gangline.collectives.environments.job_name import job_name
-from gangline.collectives.liveness.status_socket import PREFIX, Part, Wait
+from gangline.collectives.liveness.status_socket import PREFIX, Part
 from gangline.collectives.transports import unix_sockets
 
 _log = logging.getLogger("gangline")
@@ -68,19 +68,6 @@ class ProcessStatus:
         return asdict(self)
 
 
-@dataclass
-class Late:
-    """A process that others wait for, while it does not wait itself."""
-
-    name: str
-    seconds: float
-    """For how long they have waited."""
-    what: str
-    """The call or round that they wait in."""
-    waiting: list[str] = field(default_factory=list)
-    """Names of the processes that wait for it."""
-
-
 def statuses(
     seconds: float = 1.0, is_wanted: Callable[[str, int], bool] = lambda _name, _process: True
 ) -> list[ProcessStatus]:
@@ -96,26 +83,6 @@ def statuses(
     with ThreadPoolExecutor(min(len(found), _MOST_THREADS)) as threads:
         answers = [status for status in threads.map(lambda name: _ask(name, seconds), found) if status is not None]
     return sorted(answers, key=lambda one: (one.job, one.name.rstrip("0123456789"), len(one.name), one.name))
-
-
-def late_processes(processes: Sequence[ProcessStatus], least: float = 0.0) -> list[Late]:
-    """Return the processes of one job that others wait for while they wait for nobody, the longest awaited first.
-
-    Args:
-        processes: those of one job.
-        least: seconds from which a wait counts.
-    """
-    waits = [wait for process in processes for part in process.parts for wait in part["waits"]]
-    waits = [wait for wait in waits if wait["seconds"] >= least]
-    waiting = {name for wait in waits for name in wait["waiting"] if wait["missing"]}
-    waiting |= {process.name for process in processes if any(part["waits"] for part in process.parts)}
-    late: dict[str, Late] = {}
-    for wait in sorted(waits, key=lambda one: -one["seconds"]):
-        for name in wait["missing"]:
-            if name not in waiting:
-                one = late.setdefault(name, Late(name, wait["seconds"], wait["what"]))
-                one.waiting += [each for each in wait["waiting"] if each not in one.waiting]
-    return list(late.values())
 
 
 def places_of_workers(ranks: Iterable[int]) -> str:
@@ -140,12 +107,6 @@ def _places(
         _log.info("the places of late processes are unknown: %r", error)
         return ""
     return f" ({'; '.join(texts)})" if texts else ""
-
-
-def waits_of(process: ProcessStatus, processes: Sequence[ProcessStatus]) -> list[Wait]:
-    """Return what a process waits for, the longest first: by its own account, or that of another process."""
-    waits = [wait for one in processes for part in one.parts for wait in part["waits"]]
-    return sorted((wait for wait in waits if process.name in wait["waiting"]), key=lambda one: -one["seconds"])
 
 
 def _sockets() -> list[str]:

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from gangline.cli.advice_page import advice_page, scaling_page
-from gangline.cli.job_scaling import run_with_timeline, scaling_of_job
+from gangline.advise.advice import Advice
+from gangline.advise.advice import advise as advise_on
+from gangline.advise.job_scaling import run_with_timeline, scaling_of_job
+from gangline.advise.page import advice_page, scaling_page
+from gangline.advise.steps import read_events, steps_of
 from gangline.cli.training.options import TrainOptions
 from gangline.collectives.errors import UsageError
 from gangline.collectives.host_files import write_text
-from gangline.collectives.timeline.advice import Advice
-from gangline.collectives.timeline.advice import advise as advise_on
-from gangline.collectives.timeline.steps import read_events, steps_of
 
 
 def advise(

@@ -12,7 +12,7 @@ from gangline.cli.options import JsonFile, numbers, write_json
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.cli.planning.split_plan import RankProfile, SplitPlan
+    from gangline.advise.split_plan import RankProfile, SplitPlan
 
 balance = typer.Typer(help="Split batches over unequal devices: measure their speed, and compare splits.")
 
@@ -41,7 +41,7 @@ def plan(
     Step times are those of forward and backward, without the exchange of gradients. With --memory and without
     --sample-memory the last column shows how much memory a sample may take at most.
     """
-    from gangline.cli.planning.split_plan import plan_splits
+    from gangline.advise.split_plan import plan_splits
 
     if (speeds is None) == (measured is None):
         raise UsageError("expected either --speeds, such as --speeds 3,1, or --measured FILE")
@@ -57,7 +57,7 @@ def plan(
 
 
 def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
-    from gangline.cli.planning.split_plan import RankProfile
+    from gangline.advise.split_plan import RankProfile
     from gangline.models.load_balance.speed_model import LinearFit
 
     found = numbers("--speeds", speeds, float)
@@ -73,7 +73,7 @@ def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: 
 
 
 def _measured(path: Path, memory: str | None) -> list[RankProfile]:
-    from gangline.cli.planning.split_plan import RankProfile
+    from gangline.advise.split_plan import RankProfile
     from gangline.models.load_balance.speed_model import LinearFit
 
     try:
@@ -143,7 +143,7 @@ def measure(
     Start it as the training is started, on all ranks: `torchrun --nproc-per-node 2 --no-python gangline balance measure
     train:step --json speeds.json`, or alone for one device. A size that does not fit into memory ends the series.
     """
-    from gangline.cli.planning.step_profile import measure_ranks
+    from gangline.advise.step_profile import measure_ranks
     from gangline.models.import_by_name import resolve
 
     counts = sorted(set(numbers("--sizes", sizes, int)))

@@ -18,7 +18,6 @@ import typer
 from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
-from gangline.collectives.liveness.status_metrics import serve_metrics
 from gangline.collectives.timeline import recorder
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.launch.binding import Host
@@ -29,6 +28,7 @@ from gangline.kvstore.launch.engines.slurm import batch_script, is_within_job, s
 from gangline.kvstore.launch.engines.ssh_options import SshOptions
 from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
 from gangline.kvstore.launch.topology import gpu_addresses, read_host
+from gangline.status.metrics import serve_metrics
 
 
 class Launcher(StrEnum):

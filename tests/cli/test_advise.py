@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.driver.hosts import obstacle
-from gangline.collectives.timeline.advice import Advice, Finding, Remedy
+from gangline.advise.advice import Advice, Finding, Remedy
 from tests.cli.advise_causes import CAUSES, SMALL, environment
 from tests.cli.test_main import python
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gangline.cli.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
-from gangline.cli.planning.scaling import Check, Scaling, StepTimes, fitted_sizes, refined
+from gangline.advise.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
+from gangline.advise.scaling import Check, Scaling, StepTimes, fitted_sizes, refined
 from gangline.kvstore.launch.job import free_ports
 from tests.cli.test_main import python
 

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from gangline.collectives.liveness import status_query
-from gangline.collectives.liveness.status_metrics import serve_metrics
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
 from gangline.kvstore.launch.job import free_ports
+from gangline.status.late import late_processes
+from gangline.status.metrics import serve_metrics
 from tests.kvstore.test_launch import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -200,6 +201,6 @@ def test_the_last_one_in_a_chain_of_waits_is_late() -> None:
         process("worker 1", wait("all_reduce", 2.5, ["worker 2"], ["worker 1"])),
         process("worker 2"),
     ]
-    (found,) = status_query.late_processes(processes)
+    (found,) = late_processes(processes)
     assert (found.name, found.seconds, found.waiting) == ("worker 2", 2.5, ["worker 1"])
-    assert not status_query.late_processes(processes, least=5)
+    assert not late_processes(processes, least=5)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from gangline.advise.steps import read_events
 from gangline.collectives.timeline import recorder
-from gangline.collectives.timeline.steps import read_events
 from gangline.kvstore.launch.job import free_ports
 from tests.kvstore.test_launch import ROOT
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.advise.context_scaling import scaling_of
 from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     ContextWord,
@@ -31,7 +32,6 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_fits, check_labels, first_sample
 from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
-from gangline.cli.training.scaling import scaling_of
 from gangline.collectives.context import Context
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create

@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from gangline.collectives.errors import UsageError
-from gangline.collectives.liveness.status_query import late_processes, statuses
+from gangline.collectives.liveness.status_query import statuses
+from gangline.status.late import late_processes
 
 _LABELS = ("job", "host", "process")
 

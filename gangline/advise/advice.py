@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from gangline.collectives.timeline.steps import PHASES, JobSteps
+from gangline.advise.steps import PHASES, JobSteps
 
 _LEAST_GAIN = 0.1
 """Share of a step that a remedy must be able to save."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gangline.cli.planning.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes
+from gangline.advise.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes
+from gangline.advise.steps import Event, JobSteps, read_events, steps_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline.recorder import VARIABLE
-from gangline.collectives.timeline.steps import Event, JobSteps, read_events, steps_of
 
 PROCESSES = ("--nproc-per-node", "--nproc_per_node", "-n", "-np", "--workers", "--num-workers", "--num_processes")
 """Options of launchers for the number of processes; the first one in a command counts."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gangline.cli.planning.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
+from gangline.advise.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
 from gangline.models import import_by_name
 from gangline.models.data.batches import Batch, concat, num_samples, take
 from gangline.models.data.sources import source

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from gangline.cli.planning.scaling import Scaling
-from gangline.collectives.timeline.advice import Advice
-from gangline.collectives.timeline.steps import PHASES
+from gangline.advise.advice import Advice
+from gangline.advise.scaling import Scaling
+from gangline.advise.steps import PHASES
 from gangline.models.reports.chart import Line, color, line_chart, page, table
 
 _COLUMNS = (*PHASES, "late", "transfer")

@@ -1,0 +1,1 @@
+"""What bounds a training job, read from its timeline, and how many devices pay."""
