@@ -53,11 +53,11 @@ class Cluster:
 
     def seconds(self, schedule: Schedule, nbytes: int) -> float:
         """Return the cost of a schedule in seconds; ``nbytes`` as in `Schedule.bytes_on_wire`."""
-        from gangline.collectives.schedule import by_host
+        from gangline.bench.algorithms.cost import by_host, cost
 
         alpha = by_host(self.host_of_rank, 1e-6 * self.alpha_inside, 1e-6 * self.alpha_between)
         beta = by_host(self.host_of_rank, 1e-9 / self.beta_inside, 1e-9 / self.beta_between)
-        return schedule.cost(nbytes, alpha, beta, 1e-9 / self.gamma)
+        return cost(schedule, nbytes, alpha, beta, 1e-9 / self.gamma)
 
 
 def simulate(

@@ -1,8 +1,7 @@
-"""A collective as data: steps, verification, cost and drawing. No torch, no sockets."""
+"""A collective as data: rounds of messages and the steps of each rank. No torch, no sockets."""
 
 from __future__ import annotations
 
-from gangline.collectives.schedule.cost import by_host
 from gangline.collectives.schedule.rounds import IntArray, Round, Rounds, Transfers, cyclic, in_parallel, transfers
 from gangline.collectives.schedule.schedule import ROOTED, Schedule
 from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
@@ -19,7 +18,6 @@ __all__ = [
     "Send",
     "Step",
     "Transfers",
-    "by_host",
     "cyclic",
     "in_parallel",
     "transfers",

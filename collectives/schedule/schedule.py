@@ -7,24 +7,19 @@ The elements of a tensor are split into numbered chunks of nearly equal size: ch
 - all_gather, gather, scatter, reduce_scatter: ``size * k`` chunks; rank r's row is chunks r * k to (r + 1) * k.
 - all_to_all: ``size * size`` chunks; chunk ``i * size + j`` goes from rank i to rank j.
 
-A schedule touches no tensor and no socket. It can be verified (`Schedule.verify`), its cost can be computed
-(`Schedule.cost`), and any transport can run it (`gangline.collectives.engine.executor`).
+A schedule touches no tensor and no socket. Any transport can run it (`gangline.collectives.engine.executor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from gangline.collectives.schedule.contributions import Collective
-from gangline.collectives.schedule.cost import LinkCost, completion_time
-from gangline.collectives.schedule.drawing import draw
 from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers
 from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
-from gangline.collectives.schedule.verification import verify
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 """Collectives with a root."""
@@ -82,37 +77,11 @@ class Schedule:
         """Return the number of messages that all ranks together send."""
         return sum(len(table) for table in self._tables())
 
-    def cost(self, nbytes: int, alpha: LinkCost, beta: LinkCost, gamma: float) -> float:
-        """Return the seconds until the last rank is done, by the model in `gangline.collectives.schedule.cost`.
-
-        Args:
-            nbytes: as in `bytes_on_wire`.
-            alpha: seconds per message; a number, or a function of the arrays of sources and targets.
-            beta: seconds per byte of a message; likewise.
-            gamma: seconds per reduced byte.
-        """
-        return completion_time(
-            self.rounds, self.size, lambda table: self.message_bytes(table, nbytes), alpha, beta, gamma
-        )
-
     def message_bytes(self, table: Transfers, nbytes: int) -> IntArray:
         """Return the bytes of each message of a table; ``nbytes`` as in `bytes_on_wire`."""
         whole = nbytes * self.size if self.collective == "all_to_all" else nbytes
         each, rest = divmod(whole, self.chunks)
         return (table.last - table.first) * each + table.last * rest // self.chunks - table.first * rest // self.chunks
-
-    def verify(self, programs: Sequence[Sequence[NumberedStep]] | None = None) -> None:
-        """Run the ranks' programs on symbols and check that each result holds each contribution exactly once.
-
-        Args:
-            programs: one program per rank in place of the schedule's own; None: `numbered_programs`.
-
-        Raises:
-            ValueError: if a result is wrong, a chunk is read before it was written, the two ends of a message disagree,
-                a message is never received, or ranks deadlock. Names rank, round and chunk.
-        """
-        numbered = self.numbered_programs() if programs is None else programs
-        verify(self._collective(), numbered, f"{self.algorithm} {self.collective}", self.steps())
 
     @cached_property
     def last_reduced(self) -> IntArray:
@@ -127,15 +96,6 @@ class Schedule:
                     for first, last in {*zip(table.first.tolist(), table.last.tolist(), strict=True)}:
                         found[first:last] = number
         return found
-
-    def __str__(self) -> str:
-        root = "" if self.root is None else f" with root {self.root}"
-        counts = (self.size, "rank"), (self.chunks, "chunk"), (self.steps(), "round")
-        counted = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-        return draw(f"{self.algorithm} {self.collective}{root}: {counted}", self._collective(), self.rounds)
-
-    def _collective(self) -> Collective:
-        return Collective(self.collective, self.size, self.chunks, self.root)
 
     def _tables(self) -> Iterator[Transfers]:
         return (table for tables in self.rounds for table in tables)

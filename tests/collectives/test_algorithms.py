@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from gangline.bench.algorithms.cost import cost
 from gangline.collectives import algorithms
 from gangline.collectives.algorithms.double_tree import Tree, two_trees
 from gangline.collectives.schedule import ROOTED, Reduce, Schedule, Transfers
+from tests.collectives.symbolic import verify
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
 SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]
@@ -37,23 +39,23 @@ class TestCorrectness:
     def test_for_every_number_of_ranks(self, collective: str, name: str, sizes: Sequence[int]) -> None:
         for size in sizes:
             hosts = tuple(rank // 4 for rank in range(size)) if name == "hierarchical" else None
-            built(collective, name, size, root=size // 3, hosts=hosts).verify()
+            verify(built(collective, name, size, root=size // 3, hosts=hosts))
 
     def test_for_every_root(self, collective: str, name: str) -> None:
         for size in range(2, 10) if collective in ROOTED else ():
             for root in range(size):
-                built(collective, name, size, root).verify()
+                verify(built(collective, name, size, root))
 
     def test_in_any_number_of_segments(self, collective: str, name: str) -> None:
         for size in range(1, 9):
             for segments in (2, 3, 7):
-                built(collective, name, size, root=size - 1, segments=segments).verify()
+                verify(built(collective, name, size, root=size - 1, segments=segments))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_on_any_hosts(self, collective: str, name: str, layout: str) -> None:
         hosts = LAYOUTS[layout]
         for root in range(len(hosts)) if collective in ROOTED else (0,):
-            built(collective, name, len(hosts), root, segments=2, hosts=hosts).verify()
+            verify(built(collective, name, len(hosts), root, segments=2, hosts=hosts))
 
     def test_no_rank_sends_or_receives_twice_in_a_table(self, collective: str, name: str) -> None:
         """The price is computed per table and would be wrong."""
@@ -222,31 +224,31 @@ class TestClosedFormsOfCosts:
         }
         if size == 1 << log:
             costs["all_reduce", "halving_doubling", 1] = 2 * log * alpha + 2 * n * part * beta + n * part * gamma
-        for (collective, name, segments), cost in costs.items():
-            assert self.cost(collective, name, size, segments=segments) == pytest.approx(cost), (collective, name)
+        for (collective, name, segments), expected in costs.items():
+            assert self.priced(collective, name, size, segments=segments) == pytest.approx(expected), (collective, name)
 
     @pytest.mark.parametrize("segments", [2, 4])
     def test_a_ring_s_segments_hide_all_but_the_last_one_s_combining(self, segments: int) -> None:
         expected = 14 * (segments * self.ALPHA + 840 * self.BETA) + 7 * 840 / segments * self.GAMMA
-        assert self.cost("all_reduce", "ring", 8, segments=segments) == pytest.approx(expected)
+        assert self.priced("all_reduce", "ring", 8, segments=segments) == pytest.approx(expected)
 
     @pytest.mark.parametrize("segments", [1, 8, 64])
     def test_the_double_tree_costs_at_most_four_messages_a_round(self, segments: int) -> None:
         n, depth = 840 * 16, 4
         part = n / (2 * segments)
         a_round = 4 * (self.ALPHA + part * self.BETA) + 2 * part * self.GAMMA
-        found = self.cost("all_reduce", "double_tree", 16, segments=segments)
+        found = self.priced("all_reduce", "double_tree", 16, segments=segments)
         assert segments * 4 * part * self.BETA < found <= (2 * depth + segments - 1) * a_round
 
     def test_the_double_tree_keeps_all_ports_busy(self) -> None:
         """With free messages and long tensors, the cost is that of 2 n bytes sent and received per rank."""
         for size in (8, 64, 100):
             schedule = built("all_reduce", "double_tree", size, segments=256)
-            assert 2 < schedule.cost(10**9, 0, 1e-9, 0) < 2.15
+            assert 2 < cost(schedule, 10**9, 0, 1e-9, 0) < 2.15
 
-    def cost(self, collective: str, name: str, size: int, segments: int = 1) -> float:
+    def priced(self, collective: str, name: str, size: int, segments: int = 1) -> float:
         schedule = built(collective, name, size, segments=segments)
-        return schedule.cost(840 * size, self.ALPHA, self.BETA, self.GAMMA)
+        return cost(schedule, 840 * size, self.ALPHA, self.BETA, self.GAMMA)
 
 
 def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gangline.bench.algorithms.cost import by_host, cost
 from gangline.collectives import algorithms
 from gangline.collectives.schedule import (
     ROOTED,
@@ -22,11 +23,12 @@ from gangline.collectives.schedule import (
     Schedule,
     Send,
     Transfers,
-    by_host,
     cyclic,
     in_parallel,
     transfers,
 )
+from tests.collectives.drawing import draw
+from tests.collectives.symbolic import verify
 
 Programs = list[list[NumberedStep]]
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
@@ -60,7 +62,7 @@ class TestProgram:
     def test_a_reduce_is_complete_only_with_every_contribution(self) -> None:
         chain = rounds([transfers(2, 1, 0, reduce=True)], [transfers(1, 0, 0, reduce=True)])
         schedule = Schedule("reduce", "by_hand", 3, 1, chain, root=0)
-        schedule.verify()
+        verify(schedule)
         assert schedule.program(1)[0] == Reduce((1, 2), 0, 1, complete=False)
         assert schedule.program(0) == (Reduce((0, 1), 0, 1, complete=True),)
 
@@ -97,7 +99,7 @@ class TestCost:
 
     @staticmethod
     def of(*tables: list[Transfers], size: int = 4, nbytes: int = 1, gamma: float = 100) -> float:
-        return Schedule("broadcast", "by_hand", size, 1, rounds(*tables), root=0).cost(nbytes, 1, 10, gamma)
+        return cost(Schedule("broadcast", "by_hand", size, 1, rounds(*tables), root=0), nbytes, 1, 10, gamma)
 
     def test_distinct_pairs_send_concurrently(self) -> None:
         assert self.of([transfers([0, 2], [1, 3], 0)]) == 11
@@ -122,10 +124,10 @@ class TestCost:
     def test_links_between_hosts_have_their_own_cost(self) -> None:
         schedule = algorithms.build("all_gather", "ring", 4)
         hosts = (0, 0, 1, 1)
-        alone = schedule.cost(4, by_host(hosts, 1, 1), 0, 0)
-        mixed = schedule.cost(4, by_host(hosts, 1, 100), by_host(hosts, 0, 1000), 0)
+        alone = cost(schedule, 4, by_host(hosts, 1, 1), 0, 0)
+        mixed = cost(schedule, 4, by_host(hosts, 1, 100), by_host(hosts, 0, 1000), 0)
         assert (alone, mixed) == (3, 1100 * 3)
-        assert schedule.cost(4, by_host((0, 0, 0, 0), 1, 100), 0, 0) == 3
+        assert cost(schedule, 4, by_host((0, 0, 0, 0), 1, 100), 0, 0) == 3
 
 
 class TestRounds:
@@ -280,10 +282,10 @@ class TestVerifyFinds:
         collective, name, spoil, message = DAMAGES[damage]
         schedule = built(collective, name, 4)
         programs = schedule.numbered_programs()
-        schedule.verify(programs)
+        verify(schedule, programs)
         spoil(programs)
         with pytest.raises(ValueError, match=message) as caught:
-            schedule.verify(programs)
+            verify(schedule, programs)
         assert f"{name} {collective}, rank" in str(caught.value)
 
     def test_a_sum_that_is_complete_in_only_some_of_its_chunks(self) -> None:
@@ -291,14 +293,14 @@ class TestVerifyFinds:
         schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
         assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
         with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
-            schedule.verify()
+            verify(schedule)
 
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_any_message_missing(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 5)
         for index in range(schedule.messages()):
             with pytest.raises(ValueError, match=f"{name} {collective}"):
-                damaged(schedule, index, 0).verify()
+                verify(damaged(schedule, index, 0))
 
     @pytest.mark.parametrize(("collective", "name"), [each for each in EVERY if "reduce" in each[0]])
     def test_any_contribution_added_twice(self, collective: str, name: str) -> None:
@@ -308,11 +310,11 @@ class TestVerifyFinds:
         ):
             if reduces:
                 with pytest.raises(ValueError, match=f"{name} {collective}"):
-                    damaged(schedule, index, 2).verify()
+                    verify(damaged(schedule, index, 2))
 
 
 def test_a_drawing_of_many_ranks_is_its_title() -> None:
-    assert str(algorithms.build("reduce", "binomial", 9, root=2)) == (
+    assert draw(algorithms.build("reduce", "binomial", 9, root=2)) == (
         "binomial reduce with root 2: 9 ranks, 1 chunk, 4 rounds"
     )
 

@@ -17,41 +17,33 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers
+from gangline.collectives.schedule import IntArray, Schedule, Transfers
 
 FloatArray = NDArray[np.float64]
 LinkCost = float | Callable[[IntArray, IntArray], FloatArray]
 """A number, or a function of the arrays of sources and targets of messages."""
 
 
-def completion_time(
-    rounds: Rounds,
-    size: int,
-    message_bytes: Callable[[Transfers], IntArray],
-    alpha: LinkCost,
-    beta: LinkCost,
-    gamma: float,
-) -> float:
-    """Return the seconds until the last of ``size`` ranks is done.
+def cost(schedule: Schedule, nbytes: int, alpha: LinkCost, beta: LinkCost, gamma: float) -> float:
+    """Return the seconds until the last rank is done.
 
     Args:
-        rounds: the messages.
-        size: number of ranks.
-        message_bytes: function that returns the bytes of each message of a table.
-        alpha: seconds per message.
-        beta: seconds per byte of a message.
-        gamma: seconds per combined byte.
+        schedule: the rounds of messages.
+        nbytes: as in `Schedule.bytes_on_wire`.
+        alpha: seconds per message; a number, or a function of the arrays of sources and targets.
+        beta: seconds per byte of a message; likewise.
+        gamma: seconds per reduced byte.
     """
-    begins, port_out, port_in, combined = np.zeros((4, size))
-    for tables in rounds:
+    begins, port_out, port_in, combined = np.zeros((4, schedule.size))
+    for tables in schedule.rounds:
         ends = begins.copy()
         for table in tables:
-            source, target, nbytes = table.source, table.target, message_bytes(table)
+            source, target, sent = table.source, table.target, schedule.message_bytes(table, nbytes)
             start = np.maximum(np.maximum(begins[source], port_out[source]), port_in[target])
-            arrived = start + _at(alpha, table) + nbytes * _at(beta, table)
+            arrived = start + _at(alpha, table) + sent * _at(beta, table)
             port_out[source] = port_in[target] = arrived
             if table.reduce:
-                arrived = combined[target] = np.maximum(combined[target], arrived) + nbytes * gamma
+                arrived = combined[target] = np.maximum(combined[target], arrived) + sent * gamma
             ends[target] = np.maximum(ends[target], arrived)
         begins = ends
     return float(max(begins.max(), port_out.max()))
@@ -73,5 +65,5 @@ def by_host(hosts: Sequence[int], inside: float, between: float) -> LinkCost:
     return at
 
 
-def _at(cost: LinkCost, table: Transfers) -> float | FloatArray:
-    return cost(table.source, table.target) if callable(cost) else cost
+def _at(link_cost: LinkCost, table: Transfers) -> float | FloatArray:
+    return link_cost(table.source, table.target) if callable(link_cost) else link_cost

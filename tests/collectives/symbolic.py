@@ -1,5 +1,6 @@
 """Symbolic execution of a schedule's programs, to prove that they implement the collective.
 
+A chunk's value is represented by the set of ranks that contributed to it, as the bits of an int; 0 means "not written".
 Messages wait in one FIFO channel for each ordered pair of ranks; sending never blocks.
 """
 
@@ -8,24 +9,25 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gangline.collectives.schedule.contributions import Collective
-from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
+from gangline.collectives.schedule import NumberedStep, Receive, Reduce, Schedule, Send, Step
 
 
-def verify(collective: Collective, programs: Sequence[Sequence[NumberedStep]], label: str, round_count: int) -> None:
-    """Run one program per rank on symbols and check the result.
+def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None = None) -> None:
+    """Run the ranks' programs on symbols and check that each result holds each contribution exactly once.
 
     Args:
-        collective: what the programs must implement.
-        programs: the numbered steps of each rank.
-        label: the schedule's name for error messages.
-        round_count: the number of rounds, by which errors in the final state are located.
+        schedule: what to check.
+        programs: one program per rank in place of the schedule's own; None: `numbered_programs`.
 
     Raises:
-        ValueError: as `Schedule.verify`.
+        ValueError: if a result is wrong, a chunk is read before it was written, the two ends of a message disagree, a
+            message is never received, or ranks deadlock. Names rank, round and chunk.
     """
-    run = _Run(collective, label)
+    collective = Collective.of(schedule)
+    programs = schedule.numbered_programs() if programs is None else programs
+    run = _Run(collective, f"{schedule.algorithm} {schedule.collective}")
     runnable = deque(range(collective.size))
     position = [0] * collective.size
     waits_for: dict[int, int] = {}
@@ -49,7 +51,68 @@ def verify(collective: Collective, programs: Sequence[Sequence[NumberedStep]], l
             f"waiting ranks: {', '.join(map(str, waits_for))}"
         )
     run.check_channels_empty()
-    run.check_final(round_count)
+    run.check_final(schedule.steps())
+
+
+class Collective(NamedTuple):
+    """A collective between ``size`` ranks on a tensor of ``chunks`` chunks."""
+
+    name: str
+    size: int
+    chunks: int
+    root: int | None
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Collective:
+        """Return the collective that a schedule implements."""
+        return cls(schedule.collective, schedule.size, schedule.chunks, schedule.root)
+
+    def initial(self) -> list[list[int]]:
+        """Return the contributions in each chunk of each rank before the first round."""
+        if self.name in ("all_reduce", "reduce", "reduce_scatter"):
+            return [[1 << rank] * self.chunks for rank in range(self.size)]
+        if self.name in ("broadcast", "scatter"):
+            return [[1 << rank if rank == self.root else 0] * self.chunks for rank in range(self.size)]
+        held = [[0] * self.chunks for _ in range(self.size)]
+        for rank, chunks_of_rank in enumerate(held):
+            for chunk in self._row(rank):
+                chunks_of_rank[chunk] = 1 << rank
+        return held
+
+    def final(self, rank: int) -> dict[int, int]:
+        """Return the contributions that a rank's result chunks must hold after the last round, by chunk.
+
+        Raises:
+            ValueError: if the collective is unknown.
+        """
+        size, root = self.size, self.root
+        every_chunk, every_rank = range(self.chunks), (1 << size) - 1
+        match self.name:
+            case "all_reduce":
+                return dict.fromkeys(every_chunk, every_rank)
+            case "reduce":
+                return dict.fromkeys(every_chunk, every_rank) if rank == root else {}
+            case "broadcast":
+                return dict.fromkeys(every_chunk, 1 << (root or 0))
+            case "all_gather":
+                return {chunk: 1 << owner for owner in range(size) for chunk in self._row(owner)}
+            case "reduce_scatter":
+                return dict.fromkeys(self._row(rank), every_rank)
+            case "gather":
+                owners = range(size) if rank == root else ()
+                return {chunk: 1 << owner for owner in owners for chunk in self._row(owner)}
+            case "scatter":
+                return dict.fromkeys(self._row(rank), 1 << (root or 0))
+            case "all_to_all":
+                width = self.chunks // size**2
+                begins = ((source, (source * size + rank) * width) for source in range(size))
+                return {chunk: 1 << source for source, begin in begins for chunk in range(begin, begin + width)}
+        raise ValueError(f"cannot verify a schedule of the unknown collective {self.name!r}")
+
+    def _row(self, rank: int) -> range:
+        """Return the chunks of a rank's row; in an all_to_all, those that the rank sends."""
+        width = self.chunks // self.size
+        return range(rank * width, (rank + 1) * width)
 
 
 @dataclass(slots=True)

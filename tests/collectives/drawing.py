@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from string import ascii_lowercase
 
-from gangline.collectives.schedule.contributions import Collective
-from gangline.collectives.schedule.rounds import Round, Rounds
+from gangline.collectives.schedule import Round, Schedule
+from tests.collectives.symbolic import Collective
 
 _MAX_RANKS = 8  # larger drawings are unreadable
 _GLUE = "\0"  # in place of spaces at which a line must not break
@@ -14,19 +14,22 @@ _WIDTH = 100
 _MAX_STATE_WIDTH = 160  # lines of contributions are not wrapped
 
 
-def draw(title: str, collective: Collective, rounds: Rounds) -> str:
+def draw(schedule: Schedule) -> str:
     """Draw the messages of each round, and the contributions that each rank holds after it.
 
     The letters in a chunk are the ranks that contributed to it, a being rank 0; a dot is a chunk not written yet, a
     plus marks a message that is combined with the chunk. Contributions are omitted where they would be too wide. For
     more than 8 ranks, only the title is drawn.
     """
-    lines = [title]
-    if collective.size <= _MAX_RANKS:
-        held = collective.initial()
+    root = "" if schedule.root is None else f" with root {schedule.root}"
+    counts = (schedule.size, "rank"), (schedule.chunks, "chunk"), (schedule.steps(), "round")
+    counted = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    lines = [f"{schedule.algorithm} {schedule.collective}{root}: {counted}"]
+    if schedule.size <= _MAX_RANKS:
+        held = Collective.of(schedule).initial()
         is_narrow = len(_state(held)) <= _MAX_STATE_WIDTH
         lines += [f"start     {_state(held)}"] * is_narrow
-        for number, tables in enumerate(rounds, start=1):
+        for number, tables in enumerate(schedule.rounds, start=1):
             lines += _wrapped(f"round {number:<4}", _apply(tables, held))
             lines += [" " * 10 + _state(held)] * is_narrow
     return "\n".join(line.rstrip() for line in lines)
