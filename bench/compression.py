@@ -16,7 +16,7 @@ from gangline.bench.workload.options import Json, Runs
 if TYPE_CHECKING:
     import torch
 
-    from gangline.collectives.compression import Codec
+    from gangline.kvstore.compression import Codec
 
 _COPY = "torch copy_"
 _PARAMS: tuple[dict[str, Any], ...] = (
@@ -46,7 +46,7 @@ def measure(mib: int, runs: int) -> list[Row]:
     import torch
 
     from gangline.bench.driver.candidates import in_turn
-    from gangline.collectives.compression import parse
+    from gangline.kvstore.compression import parse
 
     size = mib * 2**20
     values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0)).mul_(0.3)
@@ -88,7 +88,7 @@ def _timed(call: Callable[[], Any]) -> Callable[[], float]:
 
 
 def _compress(codec: Codec, values: torch.Tensor, residual: torch.Tensor | None) -> Callable[[], Any]:
-    from gangline.collectives.compression import compress
+    from gangline.kvstore.compression import compress
 
     if residual is None:
         return lambda: codec.encode(values)

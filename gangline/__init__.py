@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from gangline.collectives.errors import StallError as StallError
     from gangline.collectives.processes.spawning import spawn as spawn
     from gangline.collectives.torch_backend import Samples as Samples
-    from gangline.collectives.torch_backend import compress_hook as compress_hook
     from gangline.collectives.torch_backend import weighted_hook as weighted_hook
     from gangline.collectives.work import Work as Work
     from gangline.collectives.workload import split_batch as split_batch
+    from gangline.kvstore.compression.hook import compress_hook as compress_hook
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.launch.functions import launch as launch
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
@@ -102,9 +102,10 @@ _HOMES = {
         "StallError",
     ),
     "collectives.processes.spawning": ("spawn",),
-    "collectives.torch_backend": ("Samples", "compress_hook", "weighted_hook"),
+    "collectives.torch_backend": ("Samples", "weighted_hook"),
     "collectives.work": ("Work",),
     "collectives.workload": ("split_batch",),
+    "kvstore.compression.hook": ("compress_hook",),
     "kvstore.interface": ("KVStore",),
     "kvstore.launch.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),

@@ -9,8 +9,8 @@ from typing import TypeGuard
 
 import torch
 
-from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.kvstore.arguments import Pushed, Value, check_like
+from gangline.kvstore.compression import Compression, check, compress_checked
 from gangline.kvstore.optimizer.spec import Key
 
 Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]

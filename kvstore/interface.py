@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from gangline.collectives.compression import Compression, parse
 from gangline.collectives.work import Work
 from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import (
@@ -36,6 +35,7 @@ from gangline.kvstore.arguments import (
     single,
 )
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState

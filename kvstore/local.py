@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.compression import Compression
 from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from gangline.collectives.compression import parse
 from gangline.collectives.context import Device, contexts
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
+from gangline.kvstore.compression import parse
 from gangline.kvstore.default_store import job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState

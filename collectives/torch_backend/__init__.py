@@ -7,8 +7,7 @@ DistributedDataParallel, fully_shard, DeviceMesh, torch.distributed.checkpoint a
 move their CPU tensors through a `Communicator`: shared memory within a host, tcp between hosts. Ranks find each other
 through torch's store, so env:// (torchrun), tcp://, file:// and custom stores all work.
 ``init_process_group("cpu:gangline,cuda:nccl")`` leaves GPU tensors to NCCL. `GanglineProcessGroup` documents the
-behaviour of calls; `compress_hook` and `weighted_hook` are communication hooks for DistributedDataParallel, over any
-backend.
+behaviour of calls; `weighted_hook` is a communication hook for DistributedDataParallel, over any backend.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch.distributed import Backend, Store  # type: ignore[attr-defined]
 
 from gangline.collectives.torch_backend.c10d import allow_monitored_barrier, name_groups_by_ranks
 from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
-from gangline.collectives.torch_backend.hooks import Samples, compress_hook, weighted_hook
+from gangline.collectives.torch_backend.hooks import Samples, weighted_hook
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
 
-__all__ = ["GanglineProcessGroup", "Samples", "compress_hook", "replace_gloo", "weighted_hook"]
+__all__ = ["GanglineProcessGroup", "Samples", "replace_gloo", "weighted_hook"]
 
 
 def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:

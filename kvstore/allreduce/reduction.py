@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gangline.collectives.compression import Compression, check, compress_checked
 from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Run, reduce_to_owners
 from gangline.kvstore.arguments import Value, by_key
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.compression import Compression, check, compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, summed

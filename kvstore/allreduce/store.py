@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gangline.collectives import environments
-from gangline.collectives.compression import Compression
 from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work
@@ -24,6 +23,7 @@ from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_ov
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.compression import Compression
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import refused_on_all_ranks
 from gangline.kvstore.local import LocalStore

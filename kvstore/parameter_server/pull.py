@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gangline.collectives.compression import Codec
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.arguments import Value
+from gangline.kvstore.compression import Codec
 from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request

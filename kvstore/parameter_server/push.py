@@ -12,9 +12,9 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gangline.collectives.compression import Codec, Compression, check, compress_checked
 from gangline.collectives.devices.device_group import reduce
 from gangline.kvstore.arguments import Value, check_like
+from gangline.kvstore.compression import Codec, Compression, check, compress_checked
 from gangline.kvstore.gradient_compression import Layout, parsed_place
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import PushFates, Request

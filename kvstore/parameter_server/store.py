@@ -17,7 +17,6 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gangline.collectives.compression import Compression
 from gangline.collectives.environments.engines import Dmlc
 from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
@@ -26,6 +25,7 @@ from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.compression import Compression
 from gangline.kvstore.group.remote_errors import error_text, refusal
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks

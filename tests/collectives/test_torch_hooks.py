@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gangline.collectives.torch_backend import Samples, compress_hook, weighted_hook
+from gangline.collectives.torch_backend import Samples, weighted_hook
+from gangline.kvstore.compression.hook import compress_hook
 from tests.collectives.processes import Processes, Rank, run_until_one_fails
 
 CASES: dict[str, Callable[[int, dist.ProcessGroup], None]] = {}

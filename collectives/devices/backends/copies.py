@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.compression import thread_pool
+from gangline.collectives import thread_pool
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import reduction
 

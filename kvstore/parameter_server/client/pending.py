@@ -11,9 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gangline.collectives.compression import Codec
 from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
 from gangline.collectives.work import Work
+from gangline.kvstore.compression import Codec
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
 from gangline.kvstore.parameter_server.protocol import Message

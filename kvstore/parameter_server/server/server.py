@@ -13,13 +13,13 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gangline.collectives.compression import Compression, parse
 from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient

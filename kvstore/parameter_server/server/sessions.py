@@ -12,8 +12,8 @@ from itertools import groupby, takewhile
 
 from torch import Tensor
 
-from gangline.collectives.compression import Codec
 from gangline.collectives.transports.shm.segments import Segment
+from gangline.kvstore.compression import Codec
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Ack, Failed, Message, Release, Values
 from gangline.kvstore.parameter_server.server.shards import Shard, Waiter

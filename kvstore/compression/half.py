@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from gangline.collectives.compression.codec import Codec, check_dtype, checked_payload, typed
-from gangline.collectives.compression.registry import register
-from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
+from gangline.kvstore.compression.codec import Codec, check_dtype, checked_payload, typed
+from gangline.kvstore.compression.registry import register
+from gangline.kvstore.compression.spans import in_spans, piece_numel, pieces
 
 
 class _Half(Codec):

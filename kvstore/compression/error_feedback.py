@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from gangline.collectives.compression.codec import Codec, check_dtype
 from gangline.collectives.timeline import recorder
+from gangline.kvstore.compression.codec import Codec, check_dtype
 
 
 def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> torch.Tensor:

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from gangline.collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload
-from gangline.collectives.compression.registry import register
-from gangline.collectives.compression.spans import in_spans, piece_numel, pieces
+from gangline.kvstore.compression.codec import Codec, check_dtype, checked_number, checked_payload
+from gangline.kvstore.compression.registry import register
+from gangline.kvstore.compression.spans import in_spans, piece_numel, pieces
 
 _LOW_BITS = 0x03030303
 # Multiplying four codes, one per byte of an int32, by this packs them into the highest byte; the lower bytes never

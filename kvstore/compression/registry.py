@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gangline.collectives.compression.codec import Codec
+from gangline.kvstore.compression.codec import Codec
 
 _PULL_TYPES = ("fp16", "bf16", None)
 

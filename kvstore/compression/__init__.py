@@ -7,12 +7,12 @@ set, a residual for each gradient, initially zeros. It sends ``compress(compress
 
 from __future__ import annotations
 
-from gangline.collectives.compression.codec import Codec
-from gangline.collectives.compression.error_feedback import check, compress, compress_checked
-from gangline.collectives.compression.half import BFloat16, Float16
-from gangline.collectives.compression.registry import Compression, parse, register
-from gangline.collectives.compression.top_k import TopK
-from gangline.collectives.compression.two_bit import TwoBit
+from gangline.kvstore.compression.codec import Codec
+from gangline.kvstore.compression.error_feedback import check, compress, compress_checked
+from gangline.kvstore.compression.half import BFloat16, Float16
+from gangline.kvstore.compression.registry import Compression, parse, register
+from gangline.kvstore.compression.top_k import TopK
+from gangline.kvstore.compression.two_bit import TwoBit
 
 __all__ = [
     "BFloat16",

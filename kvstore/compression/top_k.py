@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import torch
 
-from gangline.collectives.compression.codec import Codec, check_dtype, checked_number, checked_payload, typed
-from gangline.collectives.compression.registry import register
+from gangline.kvstore.compression.codec import Codec, check_dtype, checked_number, checked_payload, typed
+from gangline.kvstore.compression.registry import register
 
 _MOST = 2**31
 _SAMPLES = 2**16

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from gangline.collectives.compression.thread_pool import run
+from gangline.collectives.thread_pool import run
 
 _PIECE = 2**17
 _CUDA_PIECE = 2**24  # on a GPU, pieces only limit the scratch memory

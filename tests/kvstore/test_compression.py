@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gangline.bench.compression import measure
-from gangline.collectives.compression import (
+from gangline.kvstore.compression import (
     BFloat16,
     Codec,
     Float16,
