@@ -1,44 +1,18 @@
-"""`gangline devices`: print the devices to train on, or those of each worker of a job."""
+"""Tables of `gangline env`: the devices to train on, or those of each worker of a job."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from gangline.cli.launch import local_host
 from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.errors import UsageError
 from gangline.kvstore.launch.binding import Host, bind
 
-
-def devices(
-    job: Annotated[
-        bool, typer.Option("--job", help="Show the host, GPUs, cores and threads of each worker of a job.")
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option("-n", "--workers", metavar="N", min=1, help="Number of workers; with --job.")
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs of the workers, such as 0,2, as for `gangline launch`; with --job.")
-    ] = None,
-    idle_surplus: Annotated[
-        bool, typer.Option("--idle-surplus", help="Leave out workers beyond the GPUs; with --job.")
-    ] = False,
-    json: JsonFile = None,
-) -> None:
-    """Show the devices to train on, with their memory and links; with --job those of each worker."""
-    if job:
-        if workers is None:
-            raise UsageError("--job needs the number of workers; expected -n N")
-        show_job([local_host(gpus)], workers, idle_surplus=idle_surplus, json=json)
-        return
-    if workers is not None or gpus is not None or idle_surplus:
-        raise UsageError("-n, --gpus and --idle-surplus describe a job; expected --job with them")
-    _show_machine(json)
+if TYPE_CHECKING:
+    from gangline.doctor.gpu_links import LinkMatrix
+    from gangline.doctor.inventory import Device
 
 
 def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
@@ -93,15 +67,10 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
-def _show_machine(json: JsonFile) -> None:
-    from gangline.doctor.gpu_links import matrix_table, read_links
-    from gangline.doctor.inventory import device_table
+def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
+    """Print a table of devices, and one of the links between GPUs."""
+    from gangline.doctor.gpu_links import matrix_table
 
-    links = read_links()
-    rows = device_table(links)
-    write_json(json, [asdict(row) for row in rows])
-    if json is not None:
-        return
     _print_table(
         {
             "context": [row.context for row in rows],

@@ -4,22 +4,51 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+
+from gangline.cli.devices import show_devices, show_job
+from gangline.cli.launch import local_host
 from gangline.cli.options import JsonFile, write_json
+from gangline.collectives.errors import UsageError
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
 _OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tensorboard", "matplotlib")
 
 
-def env(json: JsonFile = None) -> None:
-    """Show versions, devices, shared memory, limits and the launcher, for a bug report."""
+def env(
+    workers: Annotated[
+        int | None,
+        typer.Option("-n", "--workers", metavar="N", min=1, help="Show the devices of each of N workers."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs of the workers, such as 0,2, as for `gangline launch`; with -n.")
+    ] = None,
+    idle_surplus: Annotated[
+        bool, typer.Option("--idle-surplus", help="Leave out workers beyond the GPUs; with -n.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """Show devices, versions, shared memory, limits and the launcher, for a bug report."""
+    from gangline.doctor.gpu_links import read_links
+    from gangline.doctor.inventory import device_table
+
+    if workers is not None:
+        show_job([local_host(gpus)], workers, idle_surplus=idle_surplus, json=json)
+        return
+    if gpus is not None or idle_surplus:
+        raise UsageError("--gpus and --idle-surplus describe a job; expected -n with them")
+    links = read_links()
+    devices = device_table(links)
     report = _report()
-    write_json(json, report)
+    write_json(json, {**report, "devices": {row.context: asdict(row) for row in devices}})
     if json is not None:
         return
+    show_devices(devices, links)
     for section, values in report.items():
         print(section)
         for name, value in values.items():
@@ -34,7 +63,6 @@ def _report() -> dict[str, dict[str, Any]]:
     import torch
 
     from gangline.collectives.transports.shm.host_group import processor_problem
-    from gangline.doctor.inventory import device_table
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -52,7 +80,6 @@ def _report() -> dict[str, dict[str, Any]]:
             "cores": len(psutil.Process().cpu_affinity()),
             "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         },
-        "devices": {row.context: row.name for row in device_table()},
         "shared memory": {
             "between ranks": processor_problem() or "works",
             "memfd_create": _problem_of_memfd() or "works",

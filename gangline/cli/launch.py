@@ -1,4 +1,4 @@
-"""`gangline launch`, `server` and `scheduler`: start the processes of a job, or be one of them."""
+"""`gangline launch` and `gangline resize`: start the processes of a job, or change the number of its workers."""
 
 from __future__ import annotations
 
@@ -532,19 +532,3 @@ def _loads(words: str | None, workers: int) -> tuple[float, ...] | Literal["auto
         return tuple(check_work_load_list(loads, workers))
     except ValueError as error:
         raise UsageError(f"--work-load-list: {error}") from error
-
-
-def server() -> None:
-    """Run a server of the job that the DMLC_* variables describe."""
-    os.environ["DMLC_ROLE"] = "server"
-    from gangline.kvstore.parameter_server.server.server import main
-
-    raise typer.Exit(main())
-
-
-def scheduler() -> None:
-    """Run the scheduler of the job that the DMLC_* variables describe."""
-    os.environ["DMLC_ROLE"] = "scheduler"
-    from gangline.kvstore.parameter_server.scheduler.scheduler import main
-
-    raise typer.Exit(main())

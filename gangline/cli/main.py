@@ -13,19 +13,18 @@ import typer
 
 from gangline.cli import logs
 from gangline.cli.advise import advise
-from gangline.cli.balance import balance
 from gangline.cli.bench import bench
 from gangline.cli.check import check
-from gangline.cli.devices import devices
 from gangline.cli.env import env
 from gangline.cli.key import key
-from gangline.cli.launch import launch, resize, scheduler, server
+from gangline.cli.launch import launch, resize
 from gangline.cli.options import command
+from gangline.cli.plan import plan
 from gangline.cli.run import run
 from gangline.cli.status import status
 from gangline.cli.sweep import sweep
 from gangline.cli.training.options import TrainOptions
-from gangline.cli.training.predict import PredictOptions, ScoreOptions, predict, score
+from gangline.cli.training.predict import PredictOptions, predict
 from gangline.cli.training.train import train
 from gangline.collectives.errors import UsageError
 
@@ -60,14 +59,12 @@ def _options(
 
 
 app.command()(command(train, TrainOptions))
-app.command()(command(score, ScoreOptions))
 app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
 app.command(context_settings={"allow_interspersed_args": False})(run)
-for subcommand in (check, devices, env, status, resize, server, scheduler, sweep):
+for subcommand in (check, env, plan, status, resize, sweep):
     app.command()(subcommand)
-app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")
 app.add_typer(key, name="key")
 

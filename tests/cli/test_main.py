@@ -60,11 +60,13 @@ def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_devices_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(python("-m", "gangline", "devices", "--json", "-").stdout)
-    assert rows[0]["context"] == "cpu(0)"
-    assert 0 < rows[0]["memory_free"] <= rows[0]["memory_total"]
-    monkeypatch.setattr(sys, "argv", ["gangline", "devices"])
+def test_env_shows_the_devices_and_their_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)["devices"]["cpu(0)"]
+    assert host["context"] == "cpu(0)"
+    assert 0 < host["memory_free"] <= host["memory_total"]
+    monkeypatch.setattr(sys, "argv", ["gangline", "env"])
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code
@@ -114,7 +116,7 @@ def test_version_and_log_level() -> None:
     assert python("-m", "gangline", "--version").stdout == f"gangline {gangline.__version__}\n"
     assert "Module" in dir(gangline)
     assert "sys" not in dir(gangline)
-    wrong = python("-m", "gangline", "-v", "-q", "devices")
+    wrong = python("-m", "gangline", "-v", "-q", "env")
     assert wrong.returncode == 2
     assert "-v and -q are both given" in wrong.stderr
     quiet = python("-m", "gangline", "-q", "train", "--network", "mlp", "--num-epochs", "1", "--cpus", "1")

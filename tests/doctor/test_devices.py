@@ -1,17 +1,15 @@
-"""Link matrix: read from recorded NVML answers, checked, and shown by `gangline devices`."""
+"""Link matrix: read from recorded NVML answers, checked, and shown by `gangline env`."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gangline.cli.devices import devices
+from gangline.cli.devices import show_devices
 from gangline.doctor.gpu_links import (
     SELF,
     Link,
@@ -169,7 +167,7 @@ class TestShown:
 
     @pytest.mark.usefixtures("_two_gpus_unknown_to_nvml")
     def test_below_the_table_and_in_json(self, capsys: pytest.CaptureFixture[str]) -> None:
-        devices()
+        show_devices(device_table(), read_links())
         assert capsys.readouterr().out.endswith(
             "\n\n"
             "        gpu(0)  gpu(1)  NUMA node\n"
@@ -179,8 +177,7 @@ class TestShown:
             "  X     the GPU itself\n"
             "  host  through the host's memory, about 5 GB/s each way\n"
         )
-        devices(json=Path("-"))
-        _, first, second = json.loads(capsys.readouterr().out)
+        _, first, second = map(asdict, device_table())
         assert (first["context"], first["peers"], first["numa_node"]) == ("gpu(0)", {"gpu(1)": "host"}, None)
         assert second["peers_gb_per_s"] == {"gpu(0)": 4.7}
         assert second["memory_free"] == 1 << 30
@@ -195,8 +192,14 @@ class TestShown:
     def test_without_a_gpu_only_the_host_is_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
         (host,) = device_table()
         assert host.context == "cpu(0)"
-        devices()
+        show_devices([host], read_links())
         assert capsys.readouterr().out.splitlines()[-1].startswith("└")
-        devices(json=Path("-"))
-        (row,) = json.loads(capsys.readouterr().out)
-        assert list(row) == ["context", "name", "memory_free", "memory_total", "compute_capability", "display", "peers"]
+        assert list(asdict(host)) == [
+            "context",
+            "name",
+            "memory_free",
+            "memory_total",
+            "compute_capability",
+            "display",
+            "peers",
+        ]

@@ -199,7 +199,7 @@ def test_a_surplus_worker_is_refused_or_named(
 def test_workers_run_on_the_cores_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-m", "gangline"]
-    asked = [*command, "devices", "--job", "-n", "2", "--json", "-"]
+    asked = [*command, "env", "-n", "2", "--json", "-"]
     table = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=50).stdout)
     show = "import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS']]))"
     run = [*command, "launch", "-n", "2", "-s", "0", "--", sys.executable, "-c", show]

@@ -1,4 +1,4 @@
-"""`gangline predict` and `gangline score`, on a folder of real images."""
+"""`gangline predict`, on a folder of real images."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_file_that_is_passed_over_has_no_row(
 
 def test_score_counts_correct_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--load-epoch", "3", "--top-k", "2"]
-    code, out, _ = gangline_command(capsys, "score", *words, "--cpus", "2")
+    code, out, _ = gangline_command(capsys, "predict", "--score", *words, "--cpus", "2")
     assert code == 0
     labels = torch.tensor(ImageFolder(trained / "images", (1, 28, 28)).labels)
     best = expected(trained, 3).topk(2, 1).indices
@@ -119,16 +119,16 @@ def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.
     write_digits(other, classes=2, images=20)
     module = Module(create("mlp", 3), nn.CrossEntropyLoss())
     module.save_checkpoint(tmp_path / "bare", 1)
-    for command, folder, of, more, message in (
-        ("predict", images, tmp_path / "nothing", [], "there is no checkpoint"),
-        ("predict", images, prefix, ["--load-epoch", "77"], "net-0077.json does not exist"),
-        ("predict", images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
-        ("predict", images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
-        ("predict", tmp_path / "no", prefix, [], "does not exist"),
-        ("predict", images, prefix, ["--context", "parallel"], "--context parallel is for training"),
-        ("predict", images, tmp_path / "bare", [], "lacks network, num_classes, image_shape"),
-        ("score", other, prefix, [], "has no digit2"),
+    for folder, of, more, message in (
+        (images, tmp_path / "nothing", [], "there is no checkpoint"),
+        (images, prefix, ["--load-epoch", "77"], "net-0077.json does not exist"),
+        (images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
+        (images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
+        (tmp_path / "no", prefix, [], "does not exist"),
+        (images, prefix, ["--context", "parallel"], "--context parallel is for training"),
+        (images, tmp_path / "bare", [], "lacks network, num_classes, image_shape"),
+        (other, prefix, ["--score"], "has no digit2"),
     ):
-        code, out, err = gangline_command(capsys, command, "--data-dir", folder, "--model-prefix", of, *more)
+        code, out, err = gangline_command(capsys, "predict", "--data-dir", folder, "--model-prefix", of, *more)
         assert (code, out) == (2 if message.startswith("--") else 1, "")
         assert message in err.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`gangline predict` and `gangline score`: run the network of a checkpoint on images."""
+"""`gangline predict`: run the network of a checkpoint on images."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
 
 _KNOWN = ("network", "num_classes", "image_shape")
-"""Fields of a checkpoint of `gangline train` that these commands need."""
+"""Fields of a checkpoint of `gangline train` that the command needs."""
 
 
 @dataclass(frozen=True)
-class _CheckpointOptions(DeviceOptions):
-    """Options of the commands that run the network of a checkpoint."""
+class PredictOptions(DeviceOptions):
+    """The options of `gangline predict`."""
 
     data_dir: Annotated[str, typer.Option(help="Folder of images: a path, or a URL such as s3://bucket/photos.")] = ...  # type: ignore[assignment]
     model_prefix: Annotated[
@@ -34,25 +34,31 @@ class _CheckpointOptions(DeviceOptions):
     ] = ...  # type: ignore[assignment]
     load_epoch: Annotated[str, typer.Option(help="Checkpoint: a number, best, or auto for the newest.")] = "auto"
     network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
-
-
-@dataclass(frozen=True)
-class PredictOptions(_CheckpointOptions):
-    """The options of `gangline predict`."""
-
     output: Annotated[Path | None, typer.Option(help="Write the table to this file. Default: stdout.")] = None
-    top_k: Annotated[int, typer.Option(help="Number of labels per file, the most probable first.", min=1)] = 1
-
-
-@dataclass(frozen=True)
-class ScoreOptions(_CheckpointOptions):
-    """The options of `gangline score`."""
-
-    top_k: Annotated[int, typer.Option(help="Report top-K accuracy as well, for K above 1.", min=1)] = 1
+    top_k: Annotated[
+        int,
+        typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1),
+    ] = 1
+    score: Annotated[
+        bool,
+        typer.Option(
+            "--score",
+            help="Compare with the sub-folders, one per class, and print a line metric=<float> per metric instead.",
+        ),
+    ] = False
 
 
 def predict(options: PredictOptions) -> None:
     """Classify images: a table of file, label and probability, as CSV. Sub-folders are searched."""
+    if options.score:
+        if options.output is not None:
+            raise UsageError("--output is for the table of predictions; --score prints metrics")
+        with logging_to_stderr():
+            values = _scores(options)
+        write_json(options.json, dict(values))
+        for name, value in values:
+            print(f"{name}={value:.6g}")
+        return
     with logging_to_stderr():
         rows = _predictions(options)
     columns = ["label", "probability"]
@@ -66,15 +72,6 @@ def predict(options: PredictOptions) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)
-
-
-def score(options: ScoreOptions) -> None:
-    """Score a checkpoint on a folder of images, one sub-folder per class: a line metric=<float> per metric."""
-    with logging_to_stderr():
-        values = _scores(options)
-    write_json(options.json, dict(values))
-    for name, value in values:
-        print(f"{name}={value:.6g}")
 
 
 def _predictions(options: PredictOptions) -> list[list[str]]:
@@ -106,7 +103,7 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
     return rows
 
 
-def _scores(options: ScoreOptions) -> list[tuple[str, float]]:
+def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     """Return name and value of each metric over a folder."""
     from gangline.models.data.images.folder import ImageFolder
 
@@ -128,7 +125,7 @@ def _scores(options: ScoreOptions) -> list[tuple[str, float]]:
     return module.score(images, metrics, batch_size=options.batch_size)
 
 
-def _loaded(options: _CheckpointOptions) -> tuple[Module, Augmentation]:
+def _loaded(options: PredictOptions) -> tuple[Module, Augmentation]:
     """Load the checkpoint's network; return it and the normalisation of its images."""
     from torch import nn
 

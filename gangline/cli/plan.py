@@ -1,4 +1,4 @@
-"""`gangline balance`: decide how to split batches over unequal devices, from given or measured speeds."""
+"""`gangline plan`: decide how to split batches over unequal devices, from given or measured speeds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from gangline.collectives.errors import UsageError
 if TYPE_CHECKING:
     from gangline.advise.split_plan import RankProfile, SplitPlan
 
-balance = typer.Typer(help="Split batches over unequal devices: measure their speed, and compare splits.")
 
-
-@balance.command()
 def plan(
-    batch: Annotated[int, typer.Option(help="Samples in a global batch, over all ranks.", min=1)],
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE:FUNCTION]",
+            help="Your training step, to measure: a function of the number of samples that runs forward and backward "
+            "on this rank's device, without exchanging gradients.",
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples in a global batch, over all ranks.", min=1)] = None,
     speeds: Annotated[
         str | None, typer.Option(help="Samples per second of each rank, or relative speeds, such as 3,1.")
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Speeds and memory as `gangline balance measure --json FILE` wrote them."),
+        typer.Option(
+            metavar="FILE", help="Speeds and memory as `gangline plan MODULE:FUNCTION --json FILE` wrote them."
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each rank's device in GiB, such as 24,11.")] = None,
     fixed_memory: Annotated[
@@ -34,15 +41,27 @@ def plan(
     sample_memory: Annotated[
         float | None, typer.Option(help="GiB that each sample adds; the split then fits into the memory.", min=0)
     ] = None,
+    sizes: Annotated[str, typer.Option(help="Numbers of samples to run the step with, such as 1,8,32.")] = "1,4,16,64",
+    runs: Annotated[int, typer.Option(help="Runs of each size; the median counts.", min=1)] = 5,
     json: JsonFile = None,
 ) -> None:
-    """Compare the balanced split with the equal one and with leaving out the slowest rank.
+    """Compare the split of batches by speed with the equal one and with leaving out the slowest rank.
+
+    With MODULE:FUNCTION your step is run at a few sizes in each rank instead, and time and memory are fitted by the
+    number of samples, for --measured. Start it as the training is started, on all ranks: `torchrun --nproc-per-node 2
+    --no-python gangline plan train:step --json speeds.json`, or alone for one device. A size that does not fit into
+    memory ends the series.
 
     Step times are those of forward and backward, without the exchange of gradients. With --memory and without
     --sample-memory the last column shows how much memory a sample may take at most.
     """
+    if step is not None:
+        _measure(step, sizes, runs, json)
+        return
     from gangline.advise.split_plan import plan_splits
 
+    if batch is None:
+        raise UsageError("--batch is missing; expected the number of samples in a global batch, or MODULE:FUNCTION")
     if (speeds is None) == (measured is None):
         raise UsageError("expected either --speeds, such as --speeds 3,1, or --measured FILE")
     ranks = (
@@ -85,7 +104,7 @@ def _measured(path: Path, memory: str | None) -> list[RankProfile]:
         ]
     except (KeyError, TypeError, json_format.JSONDecodeError) as error:
         raise UsageError(
-            f"--measured {path} is not a file that `gangline balance measure --json FILE` wrote: {error!r}"
+            f"--measured {path} is not a file that `gangline plan MODULE:FUNCTION --json FILE` wrote: {error!r}"
         ) from error
 
 
@@ -124,25 +143,8 @@ def _show(plans: list[SplitPlan]) -> None:
     Console().print(table)
 
 
-@balance.command()
-def measure(
-    step: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="Your training step: a function of the number of samples that runs forward and backward on this "
-            "rank's device, without exchanging gradients.",
-        ),
-    ],
-    sizes: Annotated[str, typer.Option(help="Numbers of samples to run the step with, such as 1,8,32.")] = "1,4,16,64",
-    runs: Annotated[int, typer.Option(help="Runs of each size; the median counts.", min=1)] = 5,
-    json: JsonFile = None,
-) -> None:
-    """Run your step at a few sizes in each rank, and fit time and memory by the number of samples.
-
-    Start it as the training is started, on all ranks: `torchrun --nproc-per-node 2 --no-python gangline balance measure
-    train:step --json speeds.json`, or alone for one device. A size that does not fit into memory ends the series.
-    """
+def _measure(step: str, sizes: str, runs: int, json: JsonFile) -> None:
+    """Run a step at a few sizes in each rank; rank 0 prints and writes time and memory by the number of samples."""
     from gangline.advise.step_profile import measure_ranks
     from gangline.models.import_by_name import resolve
 

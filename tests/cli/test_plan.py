@@ -11,7 +11,7 @@ from tests.cli.test_main import python
 
 
 def planned(*words: str) -> list[dict[str, object]]:
-    done = CliRunner().invoke(app, ["balance", "plan", *words, "--json", "-"])
+    done = CliRunner().invoke(app, ["plan", *words, "--json", "-"])
     assert done.exit_code == 0, done.output
     rows: list[dict[str, object]] = json.loads(done.stdout)
     return rows
@@ -30,7 +30,7 @@ def test_plan_keeps_within_memory() -> None:
     balanced, equal, without = planned(*words, "0.3")
     assert (balanced["counts"], balanced["fits"]) == ([48, 16], True)
     assert (equal["fits"], without["fits"], without["split"]) == (False, True, "without rank 1")
-    done = CliRunner().invoke(app, ["balance", "plan", *words, "0.5"])
+    done = CliRunner().invoke(app, ["plan", *words, "0.5"])
     assert "hold at most rank 0: 44, rank 1: 18" in str(done.exception)
 
 
@@ -50,13 +50,17 @@ def test_the_split_with_caps_is_the_fastest_one() -> None:
 def test_wrong_usage_says_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "not.json").write_text("[]")
     for words, text in (
+        ([], "--batch is missing"),
         (["--batch", "8"], "expected either --speeds"),
         (["--batch", "8", "--speeds", "3,0"], "expected a number above 0 for each rank"),
         (["--batch", "8", "--speeds", "3,1", "--memory", "24"], "--memory is '24', 1 number; expected 2"),
         (["--batch", "8", "--speeds", "3,1", "--sample-memory", "1"], "--sample-memory is given without --memory"),
-        (["--batch", "8", "--measured", str(tmp_path / "not.json")], "is not a file that `gangline balance measure"),
+        (
+            ["--batch", "8", "--measured", str(tmp_path / "not.json")],
+            "is not a file that `gangline plan MODULE:F",
+        ),
     ):
-        done = CliRunner().invoke(app, ["balance", "plan", *words])
+        done = CliRunner().invoke(app, ["plan", *words])
         assert done.exit_code != 0
         assert text in str(done.exception)
 
@@ -72,9 +76,9 @@ def test_measured_ranks_are_planned(tmp_path: Path) -> None:
         "def fails(samples):\n"
         "    if os.environ.get('RANK') == '1':\n        raise ValueError('no such data')\n"
     )
-    launch = ["-m", "gangline", "launch", "-n", "2", "-s", "0", "--", sys.executable, "-m", "gangline", "balance"]
+    launch = ["-m", "gangline", "launch", "-n", "2", "-s", "0", "--", sys.executable, "-m", "gangline", "plan"]
     sizes = ["--sizes", "16,64,256,1024", "--json", "speeds.json"]
-    done = python(*launch, "measure", "train:step", *sizes, cwd=tmp_path)
+    done = python(*launch, "train:step", *sizes, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = json.loads((tmp_path / "speeds.json").read_text())["ranks"]
     assert [rank["largest"] for rank in ranks] == [256, 256]
@@ -82,6 +86,6 @@ def test_measured_ranks_are_planned(tmp_path: Path) -> None:
     counts = balanced["counts"]
     assert isinstance(counts, list)
     assert counts[0] > counts[1]
-    failed = python(*launch, "measure", "train:fails", cwd=tmp_path)
+    failed = python(*launch, "train:fails", cwd=tmp_path)
     assert failed.returncode != 0
     assert "the step failed on rank 1: ValueError: no such data" in failed.stderr
