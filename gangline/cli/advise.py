@@ -14,8 +14,10 @@ from gangline.advise.advice import Advice
 from gangline.advise.advice import advise as advise_on
 from gangline.advise.job_scaling import run_with_timeline, scaling_of_job
 from gangline.advise.page import advice_page, scaling_page
+from gangline.advise.scaling import Scaling
 from gangline.advise.steps import read_events, steps_of
-from gangline.cli.training.options import TrainOptions
+from gangline.cli.logs import logging_to_stderr
+from gangline.cli.training.options import TrainOptions, parsed
 from gangline.collectives.errors import UsageError
 from gangline.collectives.host_files import write_text
 
@@ -23,9 +25,7 @@ from gangline.collectives.host_files import write_text
 def advise(
     arguments: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[TIMELINE...] | -- CMD", help="Files that --timeline has written, or a command to run."
-        ),
+        typer.Argument(metavar="[TIMELINE...] | -- CMD", help="Timelines that were written, or a command to run."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Where to keep the timeline of CMD.")] = None,
@@ -37,8 +37,8 @@ def advise(
         bool,
         typer.Option(
             "--scale",
-            help="Run CMD with 1 up to its number of processes at several batch sizes, and say how many pay. --verify "
-            "runs other batch sizes as well.",
+            help="Run CMD with 1 up to its number of processes, or contexts of one gangline train, at several batch "
+            "sizes, and say how many pay. --verify runs other batch sizes as well.",
         ),
     ] = False,
     seconds: Annotated[float, typer.Option(metavar="S", min=1, help="Time for which each run of --scale trains.")] = 4,
@@ -54,7 +54,11 @@ def advise(
     if scale:
         if is_timeline:
             raise UsageError("--scale runs a command; expected -- CMD, not a timeline")
-        scaling = scaling_of_job(arguments, seconds, verifies=verify)
+        scaling = (
+            _scaling_of_contexts(arguments[arguments.index("train") + 1 :], verify)
+            if _is_one_train(arguments)
+            else scaling_of_job(arguments, seconds, verifies=verify)
+        )
         print(json.dumps(scaling.as_json()) if as_json else scaling)
         if page is not None:
             write_text(page, scaling_page(scaling))
@@ -75,6 +79,21 @@ def advise(
     if verify:
         print(_verified(found, arguments))
     raise typer.Exit(code)
+
+
+def _is_one_train(arguments: Sequence[str]) -> bool:
+    """Return whether a command is `gangline train`, without a launcher before it."""
+    return [Path(word).stem for word in arguments[:2]] == ["gangline", "train"] or (
+        list(arguments[1:4]) == ["-m", "gangline", "train"] and Path(arguments[0]).name.startswith("python")
+    )
+
+
+def _scaling_of_contexts(words: Sequence[str], verifies: bool) -> Scaling:
+    """Measure the contexts of a `gangline train` in this process, whose start would take longer than its steps."""
+    from gangline.cli.training.run import scaling_of_contexts
+
+    with logging_to_stderr():
+        return scaling_of_contexts(parsed(words), verifies=verifies)
 
 
 def _verified(before: Advice, arguments: Sequence[str]) -> str:

@@ -75,7 +75,6 @@ class DeviceOptions:
         int,
         typer.Option(help="Skip up to N unreadable images before failing.", min=0, rich_help_panel="Network and data"),
     ] = 0
-    json: JsonFile = None
 
     def devices(self) -> str | list[Context]:
         """Return the context argument of `Module`.

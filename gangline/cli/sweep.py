@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import DeviceOptions, command
-from gangline.cli.training.options import Plots, TrainOptions
+from gangline.cli.options import DeviceOptions
+from gangline.cli.training.options import TrainOptions, parsed
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gangline.sweeps.trial import Trial
 
 _DEVICES = ("--cpus", "--gpus", "--context", "--work-load-list")
-_NOT_IN_TRIALS = ("--advise", "--verify", "--test-io", "--json", "--timeline")
+_NOT_IN_TRIALS = ("--test-io",)
 
 
 def sweep(
@@ -134,16 +134,10 @@ class TrainTrial:
             UsageError: if `gangline train` has no such option, or does not accept its value.
         """
         words = [*self.options, *(word for name, value in parameters.items() for word in (f"--{name}", str(value)))]
-        parsed: list[TrainOptions] = []
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command("train")(command(parsed.append, TrainOptions))
-        try:
-            app(words, standalone_mode=False)
-        except Exception as error:
-            raise UsageError(f"gangline train {' '.join(words)}: {getattr(error, 'message', error)}") from error
-        if parsed[0].plots != Plots.NONE and parsed[0].model_prefix is None:
+        found = parsed(words)
+        if found.plots and found.model_prefix is None:
             raise UsageError("--plots writes PREFIX.html in a sweep; expected a --model-prefix PREFIX as well")
-        return parsed[0]
+        return found
 
 
 def _values_of(word: str) -> tuple[str, list[str]]:
@@ -161,8 +155,6 @@ def _own_files(options: TrainOptions, folder: Path) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if options.model_prefix is not None:
         own["model_prefix"] = str(folder / Path(options.model_prefix).name)
-    if options.tensorboard is not None:
-        own["tensorboard"] = folder / options.tensorboard.name
     return own
 
 

@@ -1,4 +1,4 @@
-"""Step times over batch size and number of devices: `gangline train --advise` and `gangline advise --scale`."""
+"""Step times over batch size and number of devices: `gangline advise --scale`."""
 
 from __future__ import annotations
 
@@ -116,20 +116,19 @@ def test_the_error_of_a_prediction_is_relative_to_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_train_advise_measures_every_number_of_contexts_and_trains_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "scaling.json"
-    done = gangline("train", "--network", "mlp", "--cpus", "2", "--batch-size", "16", "--verify", "--json", str(path))
-    found = json.loads(path.read_text())
+def test_every_number_of_contexts_is_measured_and_nothing_trained() -> None:
+    train = ("gangline", "train", "--network", "mlp", "--cpus", "2", "--batch-size", "16")
+    done = gangline("advise", "--scale", "--verify", "--json", "--", *train)
+    found = json.loads(done.stdout)
     assert [one["count"] for one in found["times"]] == [1, 2]
     assert {(one["count"], one["batch_size"]) for one in found["checks"]} >= {(1, 16), (2, 16), (1, 32), (2, 48)}
-    assert f"Verdict: {found['verdict']}" in done.stdout
-    assert "Validation-accuracy" not in done.stdout
+    assert found["verdict"].startswith("with batches of 16, 2 contexts are ")
+    assert "Validation-accuracy" not in done.stderr
 
 
-@pytest.mark.slow
-def test_train_advise_in_a_job_names_gangline_advise() -> None:
-    done = gangline("train", "--advise", "--kv-store", "allreduce", code=2)
-    assert "see gangline advise" in done.stderr
+def test_contexts_of_a_store_that_joins_processes_are_not_measured() -> None:
+    done = gangline("advise", "--scale", "--", "gangline", "train", "--kv-store", "allreduce", code=2)
+    assert "the store is allreduce; expected a command that starts the processes of the job" in done.stderr
 
 
 def test_the_number_of_processes_is_the_launchers_and_the_batch_size_the_scripts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -40,11 +39,10 @@ def stopped(number: signal.Signals, folder: Path, *words: str, before: Sequence[
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_and_exit_code_75_without_scoring(number: signal.Signals, tmp_path: Path) -> None:
-    code, out, err = stopped(number, tmp_path, "--model-prefix", "net", "--json", "result.json")
+    code, out, err = stopped(number, tmp_path, "--model-prefix", "net")
     assert (code, out) == (75, ""), err
     assert f"training was stopped by {number.name}" in err
     assert "--load-epoch auto resumes from it" in err
-    assert json.loads((tmp_path / "result.json").read_text()) == {"ended": number.name, "exit_code": 75}
     assert list(tmp_path.glob("net-*.safetensors"))
 
 

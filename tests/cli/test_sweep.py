@@ -49,7 +49,7 @@ def test_each_combination_trains_and_the_best_is_named(tmp_path: Path) -> None:
         (("--set", "lr=0.1", "--set", "lr=0.2"), "--lr is given twice"),
         (("--set", "lr=0.1", "--", "--lr=0.3"), "--lr is given twice"),
         (("--set", "image-shape=1,28,28"), "with a value twice; expected ; between values that have commas"),
-        (("--set", "lr=0.1", "--", "--advise"), "--advise is for one gangline train"),
+        (("--set", "lr=0.1", "--", "--test-io"), "--test-io is for one gangline train"),
         (("--set", "lr=0.1", "--", "--plots", "training-progress"), "expected a --model-prefix PREFIX as well"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -170,10 +169,9 @@ def test_the_command_ends_with_code_3_and_the_newest_checkpoint_is_finite(
 ) -> None:
     train = ["train", "--network", "mlp", "--cpus", "1", "--model-prefix", tmp_path / "n", "--keep", "2"]
     assert gangline_command(capsys, *train, "--num-epochs", "2", "--lr", "0.1")[0] == 0
-    more = ["--num-epochs", "6", "--load-epoch", "auto", "--lr", "1e30", "--json", tmp_path / "result.json"]
+    more = ["--num-epochs", "6", "--load-epoch", "auto", "--lr", "1e30"]
     code, out, err = gangline_command(capsys, *train, *more)
     assert (code, out) == (3, "")
-    assert json.loads((tmp_path / "result.json").read_text()) == {"ended": "diverged", "exit_code": 3}
     assert (
         f"training diverged after 2 of 6 epochs and 2 batches of the next; the checkpoint is {tmp_path}/n-0002" in err
     )

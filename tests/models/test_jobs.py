@@ -82,8 +82,8 @@ def test_a_job_without_servers_starts_them_for_dist_async_whose_defaults_learn()
 
 @pytest.mark.slow
 def test_what_is_asked_for_stays_and_divergence_is_reported() -> None:
-    words = ["--kv-store", "dist_async", "--network", "mlp", "--mom", "0.99", "--lr", "2", "--num-epochs", "3"]
-    first, _ = job(2, *words, "--max-staleness", "6")
+    words = ["--kv-store", "dist_async:6", "--network", "mlp", "--mom", "0.99", "--lr", "2", "--num-epochs", "3"]
+    first, _ = job(2, *words)
     assert "momentum is 0" not in first[2]
     warning = r"the training loss went from 2\.\d+ to \S+: training diverges with learning rate 2, momentum 0.99, "
     warning += r"late updates of 2 workers, max_staleness 6; lower the learning rate or set a smaller momentum or"

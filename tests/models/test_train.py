@@ -190,7 +190,7 @@ def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, caps
         (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
         (["--lr-step-epochs", "1,50", "--num-epochs", "2"], "--num-epochs is 2: the rate would not step at epoch 50"),
         (["--mom", "1.5"], "--mom is 1.5; expected a momentum from 0 to below 1"),
-        (["--max-staleness", "2"], "--max-staleness is for --kv-store dist_async, but --kv-store is None"),
+        (["--kv-store", "local:2"], "--kv-store is 'local:2'; expected a number of updates, and dist_async before it"),
         (["--network", "lenett"], "network 'lenett' is unknown; did you mean 'lenet'?"),
         (["--kv-store", "devise"], "there is no store named 'devise'; did you mean 'device'?"),
         (["--optimizer", "adm"], "optimizer 'adm' is unknown; did you mean 'adam'?"),

@@ -62,7 +62,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_and_keeps_few(
 
 
 def test_patience_ends_a_run_that_learns_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--patience", "2", "--lr", "0", "--num-epochs", "9", "--eval-frequency", "1"]
+    words = ["--patience", "2", "--lr", "0", "--num-epochs", "9"]
     code, _, err = gangline_command(capsys, *MLP, *words)
     assert code == 0
     assert "training ended by patience" in err
@@ -71,14 +71,14 @@ def test_patience_ends_a_run_that_learns_nothing(tmp_path: Path, capsys: pytest.
 
 
 def test_pictures_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--num-epochs", "2", "--plots", "training-progress", "--model-prefix", tmp_path / "m"]
-    code, out, _ = gangline_command(capsys, *MLP, *words, "--tensorboard", tmp_path / "board", "--top-k", "3")
+    words = ["--num-epochs", "2", "--plots", "training-progress", "--plots", "tensorboard", "--top-k", "3"]
+    code, out, _ = gangline_command(capsys, *MLP, *words, "--model-prefix", tmp_path / "m")
     assert code == 0
     data = json.dumps(read_progress(tmp_path / "m.html"))
     assert "mlp on digits" in data
     assert "top_k_accuracy_3" in data
     assert out.split("=")[1].strip()[:6] in data
-    assert [file.name.split(".")[0] for file in (tmp_path / "board").iterdir()] == ["events"]
+    assert [file.name.split(".")[0] for file in (tmp_path / "m-tensorboard").iterdir()] == ["events"]
 
 
 def test_only_the_data_are_read(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,15 +114,18 @@ def test_weights_are_transferred_to_other_classes(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--clip-norm", "1", "--clip-gradient", "1"], "clip_gradient"),
-        (["--clip-global-norm", "0"], "clip_global_norm"),
-        (["--keep", "2"], "--save-minutes and --keep need --model-prefix"),
+        (["--clip", "norm=1", "--clip", "gradient=1"], "clip_gradient"),
+        (["--clip", "global_norm=0"], "clip_global_norm"),
+        (["--clip", "global=1"], "--clip is 'global=1'; expected gradient=X or norm=X or global_norm=X"),
+        (["--keep", "2"], "--save-period in minutes and --keep need --model-prefix"),
+        (["--save-period", "0"], "--save-period is '0'; expected epochs, such as 2, or minutes, such as 10min"),
         (["--top-k", "11"], "--top-k is 11, but there are 10 classes"),
         (["--image-shape", "28,28"], "--image-shape is '28,28', 2 numbers; expected 3"),
         (["--image-shape", "2,28,28"], "--image-shape is '2,28,28'; expected 1 or 3 channels"),
         (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
         (["--augment", "flip"], "--augment needs --data-dir"),
         (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
+        (["--layer-factors", "10,20,0.1"], "--layer-factors needs --pretrained"),
         (["--pretrained", "none.safetensors"], "none.safetensors do not exist"),
         (
             ["--lr-schedule", "cosine", "--lr-step-epochs", "2"],

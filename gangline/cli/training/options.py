@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from gangline.cli.options import DeviceOptions
+from gangline.cli.options import DeviceOptions, command
+from gangline.collectives.errors import UsageError
 
 _DATA, _WHERE, _RATE, _GRADIENTS = "Network and data", "Devices and workers", "Learning rate", "Optimizer and gradients"
 _NEW, _KEEP, _SHOW = "Transfer learning", "Stopping and checkpoints", "Output"
@@ -42,25 +44,11 @@ class GradientCompression(StrEnum):
     TOP_K = "topk"
 
 
-class Random(StrEnum):
-    """What random numbers of dropout belong to."""
-
-    CONTEXT = "context"
-    SAMPLE = "sample"
-
-
-class OnNan(StrEnum):
-    """What a loss that is not finite does."""
-
-    STOP = "stop"
-    CONTINUE = "continue"
-
-
 class Plots(StrEnum):
-    """Pages that show a run."""
+    """What shows a run."""
 
-    NONE = "none"
     TRAINING_PROGRESS = "training-progress"
+    TENSORBOARD = "tensorboard"
 
 
 def _networks(begin: str) -> list[str]:
@@ -135,28 +123,12 @@ class TrainOptions(DeviceOptions):
         str | None,
         typer.Option(
             help="Store that sums gradients and updates weights: local, device or nccl; in a job allreduce, dist_sync "
-            "or dist_async. Default: device; in a job of several workers dist_sync with servers, else allreduce.",
+            "or dist_async, where dist_async:N makes a worker wait that is more than N updates ahead of the slowest. "
+            "Default: device; in a job of several workers dist_sync with servers, else allreduce.",
             rich_help_panel=_WHERE,
             autocompletion=_stores,
         ),
     ] = None
-    max_staleness: Annotated[
-        int | None,
-        typer.Option(
-            help="With dist_async, make a worker wait that is more than N updates ahead of the slowest.",
-            metavar="N",
-            min=0,
-            rich_help_panel=_WHERE,
-        ),
-    ] = None
-    random: Annotated[
-        Random,
-        typer.Option(
-            help="Draw dropout's random numbers for each context, or for each sample; the weights then do not depend "
-            "on the number of contexts.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = Random.CONTEXT
     dtype: Annotated[
         Dtype,
         typer.Option(
@@ -204,18 +176,13 @@ class TrainOptions(DeviceOptions):
         ),
     ] = None
     wd: Annotated[float, typer.Option(help="Weight decay (L2).", rich_help_panel=_GRADIENTS)] = 1e-4
-    clip_gradient: Annotated[
-        float | None,
-        typer.Option(help="Clip each element of the gradient to [-X, X].", metavar="X", rich_help_panel=_GRADIENTS),
-    ] = None
-    clip_norm: Annotated[
-        float | None,
-        typer.Option(help="Clip the gradient of each parameter to norm X.", metavar="X", rich_help_panel=_GRADIENTS),
-    ] = None
-    clip_global_norm: Annotated[
-        float | None,
+    clip: Annotated[
+        list[str] | None,
         typer.Option(
-            help="Clip the gradient of all parameters together to norm X.", metavar="X", rich_help_panel=_GRADIENTS
+            help="Clip gradients, repeatable: gradient=X each element to [-X, X], norm=X that of each parameter, "
+            "global_norm=X all parameters together.",
+            metavar="KIND=X",
+            rich_help_panel=_GRADIENTS,
         ),
     ] = None
     gc_type: Annotated[
@@ -237,19 +204,13 @@ class TrainOptions(DeviceOptions):
             rich_help_panel=_NEW,
         ),
     ] = None
-    replace_last: Annotated[
-        bool,
-        typer.Option(
-            "--replace-last", help="Replace the last layer even if the number of classes fits.", rich_help_panel=_NEW
-        ),
-    ] = False
-    new_layer_factors: Annotated[
+    layer_factors: Annotated[
         str,
-        typer.Option(help="Learning-rate factors of weight and bias of the replaced layer.", rich_help_panel=_NEW),
-    ] = "10,20"
-    early_factor: Annotated[
-        float, typer.Option(help="Learning-rate factor of all other layers.", rich_help_panel=_NEW)
-    ] = 1.0
+        typer.Option(
+            help="Learning-rate factors of weight and bias of the replaced layer, and of all other layers.",
+            rich_help_panel=_NEW,
+        ),
+    ] = "10,20,1"
     freeze_until: Annotated[
         str | None, typer.Option(help="Freeze the layers before this one, by name.", rich_help_panel=_NEW)
     ] = None
@@ -265,27 +226,17 @@ class TrainOptions(DeviceOptions):
         ),
     ] = None
     save_period: Annotated[
-        int, typer.Option(help="Write a checkpoint every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
-    ] = 1
-    save_minutes: Annotated[
-        float | None,
+        str,
         typer.Option(
-            help="Write a checkpoint every N minutes as well, also within an epoch.", metavar="N", rich_help_panel=_KEEP
+            help="Write a checkpoint every N epochs; with Nmin every N minutes as well, also within an epoch.",
+            metavar="N",
+            rich_help_panel=_KEEP,
         ),
-    ] = None
+    ] = "1"
     keep: Annotated[
         int | None,
         typer.Option(help="Keep the newest N checkpoints only.", metavar="N", min=1, rich_help_panel=_KEEP),
     ] = None
-    eval_frequency: Annotated[
-        int, typer.Option(help="Validate every N epochs.", metavar="N", min=1, rich_help_panel=_KEEP)
-    ] = 1
-    on_nan: Annotated[
-        OnNan,
-        typer.Option(
-            help="Stop if the loss or a weight is not finite, with exit code 3, or continue.", rich_help_panel=_KEEP
-        ),
-    ] = OnNan.STOP
     patience: Annotated[
         int | None,
         typer.Option(
@@ -300,19 +251,13 @@ class TrainOptions(DeviceOptions):
         typer.Option(help="Report top-K accuracy as well, for K above 1.", metavar="K", min=0, rich_help_panel=_SHOW),
     ] = 0
     plots: Annotated[
-        Plots,
+        list[Plots] | None,
         typer.Option(
-            help="Write an HTML page that shows the run: PREFIX.html, or training-progress.html.",
+            help="Write PREFIX.html (training-progress.html), a page that shows the run, or TensorBoard files in "
+            "PREFIX-tensorboard (tensorboard). Repeatable.",
             rich_help_panel=_SHOW,
         ),
-    ] = Plots.NONE
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="File for a trace of all processes, to open in ui.perfetto.dev.", rich_help_panel=_SHOW),
     ] = None
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard files.", rich_help_panel=_SHOW)] = (
-        None
-    )
     monitor: Annotated[
         int,
         typer.Option(help="Log statistics of all layers every N batches.", metavar="N", min=0, rich_help_panel=_SHOW),
@@ -320,19 +265,22 @@ class TrainOptions(DeviceOptions):
     test_io: Annotated[
         bool, typer.Option("--test-io", help="Read the data and log the speed; train nothing.", rich_help_panel=_SHOW)
     ] = False
-    advise: Annotated[
-        bool,
-        typer.Option(
-            "--advise",
-            help="Measure steps of one context, two and so on, and say from which batch size how many pay; train "
-            "nothing.",
-            rich_help_panel=_SHOW,
-        ),
-    ] = False
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="--advise, and measure what it predicts as well.", rich_help_panel=_SHOW),
-    ] = False
     benchmark: Annotated[
         bool, typer.Option("--benchmark", help="Train on random images to measure speed.", rich_help_panel=_SHOW)
     ] = False
+
+
+def parsed(words: Sequence[str]) -> TrainOptions:
+    """Return the options of `gangline train` with these arguments.
+
+    Raises:
+        UsageError: if it has no such option, or does not accept its value.
+    """
+    found: list[TrainOptions] = []
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("train")(command(found.append, TrainOptions))
+    try:
+        app(list(words), standalone_mode=False)
+    except Exception as error:
+        raise UsageError(f"gangline train {' '.join(words)}: {getattr(error, 'message', error)}") from error
+    return found[0]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import DeviceOptions, check_network, metrics_of, write_json
+from gangline.cli.options import DeviceOptions, JsonFile, check_network, metrics_of, write_json
 from gangline.collectives.errors import UsageError
 from gangline.collectives.host_files import opener
 
@@ -34,6 +34,7 @@ class PredictOptions(DeviceOptions):
     ] = ...  # type: ignore[assignment]
     load_epoch: Annotated[str, typer.Option(help="Checkpoint: a number, best, or auto for the newest.")] = "auto"
     network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
+    json: JsonFile = None
     output: Annotated[Path | None, typer.Option(help="Write the table to this file. Default: stdout.")] = None
     top_k: Annotated[
         int,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from gangline.advise.context_scaling import scaling_of
+from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     ContextWord,
@@ -28,11 +29,10 @@ from gangline.cli.options import (
     normalization,
     numbers,
     signals_of,
-    write_json,
 )
 from gangline.cli.training.checks import check_fits, check_labels, first_sample
 from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
-from gangline.collectives.context import Context
+from gangline.collectives.context import Context, contexts
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
@@ -60,6 +60,7 @@ _MOMENTUM = 0.9
 _FULL_RATE_WORKERS = 4
 """Largest number of workers of an asynchronous store whose late updates train stably at the rate of one worker."""
 _CLASSES_SHOWN = 10
+_CLIPS = ("gradient", "norm", "global_norm")
 _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
@@ -72,24 +73,22 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
         after_validation: further callbacks that run after each validation.
 
     Returns:
-        The result that `gangline train --json` writes: why training ended, the exit code and, on the first worker, the
-        validation accuracy. None if only the speed of reading was measured.
+        Why training ended, the exit code and, on the first worker, the validation accuracy. None if only the speed of
+        reading was measured.
 
     Raises:
         ValueError, OSError, RuntimeError: if options, data, weights or checkpoints cannot be used; before training
             where possible.
     """
     serve_if_assigned()  # MXNet's trackers start one command in all roles
-    autocast: torch.dtype | None = getattr(torch, options.dtype) if options.dtype in _HALF else None
-    dtype: torch.dtype = torch.float32 if autocast else getattr(torch, options.dtype)
+    autocast, dtype = _number_formats(options)
     context = options.devices()
-    store = _store_name(options, context)
+    store, max_staleness = _store(options, context)
     resume, schedule = _resume(options), _schedule(options)
     splits, about = _data(options, dtype)
     if options.test_io:
         speed = read_speed(splits.train, None if import_by_name.has_batches(splits.train) else options.batch_size)
         print(f"samples-per-second={speed:.1f}")
-        write_json(options.json, {"samples_per_second": speed})
         return None
     torch.manual_seed(options.seed)
     model = _network(options, splits, dtype)
@@ -101,7 +100,6 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
         fixed_param_names=model.frozen,
         compression_params=_compression(options.gc_type, options.gc_threshold),
         autocast=autocast,
-        random=str(options.random),
     )
     module.run_state.metadata.update(about, network=options.network, num_classes=model.num_classes)
     batch_size, rate = options.batch_size, options.lr
@@ -109,14 +107,11 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
     if options.scale_batch:
         batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
     params = _optimizer_params(options, rate, model.factors)
-    if options.advise or options.verify:
-        _advise(module, model, options, splits, store, params, autocast)
-        return None
     adapted = _adapt_to_late_updates(params, options, store, workers)
     with ExitStack() as stack:
         kvstore: str | KVStore = store
-        if options.max_staleness is not None:
-            kvstore = stack.enter_context(create(store, max_staleness=options.max_staleness))
+        if max_staleness is not None:
+            kvstore = stack.enter_context(create(store, max_staleness=max_staleness))
         module.init_optimizer(kvstore, options.optimizer, params)
         if module.workers.is_first:
             for line in (*_description(module, options, batch_size, splits, model.num_classes), *adapted):
@@ -128,32 +123,45 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
     return result
 
 
-def _advise(
-    module: Module,
-    model: _Model,
-    options: TrainOptions,
-    splits: datasets.Splits,
-    store: str,
-    params: dict[str, Any],
-    autocast: torch.dtype | None,
-) -> None:
-    """Measure one context, two and so on up to all of the module's, and print how many pay."""
+def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
+    """Measure steps of one context, two and so on up to all that the options name; train nothing.
+
+    Args:
+        options: options of `gangline train`.
+        verifies: measure what is predicted as well.
+
+    Raises:
+        UsageError: if the store joins processes.
+        ValueError, OSError, RuntimeError: as `run`.
+    """
+    autocast, dtype = _number_formats(options)
+    words = options.devices()
+    store, _ = _store(options, words)
     if store not in IN_PROCESS:
         raise UsageError(
-            f"--advise measures the contexts of one process, and the store is {store}; see gangline advise"
+            f"--scale measures the contexts of one gangline train, and the store is {store}; expected a command that "
+            "starts the processes of the job, such as gangline launch -n 2 -- gangline train"
         )
+    splits, _ = _data(options, dtype)
+    torch.manual_seed(options.seed)
+    model = _network(options, splits, dtype)
+    params = _optimizer_params(options, options.lr, model.factors)
+    on = contexts(words)
 
     def make(count: int) -> Module:
         network = copy.deepcopy(model.network)
-        made = Module(
-            network, nn.CrossEntropyLoss(), module.contexts[:count], fixed_param_names=model.frozen, autocast=autocast
-        )
+        made = Module(network, nn.CrossEntropyLoss(), on[:count], fixed_param_names=model.frozen, autocast=autocast)
         made.init_optimizer(store, options.optimizer, params)
         return made
 
-    found = scaling_of(make, len(module.contexts), splits.train, options.batch_size, verifies=options.verify)
-    print(found)
-    write_json(options.json, found.as_json())
+    return scaling_of(make, len(on), splits.train, options.batch_size, verifies=verifies)
+
+
+def _number_formats(options: TrainOptions) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return what forward computes in under autocast, if it does, and the format of weights and data."""
+    if options.dtype in _HALF:
+        return getattr(torch, options.dtype), torch.float32
+    return None, getattr(torch, options.dtype)
 
 
 def _fit_and_score(
@@ -172,7 +180,7 @@ def _fit_and_score(
     on_terminal = sys.stderr.isatty()
     if on_terminal:
         metrics = [*metrics, "loss"]
-    shows_loss = options.plots != Plots.NONE or options.tensorboard is not None
+    shows_loss = bool(options.plots)
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
     stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *signals_of(os.environ.get("GANGLINE_STOP_SIGNALS"))))
@@ -189,11 +197,9 @@ def _fit_and_score(
                 optimizer=optimizer,
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
-                eval_frequency=options.eval_frequency,
                 validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
                 monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
-                on_nan=options.on_nan.value,
                 **callbacks,
             )
         except (EOFError, ConnectionError):  # a signal to the process group has ended the server of the data workers
@@ -222,13 +228,14 @@ def _fit_and_score(
     return result
 
 
-def _store_name(options: TrainOptions, context: str | list[Context]) -> str:
-    """Return the store; unless one is asked for, processes of one job are joined."""
-    if options.max_staleness is not None and "async" not in (options.kv_store or ""):
-        raise UsageError(f"--max-staleness is for --kv-store dist_async, but --kv-store is {options.kv_store}")
-    if options.kv_store is not None:
-        return options.kv_store
-    return job_store() if context == ContextWord.PARALLEL else default_store()
+def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, int | None]:
+    """Return the store and its largest staleness; unless one is asked for, processes of one job are joined."""
+    if options.kv_store is None:
+        return (job_store() if context == ContextWord.PARALLEL else default_store()), None
+    name, colon, staleness = options.kv_store.partition(":")
+    if colon and ("async" not in name or not staleness.isdecimal()):
+        raise UsageError(f"--kv-store is {options.kv_store!r}; expected a number of updates, and dist_async before it")
+    return name, int(staleness) if colon else None
 
 
 def _newest(prefix: str | None) -> Path | None:
@@ -264,18 +271,18 @@ def _network(options: TrainOptions, splits: datasets.Splits, dtype: torch.dtype)
     name, weights, classes = options.network, options.pretrained, splits.num_classes
     new: list[str] = []
     if weights is None:
-        for flag in ("replace_last", "early_factor", "freeze_until"):
-            if getattr(options, flag) not in (False, 1.0, None):
+        for flag in ("layer_factors", "freeze_until"):
+            if getattr(options, flag) != getattr(TrainOptions, flag):
                 raise UsageError(f"--{flag.replace('_', '-')} needs --pretrained, the weights that are transferred")
         network = registry.create(name, classes)
     elif classes is None:
         raise UsageError(f"--pretrained needs the number of classes, which {options.dataset!r} does not say")
     else:
-        network, new = transfer.pretrained(name, weights, classes, replace_last=options.replace_last)
+        network, new = transfer.pretrained(name, weights, classes)
     network = network.to(dtype)
     frozen = transfer.freeze_until(network, options.freeze_until) if options.freeze_until else []
-    weight, bias = numbers("--new-layer-factors", options.new_layer_factors, float, 2)
-    factors = transfer.learning_rate_factors(network, new, weight, bias, options.early_factor, frozen)
+    weight, bias, others = numbers("--layer-factors", options.layer_factors, float, 3)
+    factors = transfer.learning_rate_factors(network, new, weight, bias, others, frozen)
     sample = first_sample(splits.train)
     if sample is not None:
         classes = check_fits(network, sample, classes)
@@ -352,8 +359,12 @@ def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, flo
         params["momentum"] = _MOMENTUM if options.mom is None else options.mom
     if factors:
         params["lr_mult"] = factors
-    clips = ("clip_gradient", "clip_norm", "clip_global_norm")
-    return params | {name: getattr(options, name) for name in clips if getattr(options, name) is not None}
+    for word in options.clip or ():
+        kind, _, threshold = word.partition("=")
+        if kind not in _CLIPS or not threshold:
+            raise UsageError(f"--clip is {word!r}; expected {' or '.join(f'{one}=X' for one in _CLIPS)}")
+        [params[f"clip_{kind}"]] = numbers("--clip", threshold, float, 1)
+    return params
 
 
 def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store: str, workers: int) -> list[str]:
@@ -463,27 +474,37 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
         after_validation.append(line.after_validation)
     else:
         after_batch.append(Speedometer(batch_size, options.disp_batches))
-    prefix = options.model_prefix
+    prefix, (period, minutes) = options.model_prefix, _save_period(options.save_period)
     if prefix is not None:
-        after_epoch.append(Checkpoint(module, prefix, options.save_period, keep_best="accuracy", keep=options.keep))
-        if options.save_minutes is not None:
-            after_batch.append(Checkpoint(module, prefix, minutes=options.save_minutes, keep=options.keep))
-    elif options.save_minutes is not None or options.keep is not None:
-        raise UsageError("--save-minutes and --keep need --model-prefix")
+        after_epoch.append(Checkpoint(module, prefix, period, keep_best="accuracy", keep=options.keep))
+        if minutes is not None:
+            after_batch.append(Checkpoint(module, prefix, minutes=minutes, keep=options.keep))
+    elif minutes is not None or options.keep is not None:
+        raise UsageError("--save-period in minutes and --keep need --model-prefix")
     if options.patience is not None:
         after_validation.append(EarlyStopping(options.patience))
     shown: list[Any] = []
-    if options.plots == Plots.TRAINING_PROGRESS:
+    plots = options.plots or ()
+    if Plots.TRAINING_PROGRESS in plots:
         data_name = options.data_dir or options.dataset
         page = f"{prefix or 'training-progress'}.html"
         shown.append(TrainingProgress(module, page, title=f"{options.network} on {data_name}"))
-    if options.tensorboard is not None:
-        shown.append(TensorBoard(module, options.tensorboard))
+    if Plots.TENSORBOARD in plots:
+        shown.append(TensorBoard(module, f"{prefix}-tensorboard" if prefix else "tensorboard"))
     return {
         "batch_end_callback": after_batch + shown,
         "epoch_end_callback": after_epoch + shown,
         "eval_end_callback": after_validation + shown,
     }
+
+
+def _save_period(word: str) -> tuple[int, float | None]:
+    """Return the epochs between two checkpoints, and the minutes between further ones: of 10min 1 and 10."""
+    is_minutes = word.endswith("min")
+    found: list[float] = numbers("--save-period", word.removesuffix("min"), float if is_minutes else int)
+    if len(found) != 1 or found[0] <= 0:
+        raise UsageError(f"--save-period is {word!r}; expected epochs, such as 2, or minutes, such as 10min")
+    return (1, found[0]) if is_minutes else (int(found[0]), None)
 
 
 def _description(

@@ -5,22 +5,17 @@ from __future__ import annotations
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import write_json
 from gangline.cli.training.options import TrainOptions
-from gangline.collectives.timeline import recorder
 
 
 def train(options: TrainOptions) -> None:
     """Train a network. The last line of stdout is Validation-accuracy=<float>."""
-    if options.timeline is not None:
-        recorder.start(options.timeline)
     from gangline.cli.training.run import run
 
     with logging_to_stderr():
         result = run(options)
     if result is None:
         return
-    write_json(options.json, result)
     if "validation_accuracy" in result:
         print(f"Validation-accuracy={result['validation_accuracy']:.6g}")
     if result["exit_code"]:
