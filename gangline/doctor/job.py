@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -25,20 +24,21 @@ from gangline.doctor.host import loopback_remedy
 from gangline.doctor.links import (
     CONNECT_SECONDS,
     REMEDIES,
-    TOKEN_BYTES,
     LinkReport,
-    ProbeServer,
+    answer,
     findings_of_links,
     kind_of,
     links_table,
     measure,
     problem_of,
+    reach,
     rounds_of_pairs,
 )
 from gangline.doctor.this_host import HOST_STEPS, check_host
 from gangline.doctor.two_ranks import finding_of_all_reduce, measure_all_reduce
 
 _RETRY_SECONDS = 0.2
+_MOST_HOSTS = 4096
 _RENDEZVOUS = "rendezvous"
 
 
@@ -51,7 +51,6 @@ class _Member:
     identity: str
     address: str
     port: int
-    token: str
     problem: str
 
 
@@ -184,16 +183,16 @@ def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> di
         of_hosts = [json.loads(one) for one in exchange(json.dumps([asdict(one) for one in own]).encode())]
         findings = _findings_of_addresses(firsts, names)
         links: list[LinkReport] = []
-        if len(firsts) > 1 and not any(finding.status == Status.BROKEN for finding in findings):
-            position = [first.rank for first in firsts].index(member.rank) if member in firsts else None
-            links = _measure(position, firsts, exchange)
-            findings += findings_of_links(links, names)
+        is_open = not any(finding.status == Status.BROKEN for finding in findings)
+        if len(firsts) > 1 and is_open:
+            links = _gathered(_reach_hosts(member, firsts) if member in firsts else [], exchange)
+            is_open = not any(link.problem for link in links)
+        if is_open:
+            reduced, links = _measure(rendezvous, firsts, links, seconds)
+        else:  # the ranks would wait for each other until a time limit
+            reduced = Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other")
+        findings += [*(findings_of_links(links, names) if links else []), reduced]
         table = links_table(links, names) if links else ""
-        # A link that is closed makes the ranks wait for each other until a time limit.
-        if any(finding.status == Status.BROKEN for finding in findings):
-            findings.append(Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other"))
-        else:
-            findings.append(_all_reduce(rendezvous, seconds))
     finally:
         if server is not None:
             server.close()
@@ -212,19 +211,20 @@ def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> di
     }
 
 
-def _listen(rendezvous: Rendezvous) -> tuple[ProbeServer | None, _Member]:
-    token = secrets.token_bytes(TOKEN_BYTES)
+def _listen(rendezvous: Rendezvous) -> tuple[socket.socket | None, _Member]:
+    """Listen where other hosts try to connect; the kernel accepts them."""
     address, port, problem, server = "", 0, "", None
     try:
         address = rendezvous.interface()
         required_key(address)
-        server = ProbeServer(address, token)
-        port = server.port
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, 0), family=family, backlog=_MOST_HOSTS)
+        port = server.getsockname()[1]
     except (OSError, RuntimeError, ValueError) as error:
         problem = f"cannot listen at {address or rendezvous.host}: {error}"
     if is_loopback(address):
         problem = problem or _loopback_behind(rendezvous.host)
-    return server, _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, token.hex(), problem)
+    return server, _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, problem)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -250,29 +250,32 @@ def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> l
     return findings
 
 
-def _measure(position: int | None, firsts: Sequence[_Member], exchange: BootstrapAllGather) -> list[LinkReport]:
-    """Measure the links between all hosts. A host sends to or receives from one other at a time.
+def _reach_hosts(member: _Member, firsts: Sequence[_Member]) -> list[LinkReport]:
+    """Connect from the first rank of a host to those of all others."""
+    source = firsts.index(member)
+    others = [target for target in range(len(firsts)) if target != source]
+    return [reach(LinkReport(source, target, firsts[target].address), firsts[target].port) for target in others]
 
-    Both directions at once would slow down each other: a full queue also delays acknowledgements.
 
-    Args:
-        position: this rank's host; None for a rank that is not the first of its host and only takes part in exchanges.
-        firsts: first rank of each host.
-        exchange: all-gather between all ranks.
-    """
-    links = []
-    for pairs in rounds_of_pairs(len(firsts)):
-        exchange(b"")  # all begin the round together
-        other = dict(pairs).get(-1 if position is None else position)
-        if position is not None and other is not None:
-            target = firsts[other]
-            links.append(measure(LinkReport(position, other, target.address), target.port, bytes.fromhex(target.token)))
+def _gathered(links: Sequence[LinkReport], exchange: BootstrapAllGather) -> list[LinkReport]:
     gathered = exchange(json.dumps([asdict(link) for link in links]).encode())
     return [LinkReport(**fields) for one in gathered for fields in json.loads(one)]
 
 
-def _all_reduce(rendezvous: Rendezvous, seconds: float) -> Finding:
-    """Reduce over all ranks. Collective: all ranks must call it."""
+def _measure(
+    rendezvous: Rendezvous, firsts: Sequence[_Member], links: Sequence[LinkReport], seconds: float
+) -> tuple[Finding, list[LinkReport]]:
+    """Reduce over all ranks, and measure the links between their hosts. Collective: all ranks must call it.
+
+    A host sends to or receives from one other at a time: both directions at once would slow down each other, as a full
+    queue also delays acknowledgements.
+
+    Args:
+        rendezvous: of all ranks.
+        firsts: first rank of each host.
+        links: links between the hosts.
+        seconds: time limit of a call.
+    """
     name = "all-reduce of the job"
     with open_communicator(
         rendezvous.rank,
@@ -282,5 +285,15 @@ def _all_reduce(rendezvous: Rendezvous, seconds: float) -> Finding:
         tcp_host=rendezvous.interface(),
     ) as comm:
         measured = measure_all_reduce(comm)
+        ranks = [first.rank for first in firsts]
+        own = {link.target: link for link in links if ranks[link.source] == comm.rank}
+        for pairs in rounds_of_pairs(len(firsts)):
+            comm.barrier()  # all begin the round together
+            for source, target in pairs:
+                if comm.rank == ranks[source]:
+                    measure(comm, own[target], ranks[target])
+                elif comm.rank == ranks[target]:
+                    answer(comm, ranks[source])
+    links = _gathered(list(own.values()), rendezvous.exchange)
     every = [json.loads(one) for one in rendezvous.exchange(json.dumps(measured).encode())]
-    return finding_of_all_reduce(name, {**every[0], "is_right": all(one["is_right"] for one in every)})
+    return finding_of_all_reduce(name, {**every[0], "is_right": all(one["is_right"] for one in every)}), links

@@ -1,25 +1,24 @@
-"""Links between hosts: connect, measure latency, clock skew and bandwidth, and say which link is slow or closed."""
+"""Links between hosts: connect, measure by send and recv, and say which link is slow or closed."""
 
 from __future__ import annotations
 
 import errno
-import hmac
+import math
 import socket
 import statistics
-import struct
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from gangline.collectives.communicator import Communicator
 from gangline.doctor.finding import Finding, Status
 
-TOKEN_BYTES = 16
 CONNECT_SECONDS = 5.0
 SEND_SECONDS = 0.5
-_DRAIN_SECONDS = 20.0
 _PINGS = 50
-_BLOCK = 1 << 18
+_BLOCK = 1 << 20
 _SLOW_SHARE = 1 / 3
 """A link slower than this share of the median is slow."""
 _LEAST_RATE = 50e6
@@ -28,8 +27,6 @@ _LATE_FACTOR, _LATE_SECONDS = 5.0, 0.5e-3
 """A link with more than this many times the median latency, and more than that many seconds, is slow."""
 _MOST_LATENCY = 10e-3
 _MOST_SKEW = 0.5
-
-_CLOCK, _REPORT = struct.Struct("<d"), struct.Struct("<Qd")
 
 
 @dataclass
@@ -79,52 +76,6 @@ def problem_of(error: OSError, address: str, port: int) -> str:
     return f"{where}: {error.strerror or error}" if kind == "other" else f"{kind}: {where}"
 
 
-class ProbeServer:
-    """Answers the measurements of other hosts until it is closed; it takes connections that send the token first.
-
-    Args:
-        address: address to listen at, on a port that the system chooses.
-        token: bytes that only processes of this job know.
-
-    Raises:
-        OSError: if the address cannot be listened at.
-    """
-
-    def __init__(self, address: str, token: bytes) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family)
-        self.port: int = self._socket.getsockname()[1]
-        self._token = token
-        threading.Thread(target=self._accept, name="gangline-check", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(connection,), name="gangline-check", daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                connection.settimeout(_DRAIN_SECONDS)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if not hmac.compare_digest(_received(connection, TOKEN_BYTES), self._token):
-                    return
-                if _received(connection, 1) == b"p":
-                    while connection.recv(1):
-                        connection.sendall(_CLOCK.pack(time.time()))
-                else:
-                    connection.sendall(_REPORT.pack(*_drained(connection)))
-        except OSError:  # the other end has gone; it reports that itself
-            return
-
-
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
     """Return rounds of (sender, receiver) in which each of ``count`` hosts is at most once, and all pairs over all."""
     seats = [*range(count), *([-1] if count % 2 else [])]  # -1: the other one pauses
@@ -137,39 +88,51 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure(link: LinkReport, port: int, token: bytes) -> LinkReport:
-    """Fill in latency, clock skew and bandwidth to a host's server, or the problem, and return the link."""
+def reach(link: LinkReport, port: int) -> LinkReport:
+    """Connect to a port of a host; fill in the problem if that fails, and return the link."""
     try:
-        with _connected(link.address, port, token, b"p") as connection:
-            _measure_latency(link, connection)
-        with _connected(link.address, port, token, b"b") as connection:
-            _measure_bandwidth(link, connection)
+        socket.create_connection((link.address, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         link.kind, link.problem = kind_of(error), problem_of(error, link.address, port)
     return link
 
 
-def _measure_latency(link: LinkReport, connection: socket.socket) -> None:
-    trips = []
+def measure(comm: Communicator, link: LinkReport, other: int) -> None:
+    """Fill in latency, clock skew and bandwidth to a rank that calls `answer` at the same time."""
+    clock, trips = torch.zeros(1, dtype=torch.float64), []
     for _ in range(_PINGS):
         begin, sent = time.perf_counter(), time.time()
-        connection.sendall(b"p")
-        (there,) = _CLOCK.unpack(_received(connection, _CLOCK.size))
+        comm.send(clock, other)
+        comm.recv(clock, other)
         seconds = time.perf_counter() - begin
-        trips.append((seconds, there - sent - seconds / 2))
+        trips.append((seconds, clock.item() - sent - seconds / 2))
     link.latency = statistics.median(seconds for seconds, _ in trips)
     link.skew = min(trips)[1]  # the fastest trip bounds it best
+    block, number = torch.zeros(_BLOCK, dtype=torch.uint8), torch.zeros(1, dtype=torch.float64)
+    begin = time.perf_counter()
+    comm.send(block, other)
+    comm.recv(number, other)
+    count = 1 + math.ceil(SEND_SECONDS / (time.perf_counter() - begin))
+    comm.send(number.fill_(count), other)
+    for _ in range(count):
+        comm.send(block, other)
+    link.bytes_per_s = comm.recv(number, other).item()
 
 
-def _measure_bandwidth(link: LinkReport, connection: socket.socket) -> None:
-    connection.settimeout(_DRAIN_SECONDS)
-    block = memoryview(bytes(_BLOCK))
-    end = time.perf_counter() + SEND_SECONDS
-    while time.perf_counter() < end:
-        connection.sendall(block)
-    connection.shutdown(socket.SHUT_WR)
-    received, seconds = _REPORT.unpack(_received(connection, _REPORT.size))
-    link.bytes_per_s = received / max(seconds, 1e-6)
+def answer(comm: Communicator, other: int) -> None:
+    """Answer the measurement of another rank."""
+    number, block = torch.zeros(1, dtype=torch.float64), torch.zeros(_BLOCK, dtype=torch.uint8)
+    for _ in range(_PINGS):
+        comm.recv(number, other)
+        comm.send(number.fill_(time.time()), other)
+    comm.recv(block, other)
+    comm.send(number, other)
+    count = int(comm.recv(number, other).item())
+    comm.recv(block, other)
+    begin = time.perf_counter()
+    for _ in range(count - 1):
+        comm.recv(block, other)
+    comm.send(number.fill_((count - 1) * _BLOCK / max(time.perf_counter() - begin, 1e-6)), other)
 
 
 def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
@@ -179,23 +142,20 @@ def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list
         for link in links
         if link.problem
     ]
-    usable = [link for link in links if not link.problem]
-    if not usable:
+    if findings:  # the other links are not measured
         return findings
-    rate = statistics.median_high(link.bytes_per_s for link in usable)
-    latency = statistics.median_low(link.latency for link in usable)
-    slow = 0
-    for link in usable:
+    rate = statistics.median_high(link.bytes_per_s for link in links)
+    latency = statistics.median_low(link.latency for link in links)
+    for link in links:
         problem = _slowness(link, rate, latency)
         if problem:
-            slow += 1
             findings.append(Finding(Status.SLOW, f"link {_name(link, names)}", problem, _SLOW_REMEDY))
-    if not slow and len(usable) == len(links):
-        rates = sorted(link.bytes_per_s / 1e6 for link in usable)
-        trips = sorted(link.latency * 1e6 for link in usable)
+    if not findings:
+        rates = sorted(link.bytes_per_s / 1e6 for link in links)
+        trips = sorted(link.latency * 1e6 for link in links)
         measured = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s, round trips of {trips[0]:.0f} to {trips[-1]:.0f} us"
         findings.append(Finding(Status.OK, "links between hosts", measured))
-    return [*findings, *_clocks(usable, names)]
+    return [*findings, *_clocks(links, names)]
 
 
 _SLOW_REMEDY = (
@@ -239,36 +199,9 @@ def links_table(links: Sequence[LinkReport], names: Sequence[str]) -> str:
 
 
 def _cell(link: LinkReport) -> str:
-    return link.kind if link.problem else f"{link.bytes_per_s / 1e6:.1f} MB/s, {link.latency * 1e6:.0f} us"
+    measured = f"{link.bytes_per_s / 1e6:.1f} MB/s, {link.latency * 1e6:.0f} us" if link.bytes_per_s else "reached"
+    return link.kind or measured
 
 
 def _name(link: LinkReport, names: Sequence[str]) -> str:
     return f"{names[link.source]} to {names[link.target]}"
-
-
-def _connected(address: str, port: int, token: bytes, mode: bytes) -> socket.socket:
-    connection = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(token + mode)
-    return connection
-
-
-def _received(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        more = connection.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionResetError(errno.ECONNRESET, "the other end closed the connection")
-        data += more
-    return data
-
-
-def _drained(connection: socket.socket) -> tuple[int, float]:
-    """Receive to the end; return the bytes after the first block and the seconds they took."""
-    buffer = bytearray(_BLOCK)
-    connection.recv_into(buffer)
-    begin = time.perf_counter()
-    count = 0
-    while nbytes := connection.recv_into(buffer):
-        count += nbytes
-    return count, time.perf_counter() - begin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ import pytest
 import torch
 
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
+from gangline.collectives import in_process
 from gangline.doctor import gpus, links
 from gangline.doctor.finding import Check, Outcome, Status, findings_of, run
 from gangline.doctor.job import job
-from gangline.doctor.links import LinkReport, ProbeServer, findings_of_links, measure, rounds_of_pairs
+from gangline.doctor.links import LinkReport, answer, findings_of_links, measure, reach, rounds_of_pairs
 from gangline.doctor.this_host import finding_of_nccl
 from tests.collectives.firewall import drop_tcp
 from tests.collectives.processes import Processes, Rank
 
 HOSTS = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 PORT = 29511
-TOKEN = bytes(range(16))
 SHAPE = "qdisc add dev eth0 root tbf rate 200mbit burst 128kb latency 50ms"
 
 
@@ -210,22 +211,23 @@ def test_rounds_use_each_host_once_and_each_link_once(count: int) -> None:
     assert sorted(pair for pairs in rounds for pair in pairs) == sorted(permutations(range(count), 2))
 
 
-def test_a_server_answers_those_who_know_the_token_only() -> None:
-    server = ProbeServer("127.0.0.1", TOKEN)
-    right = measure(LinkReport(0, 1, "127.0.0.1"), server.port, TOKEN)
-    wrong = measure(LinkReport(0, 1, "127.0.0.1"), server.port, TOKEN[::-1])
-    server.close()
-    assert right.problem == ""
-    assert right.bytes_per_s > 0
-    assert 0 < right.latency < 1
-    assert abs(right.skew) < 1
-    assert (wrong.kind, wrong.bytes_per_s) == ("other", 0)
+def test_a_link_is_measured_by_send_and_recv() -> None:
+    link = LinkReport(0, 1, "127.0.0.1")
+    first, second = in_process(2)
+    with first, second, ThreadPoolExecutor(1) as thread:
+        answered = thread.submit(answer, second, 0)
+        measure(first, link, 1)
+        answered.result()
+    assert link.problem == ""
+    assert link.bytes_per_s > 0
+    assert 0 < link.latency < 1
+    assert abs(link.skew) < 1
 
 
 def test_a_closed_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    link = measure(LinkReport(0, 1, "127.0.0.1"), port, TOKEN)
+    link = reach(LinkReport(0, 1, "127.0.0.1"), port)
     (finding,) = findings_of_links([link], ["a", "b"])
     assert (finding.status, finding.name) == (Status.BROKEN, "link a to b")
     assert finding.measured == f"refused: 127.0.0.1:{port}"
