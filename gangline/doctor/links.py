@@ -116,7 +116,8 @@ def measure(comm: Communicator, link: LinkReport, other: int) -> None:
     comm.send(number.fill_(count), other)
     for _ in range(count):
         comm.send(block, other)
-    link.bytes_per_s = comm.recv(number, other).item()
+    comm.recv(number, other)
+    link.bytes_per_s = number.item()
 
 
 def answer(comm: Communicator, other: int) -> None:
@@ -127,7 +128,8 @@ def answer(comm: Communicator, other: int) -> None:
         comm.send(number.fill_(time.time()), other)
     comm.recv(block, other)
     comm.send(number, other)
-    count = int(comm.recv(number, other).item())
+    comm.recv(number, other)
+    count = int(number.item())
     comm.recv(block, other)
     begin = time.perf_counter()
     for _ in range(count - 1):
