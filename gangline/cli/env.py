@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -17,6 +16,7 @@ from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.errors import UsageError
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
+_CHECKS, _CHECK_SECONDS = ("shared-memory", "dev-shm", "cross-memory-attach", "limits"), 30.0
 _OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tensorboard", "matplotlib")
 
 
@@ -57,15 +57,13 @@ def env(
 
 def _report() -> dict[str, dict[str, Any]]:
     import platform
-    import resource
 
     import psutil
     import torch
 
     from gangline.collectives.transports.shm.host_group import processor_problem
+    from gangline.doctor.this_host import check_host
 
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -80,13 +78,10 @@ def _report() -> dict[str, dict[str, Any]]:
             "cores": len(psutil.Process().cpu_affinity()),
             "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         },
-        "shared memory": {
-            "between ranks": processor_problem() or "works",
-            "memfd_create": _problem_of_memfd() or "works",
-            "cross-memory attach": _problem_of_cma() or "works",
-            **_size_of_dev_shm(),
+        "checks": {
+            "shared memory between ranks": processor_problem() or "works",
+            **{one.name: f"{one.status}: {one.measured}" for one in check_host(_CHECKS, _CHECK_SECONDS)},
         },
-        "limits": {"open files": _limit(descriptors), "locked memory (bytes)": _limit(locked)},
         "launcher": launcher_report(),
         "variables": {one.name: os.environ[one.name] for one in VARIABLES if one.name in os.environ} or {"set": "none"},
     }
@@ -99,49 +94,12 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _limit(bounds: tuple[int, int]) -> str:
-    return " of ".join("unlimited" if bound < 0 else str(bound) for bound in bounds)
-
-
-def _problem_of_memfd() -> str:
-    try:
-        os.close(os.memfd_create("gangline-env", os.MFD_ALLOW_SEALING))
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return ""
-
-
-def _problem_of_cma() -> str:
-    """Return why a child of this process cannot read this process's memory; "" if it can."""
-    import ctypes
-    import subprocess
-    import sys
-
-    from gangline.collectives.transports.shm.cma import allow_reads
-
-    allow_reads([])
-    buffer = ctypes.create_string_buffer(b"gangline")
-    code = (
-        "from gangline.collectives.transports.shm.cma import may_read; "
-        f"print(may_read({os.getpid()}, {ctypes.addressof(buffer)}, b'gangline'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
-    return "" if done.stdout.strip() == "True" else "refused by the kernel (see /proc/sys/kernel/yama/ptrace_scope)"
-
-
 def _nccl_version() -> str:
     import torch
 
     if not torch.cuda.is_available():
         return "not used"
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
-def _size_of_dev_shm() -> dict[str, str]:
-    import psutil
-
-    folder = "/dev/shm"  # noqa: S108  only its size is read
-    return {folder: f"{psutil.disk_usage(folder).total / 2**20:.0f} MiB" if Path(folder).is_dir() else "none"}
 
 
 def launcher_report() -> dict[str, Any]:

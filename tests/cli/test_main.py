@@ -79,9 +79,10 @@ def test_env_reports_what_a_bug_report_needs() -> None:
     report = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)
     assert report["versions"]["torch"].startswith("2.")
     assert report["devices"]["cpu(0)"]
-    assert report["shared memory"]["between ranks"] == "works"
-    assert report["shared memory"]["memfd_create"] == "works"
-    assert report["shared memory"]["cross-memory attach"]
+    assert report["checks"]["shared memory between ranks"] == "works"
+    assert report["checks"]["shared memory"].startswith("ok: another process opens it")
+    assert report["checks"]["cross-memory attach"]
+    assert "ulimit -n is " in report["checks"]["open files"]
     assert report["launcher"] == {"found": "none"}
 
 

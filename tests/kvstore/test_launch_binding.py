@@ -169,7 +169,10 @@ def test_numbers_in_short_form() -> None:
     assert ranges([]) == ""
 
 
-def test_the_table_of_a_job_names_each_workers_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_job_names_each_workers_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     show_job([host(1, 0), Host("n2", slots=1)], 4, idle_surplus=True)
     lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "0 127.0.0.1 0 0 1 4-7 4" in lines

@@ -246,7 +246,7 @@ def test_a_restarted_job_resumes_its_own_checkpoints_only(
     assert f"resuming from {prefix}-0002.json" in start("another", 1, "--num-epochs", 2, "--load-epoch", "2")
 
 
-@pytest.mark.parametrize("command", ["train", "score", "predict"])
+@pytest.mark.parametrize("command", ["train", "predict"])
 def test_a_checkpoint_of_another_network_is_refused(
     command: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
