@@ -1,4 +1,4 @@
-"""`gangline train --advise`: how long a step of one, two or more contexts takes, and how many pay at a batch size."""
+"""How long a step of one, two or more contexts takes, and how many pay at a batch size: `gangline advise --scale`."""
 
 from __future__ import annotations
 
