@@ -80,8 +80,11 @@ SOURCES = [
         "models",
         "kvstore",
         "collectives",
+        "gangline/advise",
         "gangline/cli",
+        "gangline/doctor",
         "gangline/integrations",
+        "gangline/status",
         "gangline/sweeps",
     )
     for file in (ROOT / folder).rglob("*.py")
