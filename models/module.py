@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +39,6 @@ from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
 from gangline.models.optimizer_binding import OptimizerBinding, bind_optimizer
 from gangline.models.run_state import Position, RunState
-from gangline.models.trainable import OptimizerRequest
 from gangline.models.training_step import TrainingStep
 from gangline.models.workers import Workers
 
@@ -162,7 +162,7 @@ class Module:
         self._for_training = True
         self._params_set = False
         self._pending_optimizer_state: OptimizerState | None = None
-        self.optimizer_request: OptimizerRequest | None = None
+        self.optimizer_request: tuple[Any, Any, Mapping[str, Any]] | None = None
         """Arguments of the last `init_optimizer`: (kvstore, optimizer, optimizer_params)."""
 
     def __repr__(self) -> str:
@@ -743,32 +743,8 @@ class Module:
             MismatchError: if workers have different data, batch sizes, epochs or checkpoints.
             FileNotFoundError: if the checkpoint does not exist.
         """
-        options = FitOptions(
-            num_epoch=num_epoch,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            begin_epoch=begin_epoch,
-            kvstore=kvstore,
-            optimizer=optimizer,
-            optimizer_params=optimizer_params,
-            batch_end_callback=batch_end_callback,
-            epoch_end_callback=epoch_end_callback,
-            eval_end_callback=eval_end_callback,
-            validation_metric=validation_metric,
-            resume=resume,
-            accumulate=accumulate,
-            lr_scheduler=lr_scheduler,
-            eval_frequency=eval_frequency,
-            monitor=monitor,
-            initializer=initializer,
-            arg_params=arg_params,
-            aux_params=aux_params,
-            allow_missing=allow_missing,
-            force_init=force_init,
-            eval_batch_end_callback=eval_batch_end_callback,
-            on_nan=on_nan,
-        )
+        arguments = locals()
+        options = FitOptions(**{option.name: arguments[option.name] for option in fields(FitOptions)})
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
         finally:

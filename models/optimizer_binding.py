@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,10 +24,11 @@ from gangline.models.workers import Workers
 _ALL_RAISE = "all workers raise an error now, and no weight was updated"
 
 
-class OptimizerBinding(abc.ABC):
+class OptimizerBinding:
     """Sums the gradients of a module's replicas and updates their weights.
 
-    Methods that only a store needs do nothing by default.
+    This class updates the weights of a single replica in place. Those derived from it need a store; methods that only
+    they need do nothing here.
     """
 
     store: KVStore | None = None
@@ -36,36 +36,38 @@ class OptimizerBinding(abc.ABC):
     """True if the store was created here, and is closed here."""
     divides_weights = False
     """True if each forward and backward needs all workers, and a backward ends with the gradients of all."""
+    _optimizer: KeyedOptimizer
 
-    def __init__(self, workers: Workers) -> None:
-        self.workers = workers
+    def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
+        self._replicas, self._optimizer, self.workers = replicas, optimizer, Workers()
 
     @property
-    @abc.abstractmethod
     def learning_rate(self) -> float:
         """The optimizer's learning rate."""
+        return self._optimizer.learning_rate
 
-    @abc.abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next update on."""
+        self._optimizer.learning_rate = learning_rate
 
-    @abc.abstractmethod
     def update(self, weight: float | None = None) -> None:
         """Sum the replicas' gradients, update the weights once, and give them to every replica.
 
         Args:
             weight: as for `Reducer.finish`.
         """
+        if weight != 0:
+            self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
 
-    @abc.abstractmethod
     def state(self) -> OptimizerState:
         """Return a copy of the optimizer's state, on the host."""
+        return self._optimizer.state()
 
-    @abc.abstractmethod
     def load_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state."""
+        self._optimizer.load_state(state)
 
-    def begin_backward(  # noqa: B027
+    def begin_backward(
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
         """Prepare for a backward.
@@ -77,68 +79,46 @@ class OptimizerBinding(abc.ABC):
             rerun: as for `Reducer.begin`.
         """
 
-    def end_forward(self, *, has_samples: bool) -> None:  # noqa: B027
+    def end_forward(self, *, has_samples: bool) -> None:
         """End a forward, or take part in the other workers' without samples."""
 
-    def end_backward(self, *, has_graph: bool) -> None:  # noqa: B027
+    def end_backward(self, *, has_graph: bool) -> None:
         """End a backward, or take part in the other workers' if there was nothing to compute here."""
 
     def take_seconds_waiting(self) -> float:
         """Return the seconds within forward and backward that were spent on other workers, since the last call."""
         return 0.0
 
-    def refuse(self, error: Exception) -> None:  # noqa: B027
+    def refuse(self, error: Exception) -> None:
         """After a failed forward or backward, let the workers raise that need this one in theirs."""
 
-    def abandon(self, error: BaseException) -> None:  # noqa: B027
+    def abandon(self, error: BaseException) -> None:
         """After a failed backward, make the weights of replicas and store equal, and add notes to the error."""
 
-    def assign_weights(self) -> None:  # noqa: B027
+    def assign_weights(self) -> None:
         """Copy the replicas' weights to the store; with several workers rank 0's win."""
 
-    def pull_weights(self) -> None:  # noqa: B027
+    def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals of gradient compression, on the host."""
         return {}
 
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Restore residuals, if gradients are compressed."""
 
-    def hand_back(self) -> None:  # noqa: B027
+    def hand_back(self) -> None:
         """Give the parameters of the user's network memory of their own, until the next step."""
 
-    def detach(self) -> None:  # noqa: B027
+    def detach(self) -> None:
         """Remove the hooks from the replicas' parameters, and hand them back."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Detach, and close the store if it was created here."""
-
-
-class InPlaceOptimizer(OptimizerBinding):
-    """Optimizer that updates the weights of a single replica in place, without a store."""
-
-    def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
-        super().__init__(Workers())
-        self._replicas, self._optimizer = replicas, optimizer
-
-    @property
-    def learning_rate(self) -> float:  # noqa: D102  inherited
-        return self._optimizer.learning_rate
-
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self._optimizer.learning_rate = learning_rate
-
-    def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
-        if weight != 0:
-            self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
-
-    def state(self) -> OptimizerState:  # noqa: D102  inherited
-        return self._optimizer.state()
-
-    def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
-        self._optimizer.load_state(state)
+        self.detach()
+        if self.store is not None and self.owns_store:
+            self.store.close()
 
 
 class StoreOptimizer(OptimizerBinding):
@@ -148,8 +128,7 @@ class StoreOptimizer(OptimizerBinding):
 
     def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
-        super().__init__(workers)
-        self._replicas, self.store, self.owns_store = replicas, store, owns_store
+        self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
@@ -216,11 +195,6 @@ class StoreOptimizer(OptimizerBinding):
     def detach(self) -> None:  # noqa: D102  inherited
         self._reducer.close()
 
-    def close(self) -> None:  # noqa: D102  inherited
-        self.detach()
-        if self.owns_store:
-            self.store.close()
-
 
 class ShardedOptimizer(OptimizerBinding):
     """Optimizer over weights that the workers divide by memory; each holds and updates those that it owns."""
@@ -231,18 +205,11 @@ class ShardedOptimizer(OptimizerBinding):
     def __init__(
         self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool
     ) -> None:
-        super().__init__(workers)
-        self.weights, self.store, self.owns_store = weights, store, owns_store
+        self.weights, self.workers, self.store, self.owns_store = weights, workers, store, owns_store
         self._keys = OwnedKeys(spec, weights, store)
+        self._optimizer = self._keys.optimizer
         self._weight = 0.0
         self._is_replaced = False
-
-    @property
-    def learning_rate(self) -> float:  # noqa: D102  inherited
-        return self._keys.optimizer.learning_rate
-
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self._keys.optimizer.learning_rate = learning_rate
 
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
         self._end_pass(has_samples)
@@ -297,11 +264,6 @@ class ShardedOptimizer(OptimizerBinding):
     def detach(self) -> None:  # noqa: D102  inherited
         if not self._is_replaced:
             self.weights.close()
-
-    def close(self) -> None:  # noqa: D102  inherited
-        self.detach()
-        if self.owns_store:
-            self.store.close()
 
     def replaced(
         self,
@@ -374,13 +336,13 @@ def bind_optimizer(
     if state is not None and shard != "weights":
         optimizer.load_state(state)  # before the store is changed: a state that does not fit must change nothing
     if kvstore is None:
-        return InPlaceOptimizer(replicas, optimizer)
+        return OptimizerBinding(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
     store = create(kvstore) if isinstance(kvstore, str) else kvstore
     workers = Workers(store, num_contexts, measures_loads=measures_loads)
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
-        return InPlaceOptimizer(replicas, optimizer)
+        return OptimizerBinding(replicas, optimizer)
     if shard == "weights" and store.num_workers > 1:
         first = replicas.first
         _check_no_max_norm(first.network)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, num_samples, pinned, take, tensors_of
 from gangline.models.data.reader import Reader, base_dataset
 from gangline.models.random_streams import mixed_seed
@@ -157,11 +158,7 @@ def source(
 def _checked_batch_size(batch_size: int | None, what: str) -> int:
     if batch_size is None:
         raise ValueError(f"{what} holds samples, so batch_size is needed; expected a number such as 64")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-        raise TypeError(f"batch_size is {batch_size!r}; expected an int")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    return batch_size
+    return check_int("batch_size", batch_size)
 
 
 @dataclass
@@ -200,9 +197,32 @@ class BatchOrder:
             yield indices[workers.share(len(indices), number)]
 
 
-class _Arrays(Source):
-    is_shared = True
+class _Ordered(Source):
+    """The whole job's data, of which the samples of each batch are chosen here."""
 
+    is_shared = True
+    order: BatchOrder
+
+    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
+        return (item for item in self.parts(Workers(), epoch, skip, skipped) if item is not None)
+
+    def parts(
+        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
+    ) -> Iterator[Item | None]:
+        return self._items(self.order.shares(epoch, skip, workers), epoch, skipped)
+
+    @abc.abstractmethod
+    def _items(self, batches: Iterable[torch.Tensor], epoch: int, skipped: Callable[[], None]) -> Iterator[Item | None]:
+        """Yield the samples of each batch of indices, after a call of ``skipped``; None for a batch without samples."""
+
+    def plan(self) -> dict[str, Any]:
+        return self.order.plan()
+
+    def num_batches(self) -> int:
+        return len(self.order)
+
+
+class _Arrays(_Ordered):
     def __init__(
         self, data: Batch, label: Batch | None, batch_size: int, shuffle: bool, seed: int, what: str, *, pin: bool
     ) -> None:
@@ -210,23 +230,19 @@ class _Arrays(Source):
         if label is not None and num_samples(label, f"{what}[1]") != samples:
             raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
         self._data, self._label, self._pin = data, label, pin
-        self._order = self.order = BatchOrder(samples, batch_size, shuffle, seed)
+        self.order = BatchOrder(samples, batch_size, shuffle, seed)
         per_sample = sum(tensor[0].nbytes for tensor in tensors_of((data, () if label is None else label)))
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
-        skipped()
-        yield from self._selected(self._order(epoch)[skip:])
-
-    def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
+    def _items(
+        self,
+        batches: Iterable[torch.Tensor],
+        epoch: int,  # noqa: ARG002  inherited
+        skipped: Callable[[], None],
     ) -> Iterator[Item | None]:
-        skipped()
-        yield from self._selected(self._order.shares(epoch, skip, workers))
-
-    def _selected(self, batches: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Yield the samples of each batch; if the batches are large, a thread gathers the next one meanwhile."""
+        skipped()
         if not self.reads_ahead:
             yield from map(self._select, batches)
             return
@@ -241,47 +257,25 @@ class _Arrays(Source):
     def _select(self, indices: torch.Tensor) -> Item | None:
         if not len(indices):
             return None
-        index: Any = indices if self._order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
+        index: Any = indices if self.order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
         item = take(self._data, index), None if self._label is None else take(self._label, index)
         return (pinned(item[0]), None if item[1] is None else pinned(item[1])) if self._pin else item
 
-    def plan(self) -> dict[str, Any]:
-        return self._order.plan()
 
-    def num_batches(self) -> int:
-        return len(self._order)
-
-
-class _Samples(Source):
+class _Samples(_Ordered):
     """A map-style Dataset, read by its ``num_workers`` processes, if any."""
-
-    is_shared = True
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int, *, pin: bool) -> None:
         if not len(dataset):
             raise ValueError("the dataset has no samples; expected at least one")
         self._reader = Reader(dataset, pin=pin)
         self.reads_ahead = self._reader.reads_ahead
-        self._order = self.order = BatchOrder(len(dataset), batch_size, shuffle, seed)
+        self.order = BatchOrder(len(dataset), batch_size, shuffle, seed)
 
-    def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
-        batches = [indices.tolist() for indices in self._order(epoch)]
-        for item in self._reader.read(_Skipping(batches, skip, skipped), epoch):
-            if item is not None:
-                yield _pair(item, "a batch of the dataset")
-
-    def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
-    ) -> Iterator[Item | None]:
-        shares = (indices.tolist() for indices in self._order.shares(epoch, skip, workers))
-        for item in self._reader.read(_Skipping(shares, 0, skipped), epoch):  # shares without samples too
+    def _items(self, batches: Iterable[torch.Tensor], epoch: int, skipped: Callable[[], None]) -> Iterator[Item | None]:
+        lists = (indices.tolist() for indices in batches)
+        for item in self._reader.read(_Skipping(lists, 0, skipped), epoch):
             yield _pair(item, "a batch of the dataset") if item is not None else None
-
-    def plan(self) -> dict[str, Any]:
-        return self._order.plan()
-
-    def num_batches(self) -> int:
-        return len(self._order)
 
     def close(self) -> None:
         self._reader.close()
@@ -420,8 +414,7 @@ def read_speed(data: Any, batch_size: int | None = None, epochs: int = 1) -> flo
         TypeError: if an argument has a wrong type.
         ValueError: if epochs is below 1, the batch size is missing or superfluous, or there are no batches.
     """
-    if epochs < 1:
-        raise ValueError(f"epochs is {epochs}; expected 1 or more")
+    check_int("epochs", epochs)
     batches = source(data, batch_size, shuffle=True, seed=0, what="data")
     began = time.perf_counter()
     try:

@@ -20,10 +20,11 @@ from gangline.collectives.errors import DiskFullError
 from gangline.models.checkpoint.retention import BEST, epochs, remove_older
 from gangline.models.loop.improvement import is_better, worst
 from gangline.models.metrics.metric import EvalMetric
-from gangline.models.trainable import Trainable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+    from gangline.models.module import Module
 
 _log = logging.getLogger("gangline")
 
@@ -149,7 +150,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        module: Trainable | None,
+        module: Module | None,
         prefix: str | Path,
         period: int | None = None,
         save_optimizer_states: bool = True,
@@ -191,13 +192,13 @@ class Checkpoint:
         self._is_unsaved = False  # True after a save that did not fit on the disk
 
     @property
-    def module(self) -> Trainable:
+    def module(self) -> Module:
         """The module to save; RuntimeError if none was given and no `fit` has begun."""
         if self._module is None:
             raise RuntimeError(f"the checkpoint callback of {self.prefix} has no module; pass it to fit(), or give one")
         return self._module
 
-    def attach(self, module: Trainable) -> None:
+    def attach(self, module: Module) -> None:
         """Save this module, if none was given before."""
         self._module = self._module if self._module is not None else module
 
@@ -311,7 +312,7 @@ class Checkpoint:
 
 
 def module_checkpoint(
-    module: Trainable, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
+    module: Module, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Checkpoint:
     """Return an epoch callback that saves a module; MXNet's name for `Checkpoint`."""
     return Checkpoint(module, prefix, period, save_optimizer_states)

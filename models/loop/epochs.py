@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,14 +19,17 @@ from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallb
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.rates import Rates
+from gangline.models.loop.schedules import Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
+from gangline.models.loop.torch_schedulers import DrivenScheduler
 from gangline.models.loss.divergence import DIVERGED, LossRise, first_non_finite
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import parameters_of
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Position
-from gangline.models.trainable import Trainable
+
+if TYPE_CHECKING:
+    from gangline.models.module import Module
 
 ALL_EPOCHS = "epochs"
 """Return value of a `fit` that was not stopped."""
@@ -59,12 +62,12 @@ class Callbacks:
 class Epochs:
     """Training of a module, epoch by epoch."""
 
-    module: Trainable
+    module: Module
     train: Source
     evaluation: Source | None
     metric: EvalMetric
     validation: EvalMetric
-    rates: Rates
+    scheduler: Schedule | DrivenScheduler | None
     eval_frequency: EvalFrequency
     num_epoch: int
     accumulate: int
@@ -257,7 +260,7 @@ class Epochs:
     def _after_update(self, epoch: int, nbatch: int, batches: int, data: Any, label: Any, is_last: bool) -> None:
         module = self.module
         module.run_state.position.batch = nbatch + 1
-        self.rates.after("batch")
+        self._step_scheduler("batch")
         if self.monitor is not None:
             self.monitor.toc_print()
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
@@ -285,7 +288,7 @@ class Epochs:
         for name, value in self.metric.get_global_name_value():
             log(module, "Epoch[%d] Train-%s=%f", epoch, name, value)
         log(module, "Epoch[%d] Time cost=%.3f", epoch, time.perf_counter() - began)
-        self.rates.after("epoch")
+        self._step_scheduler("epoch")
         before, after = _split_savers(self.callbacks.epoch_end)
         if before:
             params = module.get_params()
@@ -325,7 +328,7 @@ class Epochs:
         set_host_states(states, None)
         for name, value in values:
             log(module, "%s Validation-%s=%f", where, name, value)
-        self.rates.after("validation", dict(values))
+        self._step_scheduler("validation", dict(values))
         for saver in self.callbacks.savers:
             saver.after_validation(dict(values))
 
@@ -336,9 +339,14 @@ class Epochs:
                 self.module.workers.ask_to_stop(getattr(callback, "reason", _CALLBACK))
 
     def _set_rate(self, epoch: int, nbatch: int) -> None:
-        rate = self.rates.rate(epoch, nbatch)
-        if rate is not None and rate != self.module.learning_rate:
-            self.module.set_learning_rate(rate)
+        if self.scheduler is not None:
+            rate = self.scheduler(epoch, nbatch)
+            if rate != self.module.learning_rate:
+                self.module.set_learning_rate(rate)
+
+    def _step_scheduler(self, event: str, values: Mapping[str, float] | None = None) -> None:
+        if isinstance(self.scheduler, DrivenScheduler):
+            self.scheduler.after(event, values or {})
 
 
 def _recorded(parts: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -361,14 +369,14 @@ def _split_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]
     return others, [callback for callback in callbacks if isinstance(callback, Checkpoint)]
 
 
-def check_signals(module: Trainable) -> None:
+def check_signals(module: Module) -> None:
     """Request that all workers stop, if this process has received a signal."""
     name = received_signal()
     if name is not None:
         module.workers.ask_to_stop(name)
 
 
-def log(module: Trainable, message: str, *values: Any) -> None:
+def log(module: Module, message: str, *values: Any) -> None:
     """Log a line on rank 0."""
     if module.workers.is_first:
         module.logger.info(message, *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,12 +12,14 @@ from gangline.models.data.batches import concat, map_tensors
 from gangline.models.data.sources import Item, Source, source
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam
 from gangline.models.metrics.metric import EvalMetric, create
-from gangline.models.trainable import Trainable
 from gangline.models.workers import Workers
+
+if TYPE_CHECKING:
+    from gangline.models.module import Module
 
 
 def score(
-    module: Trainable,
+    module: Module,
     eval_data: Any,
     eval_metric: Any = "acc",
     *,
@@ -28,7 +30,7 @@ def score(
     epoch: int = 0,
 ) -> list[tuple[str, float]]:
     """Evaluate a metric; see `Module.score`."""
-    metric = eval_metric if isinstance(eval_metric, EvalMetric) else create(eval_metric, module.loss.loss)
+    metric = create(eval_metric, module.loss.loss)
     metric.reset()
     after_batch, at_end = as_list(batch_end_callback), as_list(score_end_callback)
     nbatch = -1
@@ -48,7 +50,7 @@ def score(
 
 
 def iter_predict(
-    module: Trainable, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
+    module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
 ) -> Iterator[tuple[Any, int, Any]]:
     """Yield the outputs of each batch; see `Module.iter_predict`."""
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
@@ -59,7 +61,7 @@ def iter_predict(
                 yield module.get_outputs(), number, item[0]
 
 
-def predict(module: Trainable, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
+def predict(module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
     """Return the outputs of all samples; see `Module.predict`."""
     host = torch.device("cpu")
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
@@ -100,7 +102,7 @@ def call(callbacks: Iterable[Callable[[BatchEndParam], object]], param: BatchEnd
 
 
 def batch_end_param(
-    module: Trainable,
+    module: Module,
     data_source: Source,
     metric: EvalMetric,
     epoch: int,
@@ -114,7 +116,7 @@ def batch_end_param(
     return BatchEndParam(epoch, nbatch, metric, context, batches)
 
 
-def _parts(module: Trainable, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:
+def _parts(module: Module, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:
     """Yield this worker's part of each batch; data that is not shared is scored without the other workers."""
     workers = module.workers if data_source.is_shared or module.divides_weights else Workers()
     for number, item in enumerate(data_source.parts(workers, 0)):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, orphaned_weights
@@ -26,11 +27,14 @@ from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.improvement import check_metric
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.rates import Rates
+from gangline.models.loop.schedules import Schedule
+from gangline.models.loop.torch_schedulers import DrivenScheduler, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Stateful
-from gangline.models.trainable import Trainable
+
+if TYPE_CHECKING:
+    from gangline.models.module import Module
 
 BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
 EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
@@ -70,10 +74,11 @@ class FitOptions:
     on_nan: str
 
 
-def fit(module: Trainable, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
+def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
     """Train a module; see `Module.fit`."""
-    _check_epochs(options.begin_epoch, options.num_epoch)
-    _check_int("accumulate", options.accumulate, least=1)
+    check_int("num_epoch", options.num_epoch, 0)
+    check_int("begin_epoch", options.begin_epoch, 0)
+    check_int("accumulate", options.accumulate)
     train, evaluation = _sources(train_data, eval_data, options, pin=module.bound.uses_gpu)
     if options.on_nan not in ("stop", "continue"):
         raise ValueError(f"on_nan is {options.on_nan!r}; expected 'stop' or 'continue'")
@@ -120,7 +125,7 @@ def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool)
     return train, source(eval_data, size if needs_size[1] else None, shuffle=False, seed=0, what="eval_data")
 
 
-def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
+def _initialize(module: Module, train: Source, options: FitOptions) -> None:
     """Initialize the parameters if `fit` was asked to, and the optimizer unless the user did."""
     request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
     set_by_fit = module.run_state.optimizer_set_by_fit
@@ -146,7 +151,7 @@ def _initialize(module: Trainable, train: Source, options: FitOptions) -> None:
 
 
 def _run(
-    module: Trainable,
+    module: Module,
     train: Source,
     evaluation: Source | None,
     metric: EvalMetric,
@@ -162,12 +167,12 @@ def _run(
         saved = checkpoint.read(*own)
     elif restart_number():
         saved = _read_checkpoint(options.resume, savers)
-    rates = Rates(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
+    scheduler = scheduler_of(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
-    _check_metrics([rates, *callbacks.all], validation if evaluation is not None else None)
+    _check_metrics([scheduler, *callbacks.all], validation if evaluation is not None else None)
     for saver in savers:
         saver.attach(module)
-    module.run_state.stateful = _stateful(callbacks.all, rates)
+    module.run_state.stateful = _stateful(callbacks.all, scheduler)
     module.workers.forget_stop()
     check_signals(module)
     settings = {
@@ -175,7 +180,7 @@ def _run(
         "begin_epoch": options.begin_epoch,
         "accumulate": options.accumulate,
         "on_nan": options.on_nan,
-        "lr_scheduler": rates.plan(),
+        "lr_scheduler": [scheduler.name, scheduler()] if isinstance(scheduler, DrivenScheduler) else repr(scheduler),
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
     }
@@ -208,7 +213,7 @@ def _run(
         evaluation,
         metric,
         validation,
-        rates,
+        scheduler,
         frequency,
         options.num_epoch,
         options.accumulate,
@@ -222,7 +227,7 @@ def _run(
 
 
 def _log_beginning(
-    module: Trainable,
+    module: Module,
     savers: Iterable[Checkpoint],
     options: FitOptions,
     saved: checkpoint.Checkpoint | None,
@@ -253,7 +258,7 @@ def _log_beginning(
 
 
 @contextmanager
-def _locked_prefixes(module: Trainable, savers: Iterable[Checkpoint]) -> Iterator[None]:
+def _locked_prefixes(module: Module, savers: Iterable[Checkpoint]) -> Iterator[None]:
     """Make rank 0 the only process that writes these checkpoints inside the block. Collective."""
     with ExitStack() as stack:
 
@@ -271,12 +276,11 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
         metric = getattr(user, "awaited_metric", None)
         if metric is not None:
             names = [name for name, _ in validation.get_name_value()] if validation is not None else []
-            driven = user.driven if isinstance(user, Rates) else None
-            check_metric(driven.name if driven is not None else type(user).__name__, metric, names)
+            check_metric(user.name if isinstance(user, DrivenScheduler) else type(user).__name__, metric, names)
 
 
 def _exchange_beginnings(
-    module: Trainable, train: Source, own: tuple[str, int] | None
+    module: Module, train: Source, own: tuple[str, int] | None
 ) -> tuple[int | None, int, tuple[str, int] | None]:
     """Exchange what workers know of their data and of the job's checkpoints. Collective.
 
@@ -291,16 +295,16 @@ def _exchange_beginnings(
     return max(counts) if None not in counts else None, most_ahead, (first[0], first[1]) if first else None
 
 
-def _base_rate(module: Trainable) -> float:
+def _base_rate(module: Module) -> float:
     """Return the learning rate that the optimizer was created with."""
     assert module.optimizer_request is not None
     _, optimizer, params = module.optimizer_request
     return float(OptimizerSpec.parse((optimizer, dict(params))).arguments["lr"])
 
 
-def _stateful(callbacks: Iterable[Any], rates: Rates) -> dict[str, Stateful]:
+def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | None) -> dict[str, Stateful]:
     """Return the objects whose state checkpoints store, by kind and ``state_key``, which are the same in every run."""
-    found: dict[str, Any] = {} if rates.driven is None else {"lr_scheduler": rates.driven}
+    found: dict[str, Any] = {"lr_scheduler": scheduler} if isinstance(scheduler, DrivenScheduler) else {}
     for callback in callbacks:
         if all(callable(getattr(callback, method, None)) for method in ("state", "load_state")):
             name = f"{type(callback).__name__} {getattr(callback, 'state_key', '')}".rstrip()
@@ -309,7 +313,7 @@ def _stateful(callbacks: Iterable[Any], rates: Rates) -> dict[str, Stateful]:
     return found
 
 
-def _load_stateful(module: Trainable, saved: checkpoint.Checkpoint) -> None:
+def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
     """Restore scheduler and callbacks; those that keep the best also from ``PREFIX-best``, which they must not worsen.
 
     Collective.
@@ -328,7 +332,7 @@ def _load_stateful(module: Trainable, saved: checkpoint.Checkpoint) -> None:
 
 
 def _check_same(
-    module: Trainable,
+    module: Module,
     train: Source,
     evaluation: Source | None,
     saved: checkpoint.Checkpoint | None,
@@ -340,18 +344,6 @@ def _check_same(
         settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
     settings["the checkpoint to resume"] = saved.id if saved is not None else None
     module.workers.check_same(settings, "fit")
-
-
-def _check_epochs(begin_epoch: int, num_epoch: int) -> None:
-    for name, value in (("num_epoch", num_epoch), ("begin_epoch", begin_epoch)):
-        _check_int(name, value, least=0)
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected {least} or more")
 
 
 def _savers(callbacks: Callbacks) -> list[Checkpoint]:
@@ -397,7 +389,7 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
     return None
 
 
-def _check_same_workers(module: Trainable, train: Source, saved: checkpoint.Checkpoint) -> None:
+def _check_same_workers(module: Module, train: Source, saved: checkpoint.Checkpoint) -> None:
     """Check that a checkpoint in mid-epoch can be resumed with this number of workers."""
     wrote, are = len(saved.other_workers) + 1, module.workers.count
     if saved.position["batch"] and wrote != are and train.can_skip and not train.is_shared and max(wrote, are) > 1:
@@ -407,7 +399,7 @@ def _check_same_workers(module: Trainable, train: Source, saved: checkpoint.Chec
         )
 
 
-def _resumed_position(module: Trainable, train: Source) -> tuple[int, int]:
+def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
     """Return the epoch to resume in, and the number of its batches to skip."""
     position = module.run_state.position
     if not position.batch:

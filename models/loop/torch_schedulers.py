@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of torch, driven with a placeholder optimizer."""
+"""The learning rate of each update of a run, from a named schedule or from a scheduler of torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from gangline.models.loop.schedules import Schedule, schedule
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -39,8 +41,31 @@ class TorchScheduler:
             raise ValueError(f"every is {self.every!r}; expected one of {list(_EVERY)}")
 
 
+def scheduler_of(
+    spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | None
+) -> Schedule | DrivenScheduler | None:
+    """Return what sets the learning rates of a run, for the ``lr_scheduler`` of `fit`.
+
+    Args:
+        spec: a Schedule or a description for `schedule`; a TorchScheduler, or a function from an optimizer to a
+            scheduler of torch, which then steps after each epoch; None: the rate does not change.
+        base_rate: see `schedule`.
+        epochs: see `schedule`.
+        batches_per_epoch: see `schedule`.
+
+    Raises:
+        TypeError: if ``spec`` is none of these.
+        ValueError: if it is invalid.
+    """
+    if spec is None or isinstance(spec, Schedule):
+        return spec
+    if isinstance(spec, TorchScheduler) or (callable(spec) and not isinstance(spec, str)):
+        return DrivenScheduler(spec if isinstance(spec, TorchScheduler) else TorchScheduler(spec), base_rate)
+    return schedule(spec, base_rate, epochs, batches_per_epoch)
+
+
 class DrivenScheduler:
-    """Scheduler that steps along with a run; its rate is that of the next update."""
+    """Scheduler of torch on a placeholder optimizer, which steps along with a run."""
 
     def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
         """Create the scheduler on a placeholder optimizer.
@@ -72,27 +97,22 @@ class DrivenScheduler:
         return type(self._scheduler).__name__
 
     @property
-    def follows_validation(self) -> bool:
-        """True if it steps after validations."""
-        return isinstance(self._scheduler, ReduceLROnPlateau)
-
-    @property
     def awaited_metric(self) -> str | None:
         """The validation metric that it needs; "": the first one; None: none."""
-        return (self._spec.metric or "") if self.follows_validation else None
+        return (self._spec.metric or "") if isinstance(self._scheduler, ReduceLROnPlateau) else None
 
-    @property
-    def rate(self) -> float:
-        """The rate of the next update."""
+    def __call__(self, epoch: int = 0, batch: int = 0) -> float:  # noqa: ARG002  the signature of a Schedule
+        """Return the rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def after(self, event: str, values: Mapping[str, float]) -> None:
         """Step after a "batch", an "epoch" or a "validation" with its metrics, if the scheduler does."""
-        if event != ("validation" if self.follows_validation else self._spec.every):
+        follows_validation = isinstance(self._scheduler, ReduceLROnPlateau)
+        if event != ("validation" if follows_validation else self._spec.every):
             return
         self._optimizer.step()  # without gradients; torch warns if a scheduler steps first
         step: Any = self._scheduler.step
-        if self.follows_validation:
+        if follows_validation:
             step(values[next(iter(values)) if self._spec.metric is None else self._spec.metric])
         else:
             step()

@@ -6,6 +6,7 @@ import abc
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,11 @@ from gangline.models.metrics.sync import merged, value_over
 if TYPE_CHECKING:
     import torchmetrics
 
-    from gangline.models.trainable import Trainable
+    from gangline.models.module import Module
     from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
+Arguments = Callable[[Any, Any, Any], tuple[Any, ...] | None]
 
 
 class EvalMetric(abc.ABC):
@@ -29,10 +31,10 @@ class EvalMetric(abc.ABC):
     """
 
     @abc.abstractmethod
-    def update(self, label: Any, output: Any, module: Trainable) -> None:
+    def update(self, label: Any, output: Any, module: Module) -> None:
         """Add one batch: its labels, the outputs for it, and the module that computed them."""
 
-    def update_from(self, module: Trainable, label: Any) -> None:
+    def update_from(self, module: Module, label: Any) -> None:
         """Add the batch that the module has run last, whose labels are ``label``."""
         self.update(label, module.get_outputs(), module)
 
@@ -84,9 +86,9 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
     if isinstance(metric, list):
         return _Composite([create(one, loss, unless_in=unless_in) for one in metric])
     if isinstance(metric, torchmetrics.MetricCollection):
-        return _Composite([_Torchmetric(one, name) for name, one in metric.items()])
+        return _Composite([_torchmetric(one, name) for name, one in metric.items()])
     if isinstance(metric, torchmetrics.Metric):
-        return _Torchmetric(metric, type(metric).__name__)
+        return _torchmetric(metric, type(metric).__name__)
     name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
     if isinstance(name, str):
         known = _BY_NAME.get(name.lower())
@@ -99,7 +101,8 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
         except TypeError as error:
             raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
     if callable(name):
-        return _OfBatches(getattr(name, "__name__", "custom"), lambda label, output: (float(name(label, output)), 1))
+        words = getattr(name, "__name__", "custom")
+        return _OfBatches(words, lambda label, output, _: (float(name(label, output)), 1), _mean)
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
 
 
@@ -111,11 +114,11 @@ class _Composite(EvalMetric):
     def __init__(self, metrics: Sequence[EvalMetric]) -> None:
         self._metrics = metrics
 
-    def update(self, label: Any, output: Any, module: Trainable) -> None:
+    def update(self, label: Any, output: Any, module: Module) -> None:
         for metric in self._metrics:
             metric.update(label, output, module)
 
-    def update_from(self, module: Trainable, label: Any) -> None:
+    def update_from(self, module: Module, label: Any) -> None:
         for metric in self._metrics:
             metric.update_from(module, label)
 
@@ -141,21 +144,28 @@ class _Composite(EvalMetric):
 class _One(EvalMetric):
     """One metric in a torchmetrics object per device; the first `reset_local` adds others for the local value."""
 
-    def __init__(self, name: str, finish: Callable[[float], float] = float) -> None:
-        self._name, self._finish = name, finish
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        make: Callable[[Any], torchmetrics.Metric],
+        finish: Callable[[float], float] = float,
+    ) -> None:
+        """Set up the metric.
+
+        Args:
+            name: name of the value.
+            arguments: function from (label, output, module) to the arguments of the torchmetrics object's update();
+                None if the batch has nothing to count.
+            make: function from the first of these arguments, in the first batch, to the torchmetrics object.
+            finish: function from the torchmetrics object's value to the metric's.
+        """
+        self._name, self._arguments, self._make, self._finish = name, arguments, make, finish
         self._global: dict[torch.device | None, torchmetrics.Metric] = {}
         self._local: dict[torch.device | None, torchmetrics.Metric] | None = None
         self._gathered: float | None = None  # the global value over all workers
 
-    @abc.abstractmethod
-    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:
-        """Return the arguments of the torchmetrics object's update() for a batch; None if nothing is counted."""
-
-    @abc.abstractmethod
-    def _make(self, output: Any) -> torchmetrics.Metric:
-        """Create the torchmetrics object, given the first outputs."""
-
-    def update(self, label: Any, output: Any, module: Trainable) -> None:
+    def update(self, label: Any, output: Any, module: Module) -> None:
         self._gathered = None
         arguments = self._arguments(label, output, module)
         if arguments is None:
@@ -164,10 +174,10 @@ class _One(EvalMetric):
         for metrics in (self._global, self._local):
             if metrics is not None:
                 if device not in metrics:
-                    metrics[device] = self._make(output)
+                    metrics[device] = self._make(arguments[0])
                 metrics[device].update(*arguments)
 
-    def update_from(self, module: Trainable, label: Any) -> None:  # noqa: ARG002
+    def update_from(self, module: Module, label: Any) -> None:  # noqa: ARG002
         for labels, output in module.labelled_outputs():
             self.update(labels, output, module)
 
@@ -202,91 +212,66 @@ def _counted(metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> torc
     return merged(counted) if counted else None
 
 
-class _Torchmetric(_One):
-    """A clone of the user's torchmetrics object, updated with (outputs, labels)."""
+class _OfBatches(_One):
+    """A metric of whole batches, such as their largest error."""
 
-    def __init__(self, metric: torchmetrics.Metric, name: str) -> None:
-        super().__init__(name)
-        self._given = metric
-
-    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...]:  # noqa: ARG002
-        return _tensors(self._name, output, label)
-
-    def _make(self, output: Any) -> torchmetrics.Metric:
-        metric = self._given.clone().to(output.device)
-        metric.reset()
-        return metric
-
-
-class _Named(_One):
-    """A torchmetrics metric under MXNet's name."""
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[torch.Tensor], torchmetrics.Metric],
-        prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Set up the metric.
-
-        Args:
-            name: MXNet's name.
-            make: function from the first batch's prepared outputs to the torchmetrics object.
-            prepare: function from (outputs, labels) to the arguments of update(); it drops labels not to be counted.
-        """
-        super().__init__(name)
-        self._factory, self._prepare = make, prepare
-        self._first: torch.Tensor | None = None
-
-    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
-        prepared = self._prepare(*_tensors(self._name, output, label))
-        self._first = prepared[0]
-        return prepared if prepared[1].numel() else None
-
-    def _make(self, output: Any) -> torchmetrics.Metric:
-        assert self._first is not None
-        return self._factory(self._first).to(output.device)
-
-
-class _Mean(_One):
-    """A weighted mean of one (value, weight) per batch; ``finish`` maps the mean to the metric."""
-
-    def __init__(
-        self, name: str, batch: Callable[[Any, Any], tuple[Any, float]], finish: Callable[[float], float] = float
-    ) -> None:
-        super().__init__(name, finish)
-        self._batch = batch
-
-    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
-        value, weight = self._batch(label, output)
-        return (float(value), weight) if weight else None
-
-    def _make(self, output: Any) -> torchmetrics.Metric:  # noqa: ARG002
-        from torchmetrics.aggregation import MeanMetric
-
-        return MeanMetric(nan_strategy=float("nan")).set_dtype(
-            torch.float64
-        )  # nan_strategy="disable" would drop the weights
-
-
-class _OfBatches(_Mean):
-    """The mean of a function's values, which may be anything of a whole batch, such as its largest error."""
-
-    def update_from(self, module: Trainable, label: Any) -> None:
+    def update_from(self, module: Module, label: Any) -> None:
         self.update(label, module.get_outputs(), module)
 
 
-class _LossMetric(_Mean):
-    """The mean loss, weighted by its normaliser."""
+class _OfLoss(_One):
+    """A metric of the module's loss, which needs no outputs."""
 
-    def __init__(self, loss: Any) -> None:  # noqa: ARG002  the signature of all named metrics
-        super().__init__("loss", lambda *_: (0.0, 0.0))
-
-    def _arguments(self, label: Any, output: Any, module: Trainable) -> tuple[Any, ...] | None:  # noqa: ARG002
-        return (float(module.get_loss()), module.normalizer) if module.normalizer else None
-
-    def update_from(self, module: Trainable, label: Any) -> None:
+    def update_from(self, module: Module, label: Any) -> None:
         self.update(label, None, module)
+
+
+def _torchmetric(metric: torchmetrics.Metric, name: str) -> EvalMetric:
+    """Return clones of the user's torchmetrics object, updated with (outputs, labels)."""
+
+    def make(output: torch.Tensor) -> torchmetrics.Metric:
+        clone = metric.clone().to(output.device)
+        clone.reset()
+        return clone
+
+    return _One(name, lambda label, output, _: _tensors(name, output, label), make)
+
+
+def _named(
+    name: str,
+    make: Callable[[torch.Tensor], torchmetrics.Metric],
+    prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> EvalMetric:
+    """Return a torchmetrics metric under MXNet's name.
+
+    Args:
+        name: MXNet's name.
+        make: function from the first batch's prepared outputs to the torchmetrics object.
+        prepare: function from (outputs, labels) to the arguments of update(); it drops labels not to be counted.
+    """
+
+    def arguments(label: Any, output: Any, _: Module) -> tuple[Any, ...] | None:
+        prepared = prepare(*_tensors(name, output, label))
+        return prepared if prepared[1].numel() else None
+
+    return _One(name, arguments, lambda outputs: make(outputs).to(outputs.device))
+
+
+def _loss_metric(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all named metrics
+    """Return the mean loss, weighted by its normalizer."""
+    return _OfLoss(
+        "loss",
+        lambda _label, _output, module: (float(module.get_loss()), module.normalizer) if module.normalizer else None,
+        _mean,
+    )
+
+
+def _mean(_: Any) -> torchmetrics.Metric:
+    """Return a weighted mean of numbers."""
+    from torchmetrics.aggregation import MeanMetric
+
+    metric = MeanMetric(nan_strategy=float("nan"))  # nan_strategy="disable" would drop the weights
+    return metric.set_dtype(torch.float64)
 
 
 def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,45 +330,34 @@ def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
         k = min(top_k, classes) if prepared.dim() > 1 else 1
         return MulticlassAccuracy(classes, top_k=k, average="micro", validate_args=False)
 
-    return _Named(name, make, _by_class(name, loss))
+    return _named(name, make, _by_class(name, loss))
 
 
-def _top_k_accuracy(loss: Any, top_k: int = 5) -> EvalMetric:
-    return _accuracy(loss, top_k)
+def _log_likelihood(name: str, finish: Callable[[float], float] = float) -> Callable[[Any], EvalMetric]:
+    """Return a function that makes the mean negative log-likelihood over the counted labels, mapped by ``finish``."""
 
+    def make(loss: Any) -> EvalMetric:
+        ignored = _ignored(loss)
 
-def _log_likelihood(name: str, loss: Any) -> Callable[[Any, Any], tuple[torch.Tensor, int]]:
-    """Return a function from (label, output) to the mean negative log-likelihood and the number of counted labels."""
-    ignored = _ignored(loss)
+        def arguments(label: Any, output: Any, _: Any) -> tuple[float, int] | None:
+            output, label = _tensors(name, output, label)
+            if isinstance(loss, nn.CrossEntropyLoss):
+                output = output.double().log_softmax(1)
+            elif not isinstance(loss, nn.NLLLoss):
+                output = output.double().clamp_min(1e-12).log()
+            if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
+                counted = output.numel() // output.shape[1]
+                total = -(output * label).sum()
+            else:
+                keep = -100 if ignored is None else ignored
+                target = label.long()
+                counted = int((target != keep).sum())
+                total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
+            return (float(total / counted), counted) if counted else None
 
-    def batch(label: Any, output: Any) -> tuple[torch.Tensor, int]:
-        output, label = _tensors(name, output, label)
-        if isinstance(loss, nn.CrossEntropyLoss):
-            output = output.double().log_softmax(1)
-        elif not isinstance(loss, nn.NLLLoss):
-            output = output.double().clamp_min(1e-12).log()
-        if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
-            counted = output.numel() // output.shape[1]
-            return -(output * label).sum() / counted, counted
-        target = label.long()
-        keep = -100 if ignored is None else ignored
-        counted = int((target != keep).sum())
-        total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
-        return total / max(counted, 1), counted
+        return _One(name, arguments, _mean, finish)
 
-    return batch
-
-
-def _cross_entropy(loss: Any) -> EvalMetric:
-    return _Mean("cross-entropy", _log_likelihood("cross-entropy", loss))
-
-
-def _nll(loss: Any) -> EvalMetric:
-    return _Mean("nll-loss", _log_likelihood("nll-loss", loss))
-
-
-def _perplexity(loss: Any) -> EvalMetric:
-    return _Mean("perplexity", _log_likelihood("perplexity", loss), _exp)
+    return make
 
 
 def _exp(mean: float) -> float:
@@ -394,7 +368,7 @@ def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[
     def make(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all named metrics
         import torchmetrics.regression as regression
 
-        return _Named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
+        return _named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
 
     return make
 
@@ -420,7 +394,7 @@ def _of_classes(name: str, torchmetrics_name: str, *, two: bool) -> Callable[[An
         def of(prepared: torch.Tensor) -> Any:
             return kind(validate_args=False) if two else kind(_classes(prepared), validate_args=False)
 
-        return _Named(name, of, _by_class(name, loss, two))
+        return _named(name, of, _by_class(name, loss, two))
 
     return make
 
@@ -432,20 +406,20 @@ def _ignored(loss: Any) -> int | None:
 _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "acc": _accuracy,
     "accuracy": _accuracy,
-    "ce": _cross_entropy,
-    "cross-entropy": _cross_entropy,
+    "ce": _log_likelihood("cross-entropy"),
+    "cross-entropy": _log_likelihood("cross-entropy"),
     "f1": _of_classes("f1", "BinaryF1Score", two=True),
-    "loss": _LossMetric,
+    "loss": _loss_metric,
     "mae": _regression("mae", "MeanAbsoluteError"),
     "mcc": _of_classes("mcc", "BinaryMatthewsCorrCoef", two=True),
     "mse": _regression("mse", "MeanSquaredError"),
-    "nll_loss": _nll,
+    "nll_loss": _log_likelihood("nll-loss"),
     "pcc": _of_classes("pcc", "MulticlassMatthewsCorrCoef", two=False),
     "pearsonr": _regression("pearsonr", "PearsonCorrCoef"),
-    "perplexity": _perplexity,
+    "perplexity": _log_likelihood("perplexity", _exp),
     "rmse": _regression("rmse", "MeanSquaredError", squared=False),
-    "top_k_acc": _top_k_accuracy,
-    "top_k_accuracy": _top_k_accuracy,
+    "top_k_acc": partial(_accuracy, top_k=5),
+    "top_k_accuracy": partial(_accuracy, top_k=5),
 }
 
 
