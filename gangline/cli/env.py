@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gangline.cli.options import JsonFile, write_json
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
-_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tensorboard", "matplotlib")
+_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "pynccl", "s3fs", "tensorboard", "matplotlib")
 
 
 def env(json: JsonFile = None) -> None:
@@ -212,9 +212,7 @@ VARIABLES = (
         "",
         "How the devices of one process reduce: nccl, peer_to_peer, staged or copies. Empty: the fastest that works.",
     ),
-    Variable(
-        "GANGLINE_NCCL_BINDING", "", "Python binding of NCCL: nccl4py, cupy or pynccl. Empty: the first installed."
-    ),
+    Variable("GANGLINE_NCCL_BINDING", "", "Python binding of NCCL: cupy or pynccl. Empty: cupy."),
     Variable(
         "GANGLINE_INSECURE",
         "0",
