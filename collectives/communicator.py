@@ -133,6 +133,13 @@ class Communicator:
 
     With ``async_op=True`` a call returns a `Work` at once. The tensors must not be used until ``wait()`` has returned;
     ``work.result`` is what the call would have returned.
+
+    Raises:
+        ValueError: in all calls, if an operation, a rank or a tag is unknown, or a tensor does not fit the call: its
+            shape, dtype or device differ from those expected, or it is to be written and is expanded.
+        TypeError: in all calls, if an argument is not a tensor on the CPU or a GPU, or its dtype is not supported,
+            or not by the operation.
+        GanglineError: in all calls, if a rank is dead, late or in another call.
     """
 
     def __init__(self, resources: GroupResources) -> None:
@@ -166,11 +173,6 @@ class Communicator:
 
         Returns:
             The tensor that holds the result.
-
-        Raises:
-            ValueError: if ``op`` is unknown, or ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
-            GanglineError: if a rank is dead, late or in another call.
         """
         if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
             small = self._host.small_all_reduces.get((tensor.dtype, tensor.numel(), op))
@@ -200,11 +202,6 @@ class Communicator:
 
         Returns:
             The tensor that holds the result at the root, else None.
-
-        Raises:
-            ValueError: if ``op`` or the root is unknown, or ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
@@ -223,11 +220,6 @@ class Communicator:
 
         Returns:
             ``tensor``.
-
-        Raises:
-            ValueError: if the root is unknown, or a tensor to be written is expanded.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         check_rank("root", root, self.size)
@@ -246,11 +238,6 @@ class Communicator:
 
         Returns:
             ``out``.
-
-        Raises:
-            ValueError: if ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         result = result_tensor(out, (self.size, *tensor.shape), tensor)
@@ -270,11 +257,6 @@ class Communicator:
 
         Returns:
             ``out``.
-
-        Raises:
-            ValueError: if ``tensor`` has another number of rows, ``op`` is unknown, or ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype does not support ``op``.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_rows(tensor, self.size)
         reduction.check(op, tensor.dtype)
@@ -292,11 +274,6 @@ class Communicator:
 
         Returns:
             ``out``.
-
-        Raises:
-            ValueError: if ``tensor`` has another number of rows, or ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_rows(tensor, self.size)
         result = result_tensor(out, tensor.shape, tensor)
@@ -311,10 +288,7 @@ class Communicator:
             outs: a tensor for what each rank sends, of that dtype.
 
         Raises:
-            ValueError: if there is not one tensor for each rank, dtypes differ, or an out is expanded.
-            TypeError: if a tensor is not on the CPU or a GPU, or its dtype is not supported.
             MismatchError: on all ranks, if a rank sends another number of elements than its peer expects.
-            GanglineError: if a rank is dead, late or in another call.
         """
         for name, given in (("tensors", tensors), ("outs", outs)):
             if len(given) != self.size:
@@ -343,11 +317,6 @@ class Communicator:
 
         Returns:
             ``out`` at the root, else None.
-
-        Raises:
-            ValueError: if the root is unknown, or ``out`` does not fit.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(tensor)
         check_rank("root", root, self.size)
@@ -367,11 +336,6 @@ class Communicator:
 
         Returns:
             ``out``.
-
-        Raises:
-            ValueError: if the root is unknown, or the shapes do not fit.
-            TypeError: if an argument is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         check_tensor(out, "out")
         check_written(out, "out")
@@ -386,11 +350,7 @@ class Communicator:
         return self._dispatcher.call("scatter", code, (tensor, out, root), out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Wait until every rank has called it.
-
-        Raises:
-            GanglineError: if a rank is dead, late or in another call.
-        """
+        """Wait until every rank has called it."""
         if async_op:
             return self._engine.submit("barrier", self._host.barrier, None)
         self._engine.settle()
@@ -398,13 +358,7 @@ class Communicator:
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Send a tensor to a rank that calls `recv` with the same tag; return when the tensor may be written again.
-
-        Raises:
-            ValueError: if the rank is unknown or this rank itself, or the tag is not in 0 to 2**31 - 1.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
-            GanglineError: if the other rank is dead or late.
-        """
+        """Send a tensor to a rank that calls `recv` with the same tag; return when the tensor may be written again."""
         check_tensor(tensor)
         check_peer("to", to, self.rank, self.size, tag)
         work = self._messages.send(flat_values(tensor), to, tag)
@@ -416,18 +370,14 @@ class Communicator:
         Args:
             tensor: tensor that is overwritten.
             source: rank that sends it; None: any rank, whose number is ``work.source`` then.
-            tag: tag of the message.
+            tag: tag of the message, from 0 to 2**31 - 1.
             async_op: return a `Work`.
 
         Returns:
             ``tensor``.
 
         Raises:
-            ValueError: if the rank is unknown or this rank itself, the tag is not in 0 to 2**31 - 1, or ``tensor`` is
-                expanded.
-            TypeError: if ``tensor`` is not a tensor on the CPU or a GPU, or its dtype is not supported.
             MismatchError: if the sent tensor has another number of elements or dtype.
-            GanglineError: if the other rank is dead or late.
         """
         check_tensor(tensor)
         check_written(tensor)
@@ -450,7 +400,6 @@ class Communicator:
 
         Raises:
             TypeError: if the color or the key is neither an int nor None.
-            GanglineError: if a rank is dead, late or in another call.
         """
         self._engine.settle()
         resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
@@ -465,10 +414,6 @@ class Communicator:
         Args:
             shape: shape of the tensor.
             dtype: dtype of the tensor.
-
-        Raises:
-            TypeError: if the dtype is not supported.
-            GanglineError: if a rank is dead, late or in another call.
         """
         reduction.check_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)

@@ -7,13 +7,12 @@ ranks choose alike and a run is bitwise reproducible.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gangline.collectives import algorithms
 from gangline.collectives.host_files import write_text
@@ -34,7 +33,6 @@ TUNED = tuple(algorithms.REGISTRY)
 
 _FORMAT = 1
 _IN_MEMORY = ("shared_memory", "in_process")
-_logger = logging.getLogger("gangline")
 
 
 class Choice(NamedTuple):
@@ -74,7 +72,6 @@ class Table:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Limits and choices of each key used so far."""
-    _seen: set[tuple[TableKey, int, Choice]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for key, rules in self.rules.items():
@@ -103,10 +100,7 @@ class Table:
             found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
             self._ready[key] = found
         limits, choices = found
-        choice = choices[bisect_left(limits, nbytes)]
-        if _logger.isEnabledFor(logging.DEBUG):
-            self._log(TableKey(*key), nbytes, choice)
-        return choice
+        return choices[bisect_left(limits, nbytes)]
 
     def to_json(self) -> str:
         """Return the table as text for `from_json`."""
@@ -131,21 +125,17 @@ class Table:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"no JSON ({error})") from None
-        if not isinstance(data, dict) or data.get("gangline_tuning") != _FORMAT:
-            raise ValueError(f"no 'gangline_tuning': {_FORMAT} in it")
-        try:
+            if data["gangline_tuning"] != _FORMAT:
+                raise ValueError(f"its 'gangline_tuning' is {data['gangline_tuning']!r}; expected {_FORMAT}")
             rules = {
                 TableKey(each["collective"], each["transport"], each["ranks"], each["hosts"]): [
                     Rule(nbytes, Choice(*choice)) for nbytes, *choice in each["rules"]
                 ]
                 for each in data["places"]
             }
-            forced = {collective: Choice(*choice) for collective, choice in data["forced"].items()}
+            return cls(rules, {collective: Choice(*choice) for collective, choice in data["forced"].items()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not laid out as a tuning table ({type(error).__name__}: {error})") from None
-        return cls(rules, forced)
 
     @classmethod
     def load(cls, path: Path) -> Table:
@@ -200,20 +190,6 @@ class Table:
             return rules
         larger = [rule for rule in rules if rule.nbytes is None or rule.nbytes > SHARED_LIMIT]
         return [Rule(SHARED_LIMIT, choice), *larger]
-
-    def _log(self, key: TableKey, nbytes: int, choice: Choice) -> None:
-        seen = (key, nbytes.bit_length(), choice)
-        if seen not in self._seen:
-            self._seen.add(seen)
-            _logger.debug(
-                "%s of %d bytes, %d ranks, %d host(s), %s: %s",
-                key.collective,
-                nbytes,
-                key.ranks,
-                key.hosts,
-                key.transport,
-                choice,
-            )
 
 
 def shared_serves(nbytes: int, transport: str, hosts: int) -> bool:
@@ -321,24 +297,16 @@ def _built_in(key: TableKey) -> Iterator[Rule]:
 
 
 def _check(key: TableKey, rules: Sequence[Rule]) -> None:
-    where = f"{key.collective} of {key.ranks} ranks on {key.hosts} host(s), {key.transport}"
-    for name, count in (("ranks", key.ranks), ("hosts", key.hosts)):
-        if not _is_count(count):
-            raise ValueError(f"{where}: {name} is {count!r}; expected a number above 0")
-    if key.transport not in TRANSPORTS:
-        raise ValueError(f"{where}: expected one of the transports {', '.join(TRANSPORTS)}")
-    limits: list[Any] = [rule.nbytes for rule in rules]
-    if not limits or limits[-1] is not None:
-        raise ValueError(f"{where}: the last rule must be for any number of bytes (null), but the limits are {limits}")
-    if not all(_is_count(limit) for limit in limits[:-1]) or limits[:-1] != sorted(set(limits[:-1])):
-        raise ValueError(f"{where}: the limits are {limits}; expected ascending numbers of bytes")
+    where = f"{key.collective} of {key.ranks} ranks on {key.hosts} host(s), {key.transport}: "
+    limits = [rule.nbytes for rule in rules]
+    numbers = [limit for limit in limits[:-1] if isinstance(limit, int)]
+    if not limits or [*sorted(set(numbers)), None] != limits:
+        raise ValueError(f"{where}the limits are {limits}; expected ascending numbers of bytes, and null as the last")
     for rule in rules:
-        _check_choice(key.collective, rule.choice, f"{where}: ")
+        _check_choice(key.collective, rule.choice, where)
         most = rule.nbytes if rule.nbytes is not None else SHARED_LIMIT + 1
         if rule.choice.algorithm == SHARED and not shared_serves(most, key.transport, key.hosts):
-            raise ValueError(
-                f"{where}: shared takes up to {SHARED_LIMIT} bytes in one host's memory, not {rule.nbytes}"
-            )
+            raise ValueError(f"{where}shared takes up to {SHARED_LIMIT} bytes in one host's memory, not {rule.nbytes}")
 
 
 def _check_choice(collective: str, choice: Choice, where: str = "") -> None:
@@ -346,9 +314,5 @@ def _check_choice(collective: str, choice: Choice, where: str = "") -> None:
         raise ValueError(
             f"{where}{collective} has no algorithm {choice.algorithm!r}; expected one of {', '.join(names(collective))}"
         )
-    if not _is_count(choice.segments):
+    if choice.segments < 1:
         raise ValueError(f"{where}{collective} by {choice.algorithm}: segments is {choice.segments!r}, not above 0")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgpack
@@ -20,9 +19,9 @@ from gangline.collectives.errors import ProtocolError
 from gangline.collectives.transports import unix_sockets
 
 _log = logging.getLogger("gangline")
-_LENGTH = struct.Struct("<I")
-_MAX_MESSAGE = 64 << 20
+_MAX_MESSAGE = 64 << 20  # bytes
 _RETRY_SECONDS = 0.1
+_LONGEST_WAIT = 1e6  # seconds; poll(2) takes an int of milliseconds
 
 
 class ServedStore:
@@ -88,17 +87,20 @@ class ServedStore:
                 continue
             try:
                 unix_sockets.check_user(connection)
-                threading.Thread(target=self._serve, args=(connection,), name="gangline-store", daemon=True).start()
+                served = Connection(connection.detach())
+                threading.Thread(target=self._serve, args=(served,), name="gangline-store", daemon=True).start()
             except (OSError, RuntimeError) as error:  # another user's process, or no more threads
                 connection.close()
                 _log.warning("the store refuses a connection: %s", error)
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
+    def _serve(self, connection: Connection) -> None:
+        with connection:
             try:
                 while True:
-                    _send(connection, self._answer(_receive(connection)))
-            except (ProtocolError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+                    connection.send_bytes(msgpack.packb(self._answer(_receive(connection))))
+            except (EOFError, ConnectionError):
+                pass  # the rank has left
+            except (ProtocolError, OSError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
                 _log.warning("the store drops a connection: %s", error)
 
     def _answer(self, request: Any) -> Any:
@@ -138,9 +140,8 @@ class UnixStore:
 
     def __init__(self, name: str, timeout: float) -> None:
         self._lock = threading.Lock()
-        self._connection = unix_sockets.connect(name)
-        self._connection.settimeout(min(timeout, threading.TIMEOUT_MAX))
-        weakref.finalize(self, self._connection.close)  # as torch's stores
+        self._timeout = min(timeout, _LONGEST_WAIT)
+        self._connection = Connection(unix_sockets.connect(name).detach())
 
     def set(self, key: str, value: bytes | str) -> None:  # noqa: D102  see ServedStore
         self._ask("set", key, value if isinstance(value, bytes) else value.encode())
@@ -163,35 +164,13 @@ class UnixStore:
         """
         with self._lock:
             try:
-                _send(self._connection, request)
+                self._connection.send_bytes(msgpack.packb(request))
+                if not self._connection.poll(self._timeout):
+                    raise TimeoutError(f"no answer within {self._timeout:g} s")
                 return _receive(self._connection)
-            except OSError as error:
-                raise DistNetworkError(str(error)) from error
+            except (EOFError, OSError) as error:
+                raise DistNetworkError(str(error) or "the connection was closed") from error
 
 
-def _send(connection: socket.socket, value: Any) -> None:
-    packed = msgpack.packb(value)
-    connection.sendall(_LENGTH.pack(len(packed)) + packed)
-
-
-def _receive(connection: socket.socket) -> Any:
-    """Return the next message.
-
-    Raises:
-        ProtocolError: if it is too large.
-        ConnectionError: if the connection is closed.
-    """
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if length > _MAX_MESSAGE:
-        raise ProtocolError(f"received a message of {length} bytes; expected at most {_MAX_MESSAGE}")
-    return msgpack.unpackb(_read(connection, length), max_map_len=0, max_ext_len=0)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    read = bytearray()
-    while len(read) < length:
-        part = connection.recv(min(length - len(read), 1 << 16))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        read += part
-    return bytes(read)
+def _receive(connection: Connection) -> Any:
+    return msgpack.unpackb(connection.recv_bytes(_MAX_MESSAGE), max_map_len=0, max_ext_len=0)

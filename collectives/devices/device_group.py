@@ -29,6 +29,11 @@ class DeviceGroup:
 
     All ``cpu(i)`` are the host, yet distinct positions, and a GPU may occur several times. On GPUs a call returns
     before it is done: like torch's operations, it is enqueued on each device's current stream.
+
+    Raises:
+        ValueError: in all calls but `move`, if an operation or a root is unknown, or tensors do not fit the devices or
+            each other.
+        TypeError: in all calls but `move`, if a tensor is not dense, or its dtype is not supported by the operation.
     """
 
     def __init__(self, devices: Sequence[Context | torch.device], implementation: str | None = None) -> None:
@@ -68,10 +73,6 @@ class DeviceGroup:
 
         Returns:
             ``tensors``.
-
-        Raises:
-            ValueError: if ``op`` is unknown, or tensors do not fit the devices or each other.
-            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         _check_targets("tensors", tensors)
@@ -92,10 +93,6 @@ class DeviceGroup:
 
         Returns:
             The tensor that holds the result.
-
-        Raises:
-            ValueError: if ``op`` or the root is unknown, or tensors do not fit the devices or each other.
-            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         reduction.check(op, tensors[0].dtype)
@@ -118,10 +115,6 @@ class DeviceGroup:
 
         Returns:
             ``tensors``.
-
-        Raises:
-            ValueError: if the root is unknown, or tensors do not fit the devices or each other.
-            TypeError: if a tensor is not dense, or its dtype is not supported.
         """
         self._check("tensors", tensors)
         self._check_root(root)
@@ -140,10 +133,6 @@ class DeviceGroup:
 
         Returns:
             ``outs``.
-
-        Raises:
-            ValueError: if tensors do not fit the devices or each other.
-            TypeError: if a tensor is not dense, or its dtype is not supported.
         """
         self._check("tensors", tensors)
         results = self._prepare_outs(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
@@ -164,11 +153,6 @@ class DeviceGroup:
 
         Returns:
             ``outs``.
-
-        Raises:
-            ValueError: if the number of rows differs from the size, ``op`` is unknown, or tensors do not fit the
-                devices or each other.
-            TypeError: if a tensor is not dense, or its dtype does not support ``op``.
         """
         self._check("tensors", tensors)
         reduction.check(op, tensors[0].dtype)

@@ -9,7 +9,6 @@ kernel kills them. All sockets are inherited and unnamed, so nothing of them can
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import selectors
 import signal
@@ -24,11 +23,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 
 from gangline.collectives.limits import PARENT_CHECK_SECONDS
+from gangline.collectives.processes.parent_death import die_with_parent
 
 NOTICE = struct.Struct("<?ii")
 """Notice to the pool: whether a process ended (else started), its index in the pool, its exit code (else pid)."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
@@ -152,9 +150,7 @@ def _run_child(server: int, close_server: Callable[[], None], pipe: int, output:
     code = 1
     try:
         close_server()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # the server was killed before prctl took effect
-            os._exit(code)
+        die_with_parent(server)
         for fd, standard in ((output, 1), (errors, 2)):
             os.dup2(fd, standard)
             os.close(fd)

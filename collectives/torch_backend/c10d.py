@@ -15,47 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    FakeProcessGroup,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
-
-__all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "GatherOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "allow_monitored_barrier",
-    "backend_names",
-    "begin_range",
-    "end_range",
-    "has_dispatch_modes",
-    "is_fake",
-    "is_profiled",
-    "name_groups_by_ranks",
-    "recording_group",
-    "refusing_backend",
-    "rename_backends",
-    "run_eagerly",
-]
 
 has_dispatch_modes = _len_torch_dispatch_stack
 """Number of dispatch modes of this thread, such as FakeTensorMode."""

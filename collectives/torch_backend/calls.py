@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.point_to_point import ReceiveWork
 from gangline.collectives.torch_backend import operations
-from gangline.collectives.torch_backend.arguments import (
-    Operation,
-    Tensors,
-    exactly,
-    first_tensor,
-    inputs_of,
-    one_list,
-    op_in,
-    pairs_of,
-    root_in,
-)
 from gangline.collectives.torch_backend.c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
     begin_range,
     end_range,
     has_dispatch_modes,
@@ -49,8 +28,8 @@ from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
 from gangline.collectives.work import Work, WorkQueue
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+Tensors = Tensor | Sequence[Tensor]
+
 _UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -60,43 +39,132 @@ _OLD_NAMES = {
     "all_to_all_single": "alltoall_base",
 }
 """Names before torch 2.13, which keeps them beside the new ones."""
+_PLAIN = ("opts", "timeout")
+_WITH_OP = ("opts", "timeout", "op")
+_WITH_ROOT = ("opts", "timeout", "root")
 
 
-def _by_device(
-    method: Callable[Concatenate[GroupCollectives, _Arguments], _Result],
-) -> Callable[Concatenate[GroupCollectives, _Arguments], _Result]:
-    """Forward calls on tensors without data, and on tensors of other devices than the CPU, to the group for those."""
-    name = method.__name__
-    is_collective = name not in ("send", "recv", "recv_anysource")
+def _exactly(tensors: Tensors, count: int) -> list[Tensor]:
+    """Return a tensor, or a list of tensors, as a list of ``count``.
 
-    @wraps(method)
-    def call(self: GroupCollectives, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        tensor = first_tensor(args) if args else None
-        if tensor is None:
-            tensor = first_tensor(kwargs.values())
-        if tensor is None or (tensor.is_cpu and not is_fake(tensor)):
-            calls = self._calls
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                if is_collective and self._calls == calls:  # it has not come to `_call`
-                    self._refuse(name, error)
-                raise
-        group = self._recording_group() if is_fake(tensor) else self.other_devices.group(tensor.device)
-        known = name if hasattr(ProcessGroup, name) else _OLD_NAMES[name]
-        result: _Result = getattr(group, known)(*args, **kwargs)
-        return result
+    Raises:
+        ValueError: if there are more or fewer.
+    """
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} tensors were given; expected {count}, because a rank has one device")
+    return found
 
-    return call  # type: ignore[return-value]  # mypy objects to the name self
+
+def _only(tensors: Tensors) -> Tensor:
+    return _exactly(tensors, 1)[0]
+
+
+def _one_list(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the one list of tensors inside torch's list of one list per device; empty if a rank passes none.
+
+    Raises:
+        ValueError: if there are several lists.
+    """
+    if any(isinstance(one, Tensor) for one in lists):
+        return [one for one in lists if isinstance(one, Tensor)]
+    found = [list(one) for one in lists]
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} lists of tensors were given; expected one, because a rank has one device")
+    return found[0] if found else []
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _splits(sizes: Sequence[int] | None) -> list[int]:
+    return list(sizes or ())
+
+
+def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return each output with its input.
+
+    Raises:
+        ValueError: if the lengths differ.
+    """
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
+    return list(zip(outputs, inputs, strict=True))
+
+
+def _transposed(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
+    """Return each input with the outputs for it, one per rank: the i-th input of rank r goes to ``outputs[r][i]``."""
+    lists = [_exactly(one, len(inputs)) for one in outputs]
+    return [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
+
+
+def _collective(
+    torch_name: str,
+    name: str,
+    operation: Callable[..., None],
+    tensors: dict[str, Callable[[Any], Any]],
+    options: Sequence[str] = _PLAIN,
+    calls: Callable[..., Sequence[tuple[Any, ...]]] | None = None,
+) -> Any:
+    """Return the method of one of torch's collectives.
+
+    Args:
+        torch_name: torch's name.
+        name: name in errors and profiles.
+        operation: function of `operations`, called with the communicator, the converted tensors, the root if there is
+            one, and the reduction if there is one.
+        tensors: names of the first parameters, each with its conversion; the first one is written.
+        options: names of the further parameters, in torch's order. ``opts`` holds torch's options: operation, root,
+            whether the caller waits at once, and a timeout. torch's overloads pass an operation or a root instead.
+        calls: function that turns the converted tensors into those of several calls of ``operation``; None: one call.
+    """
+    names = (*tensors, *options)
+    has_root, has_op = "root" in options, "op" in options
+
+    def call(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names) or (kwargs and not kwargs.keys() <= set(names)):
+            raise TypeError(f"{torch_name} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}")
+        given = dict(zip(names, args, strict=False), **kwargs)
+        tensor = _first_tensor(given.values())
+        if tensor is not None and (not tensor.is_cpu or is_fake(tensor)):
+            return self._elsewhere(torch_name, tensor)(*args, **kwargs)
+        counted = self._calls
+        try:
+            opts = given.get("opts")
+            converted = [convert(given.get(parameter)) for parameter, convert in tensors.items()]
+            rest: list[Any] = []
+            if has_root:
+                rest.append(opts if type(opts) is int else getattr(opts, "rootRank", given.get("root", 0)))
+            if has_op:
+                op = given.get("op")
+                op = getattr(opts, "reduceOp", opts) if op is None else op
+                rest.append(operations.op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
+            timeout = given.get("timeout")
+            if calls is None:
+                written = converted[0] if isinstance(converted[0], list) else [converted[0]]
+                return self._call(name, written, opts, timeout, operation, *converted, *rest)
+            several = [(*one, *rest) for one in calls(*converted)]
+            written = [out for first, *_ in several for out in (first if isinstance(first, list) else [first])]
+            return self._call(
+                f"{name} of {len(several)}", written, opts, timeout, partial(_in_a_row, operation, several)
+            )
+        except Exception as error:
+            if self._calls == counted:  # it has not come to `_call`
+                self._refuse(torch_name, error)
+            raise
+
+    return call
+
+
+def _in_a_row(operation: Callable[..., None], several: Sequence[tuple[Any, ...]], communicator: Communicator) -> None:
+    for arguments in several:
+        operation(communicator, *arguments)
 
 
 @run_eagerly
 class GroupCollectives:
-    """Collectives of a process group, under each name that torch 2.11 to 2.15 use.
-
-    ``opts`` are torch's options: the operation, the root, whether the caller waits at once, and a timeout. torch's own
-    overloads pass these one by one instead.
-    """
+    """Collectives of a process group, under each name that torch 2.11 to 2.15 use."""
 
     def __init__(self, communicator: Communicator, other_devices: OtherDevices) -> None:
         """Store the communicator for CPU tensors and the backends of other devices."""
@@ -107,208 +175,123 @@ class GroupCollectives:
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
 
-    def _recording_group(self) -> ProcessGroup:
-        return recording_group(self.communicator.rank, self.communicator.size)
+    allreduce = _collective("allreduce", "all_reduce", operations.all_reduce, {"tensors": _only}, _WITH_OP)
+    """Reduce one tensor in place, on all ranks."""
 
-    @_by_device
-    def allreduce(
-        self,
-        tensors: Tensors,
-        opts: AllreduceOptions | Operation | None = None,
-        timeout: timedelta | None = None,
-        *,
-        op: Operation | None = None,
-    ) -> GroupWork:
-        """Reduce one tensor in place, on all ranks."""
-        (tensor,) = exactly(tensors, 1)
-        return self._call("all_reduce", [tensor], opts, timeout, operations.all_reduce, tensor, op_in(opts, op))
+    allreduce_coalesced = _collective(
+        "allreduce_coalesced",
+        "all_reduce",
+        operations.all_reduce,
+        {"tensors": list},
+        _WITH_OP,
+        lambda given: [(one,) for one in given],
+    )
+    """Reduce several tensors in place, on all ranks."""
 
-    @_by_device
-    def allreduce_coalesced(
-        self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions | None = None
-    ) -> GroupWork:
-        """Reduce several tensors in place, on all ranks."""
-        calls = [(tensor, op_in(opts)) for tensor in tensors]
-        return self._calls_in_a_row("all_reduce", tensors, opts, operations.all_reduce, calls)
+    reduce = _collective("reduce", "reduce", operations.reduce, {"tensors": _only}, ("opts", "op", "timeout", "root"))
+    """Reduce one tensor in place at the root; other ranks' tensors are unchanged."""
 
-    @_by_device
-    def reduce(
-        self,
-        tensors: Tensors,
-        opts: ReduceOptions | int | None = None,
-        op: Operation | None = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int = 0,
-    ) -> GroupWork:
-        """Reduce one tensor in place at the root; other ranks' tensors are unchanged."""
-        (tensor,) = exactly(tensors, 1)
-        root = root_in(opts, root)
-        return self._call("reduce", [tensor], opts, timeout, operations.reduce, tensor, root, op_in(opts, op))
+    reduce_scatter = _collective(
+        "reduce_scatter", "reduce_scatter", operations.reduce_scatter, {"outputs": _only, "inputs": _one_list}, _WITH_OP
+    )
+    """Reduce a list of tensors; each rank gets the one at its rank."""
 
-    @_by_device
-    def reduce_scatter(
-        self,
-        outputs: Tensors,
-        inputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
-        opts: ReduceScatterOptions | Operation | None = None,
-        timeout: timedelta | None = None,
-        *,
-        op: Operation | None = None,
-    ) -> GroupWork:
-        """Reduce a list of tensors; each rank gets the one at its rank."""
-        (output,), tensors = exactly(outputs, 1), one_list(inputs)
-        function = operations.reduce_scatter
-        return self._call("reduce_scatter", [output], opts, timeout, function, output, tensors, op_in(opts, op))
+    reduce_scatter_single = _reduce_scatter_base = _collective(
+        "reduce_scatter_single",
+        "reduce_scatter",
+        operations.reduce_scatter_single,
+        {"output": _same, "tensor": _same},
+        _WITH_OP,
+    )
+    """Reduce a tensor with one slice per rank along its first axis; each rank gets its slice."""
 
-    @_by_device
-    def reduce_scatter_single(
-        self, output: Tensor, tensor: Tensor, opts: ReduceScatterOptions | None = None
-    ) -> GroupWork:
-        """Reduce a tensor with one slice per rank along its first axis; each rank gets its slice."""
-        function = operations.reduce_scatter_single
-        return self._call("reduce_scatter", [output], opts, None, function, output, tensor, op_in(opts))
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective(
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter",
+        operations.reduce_scatter_single,
+        {"outputs": _same, "inputs": _same},
+        _WITH_OP,
+        _pairs,
+    )
+    """Run `reduce_scatter_single` on several tensors."""
 
-    @_by_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: ReduceScatterOptions | None = None
-    ) -> GroupWork:
-        """Run `reduce_scatter_single` on several tensors."""
-        calls = [(*pair, op_in(opts)) for pair in pairs_of(outputs, inputs)]
-        return self._calls_in_a_row("reduce_scatter", outputs, opts, operations.reduce_scatter_single, calls)
+    broadcast = _collective("broadcast", "broadcast", operations.broadcast, {"tensors": _only}, _WITH_ROOT)
+    """Copy the root's tensor to all ranks."""
 
-    @_by_device
-    def broadcast(
-        self,
-        tensors: Tensors,
-        opts: BroadcastOptions | int | None = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int = 0,
-    ) -> GroupWork:
-        """Copy the root's tensor to all ranks."""
-        (tensor,) = exactly(tensors, 1)
-        return self._call("broadcast", [tensor], opts, timeout, operations.broadcast, tensor, root_in(opts, root))
+    allgather = _collective("allgather", "all_gather", operations.all_gather, {"outputs": _one_list, "inputs": _only})
+    """Gather every rank's tensor into a list; sizes may differ if all ranks pass the same sizes."""
 
-    @_by_device
-    def allgather(
-        self,
-        outputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
-        inputs: Tensors,
-        opts: AllgatherOptions | None = None,
-        timeout: timedelta | None = None,
-    ) -> GroupWork:
-        """Gather every rank's tensor into a list; sizes may differ if all ranks pass the same sizes."""
-        outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
-        return self._call("all_gather", outs, opts, timeout, operations.all_gather, outs, tensor)
+    allgather_coalesced = _collective(
+        "allgather_coalesced",
+        "all_gather",
+        operations.all_gather,
+        {"outputs": _same, "inputs": _same},
+        calls=_transposed,
+    )
+    """Gather several tensors: the i-th of rank r goes to ``outputs[r][i]``."""
 
-    @_by_device
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
-    ) -> GroupWork:
-        """Gather several tensors: the i-th of rank r goes to ``outputs[r][i]``."""
-        lists = [exactly(one, len(inputs)) for one in outputs]
-        calls = [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
-        return self._calls_in_a_row(
-            "all_gather", [out for one in lists for out in one], opts, operations.all_gather, calls
-        )
+    all_gather_single = _allgather_base = _collective(
+        "all_gather_single", "all_gather", operations.all_gather_single, {"output": _same, "tensor": _same}
+    )
+    """Gather every rank's tensor into one, stacked or concatenated."""
 
-    @_by_device
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: AllgatherOptions | None = None) -> GroupWork:
-        """Gather every rank's tensor into one, stacked or concatenated."""
-        return self._call("all_gather", [output], opts, None, operations.all_gather_single, output, tensor)
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _collective(
+        "all_gather_single_coalesced",
+        "all_gather",
+        operations.all_gather_single,
+        {"outputs": _same, "inputs": _same},
+        calls=_pairs,
+    )
+    """Run `all_gather_single` on several tensors."""
 
-    @_by_device
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
-    ) -> GroupWork:
-        """Run `all_gather_single` on several tensors."""
-        calls = pairs_of(outputs, inputs)
-        return self._calls_in_a_row("all_gather", outputs, opts, operations.all_gather_single, calls)
+    gather = _collective("gather", "gather", operations.gather, {"outputs": _one_list, "inputs": _only}, _WITH_ROOT)
+    """Gather every rank's tensor, all of one size, into the root's list."""
 
-    @_by_device
-    def gather(
-        self,
-        outputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
-        inputs: Tensors,
-        opts: GatherOptions | int | None = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int = 0,
-    ) -> GroupWork:
-        """Gather every rank's tensor, all of one size, into the root's list."""
-        outs, (tensor,) = one_list(outputs), exactly(inputs, 1)
-        return self._call("gather", outs, opts, timeout, operations.gather, outs, tensor, root_in(opts, root))
+    scatter = _collective("scatter", "scatter", operations.scatter, {"outputs": _only, "inputs": _one_list}, _WITH_ROOT)
+    """Send each rank one tensor of the root's list, all of one size."""
 
-    @_by_device
-    def scatter(
-        self,
-        outputs: Tensors,
-        inputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
-        opts: ScatterOptions | int | None = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int = 0,
-    ) -> GroupWork:
-        """Send each rank one tensor of the root's list, all of one size."""
-        (output,), tensors = exactly(outputs, 1), one_list(inputs)
-        return self._call("scatter", [output], opts, timeout, operations.scatter, output, tensors, root_in(opts, root))
+    alltoall = _collective("alltoall", "all_to_all", operations.all_to_all, {"outputs": list, "inputs": list})
+    """Send each rank one tensor of the list; sizes may differ."""
 
-    @_by_device
-    def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: AllToAllOptions | None = None
-    ) -> GroupWork:
-        """Send each rank one tensor of the list; sizes may differ."""
-        return self._call("all_to_all", outputs, opts, None, operations.all_to_all, outputs, inputs)
+    all_to_all_single = alltoall_base = _collective(
+        "all_to_all_single",
+        "all_to_all",
+        operations.all_to_all_single,
+        {"output": _same, "tensor": _same, "output_split_sizes": _splits, "input_split_sizes": _splits},
+    )
+    """Send each rank one slice of the tensor along the first axis; sizes may differ."""
 
-    @_by_device
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        opts: AllToAllOptions | None = None,
-        timeout: timedelta | None = None,
-    ) -> GroupWork:
-        """Send each rank one slice of the tensor along the first axis; sizes may differ."""
-        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-        function = operations.all_to_all_single
-        return self._call("all_to_all", [output], opts, timeout, function, output, tensor, *splits)
+    # Messages, barriers and coalescing
 
-    @_by_device
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork | Any:
         """Send one tensor to a rank of the group."""
-        (tensor,) = exactly(tensors, 1)
+        tensor = _only(tensors)
+        if not tensor.is_cpu or is_fake(tensor):
+            return self._elsewhere("send", tensor)([tensor], dst, tag)
         work = self.communicator.send(operations.movable(tensor), dst, tag, async_op=True)
         assert work is not None
         return self._message("send", work, tensor)
 
-    def _receive(self, tensors: Tensors, src: int | None, tag: int) -> GroupWork:
-        (tensor,) = exactly(tensors, 1)
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork | Any:
+        """Receive one tensor from a rank of the group."""
+        tensor = _only(tensors)
+        if not tensor.is_cpu or is_fake(tensor):
+            return self._elsewhere("recv", tensor)([tensor], src, tag)
+        return self._receive("recv", tensor, src, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork | Any:
+        """Receive the first tensor with a tag from any rank of the group; the call's `source_rank` names it."""
+        tensor = _only(tensors)
+        if not tensor.is_cpu or is_fake(tensor):
+            return self._elsewhere("recv_anysource", tensor)([tensor], tag)
+        return self._receive("recvAnySource", tensor, None, tag)
+
+    def _receive(self, name: str, tensor: Tensor, src: int | None, tag: int) -> GroupWork:
         work = self.communicator.recv(operations.movable(tensor), src, tag, async_op=True)
         assert isinstance(work, ReceiveWork)
-        return self._message("recv" if src is not None else "recvAnySource", work, tensor)
+        return self._message(name, work, tensor)
 
-    @_by_device
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork:
-        """Receive one tensor from a rank of the group."""
-        return self._receive(tensors, src, tag)
-
-    @_by_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
-        """Receive the first tensor with a tag from any rank of the group; the call's `source_rank` names it."""
-        return self._receive(tensors, None, tag)
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-    # Barriers and coalescing
-
-    def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> GroupWork:
+    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> GroupWork:
         """Wait until all ranks have called it."""
         return self._call("barrier", [], opts, timeout, Communicator.barrier)
 
@@ -351,6 +334,15 @@ class GroupCollectives:
 
     # Every call
 
+    def _elsewhere(self, name: str, tensor: Tensor) -> Callable[..., Any]:
+        """Return the call of that name for tensors without data, or on another device than the CPU."""
+        if is_fake(tensor):
+            group = recording_group(self.communicator.rank, self.communicator.size)
+        else:
+            group = self.other_devices.group(tensor.device)
+        found: Callable[..., Any] = getattr(group, name if hasattr(ProcessGroup, name) else _OLD_NAMES[name])
+        return found
+
     def _call(
         self,
         name: str,
@@ -370,7 +362,7 @@ class GroupCollectives:
         refuse = partial(self.communicator.refuse, name)
         operation = partial(work.run, partial(function, self.communicator, *arguments), refuse)
         if is_profiled():
-            work.profile(begin_range(f"gangline::{name}", *inputs_of(arguments)))
+            work.profile(begin_range(f"gangline::{name}", *_inputs_of(arguments)))
         run = self._queue.run
         if limit is not None or getattr(opts, "asyncOp", True) or has_dispatch_modes():  # modes belong to a thread
             run = self._queue.submit
@@ -385,20 +377,6 @@ class GroupCollectives:
         run = self._queue.run if self._queue.is_idle() else self._queue.submit
         with suppress(RuntimeError):  # the group is closed
             run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
-
-    def _calls_in_a_row(
-        self,
-        name: str,
-        written: Sequence[Tensor],
-        opts: object,
-        function: Callable[..., None],
-        calls: Sequence[tuple[Any, ...]],
-    ) -> GroupWork:
-        def operation(communicator: Communicator) -> None:
-            for arguments in calls:
-                function(communicator, *arguments)
-
-        return self._call(f"{name} of {len(calls)}", written, opts, None, operation)
 
     def _message(self, name: str, work: Work, tensor: Tensor) -> GroupWork:
         self._calls += 1
@@ -415,3 +393,24 @@ class GroupCollectives:
 def _outside_inference_mode(operation: Callable[[], None]) -> None:
     with torch.inference_mode(mode=False):
         operation()
+
+
+def _first_tensor(values: Iterable[object]) -> Tensor | None:
+    """Return the first tensor in a call's arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
+            return found
+    return None
+
+
+def _inputs_of(arguments: Iterable[object]) -> list[Tensor]:
+    """Return the tensors that a call reads: its last argument that is a tensor or a list of tensors."""
+    found: list[Tensor] = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            found = [value]
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            found = list(value)
+    return found

@@ -17,7 +17,7 @@ from gangline.collectives.errors import UsageError
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
 _CHECKS, _CHECK_SECONDS = ("shared-memory", "dev-shm", "cross-memory-attach", "limits"), 30.0
-_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "nccl4py", "pynccl", "s3fs", "tensorboard", "matplotlib")
+_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "pynccl", "s3fs", "tensorboard", "matplotlib")
 
 
 def env(
@@ -197,9 +197,7 @@ VARIABLES = (
         "",
         "How the devices of one process reduce: nccl, peer_to_peer, staged or copies. Empty: the fastest that works.",
     ),
-    Variable(
-        "GANGLINE_NCCL_BINDING", "", "Python binding of NCCL: nccl4py, cupy or pynccl. Empty: the first installed."
-    ),
+    Variable("GANGLINE_NCCL_BINDING", "", "Python binding of NCCL: cupy or pynccl. Empty: cupy."),
     Variable(
         "GANGLINE_INSECURE",
         "0",

@@ -142,7 +142,7 @@ def test_a_missing_library_is_named_with_the_command_to_install_it(name: str) ->
 
 def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", "torch")
-    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of nccl4py, cupy, pynccl"):
+    with pytest.raises(ValueError, match="GANGLINE_NCCL_BINDING is 'torch'; expected one of cupy, pynccl"):
         check("nccl", [GPU0], "implementation")
 
 

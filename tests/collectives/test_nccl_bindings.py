@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -204,148 +200,67 @@ def test_pynccl_refuses_counts_beyond_a_c_int() -> None:
     assert binding.checked_count(2**31 - 1) == 2**31 - 1
 
 
-# -- nccl4py --------------------------------------------------------------------------------------------------------
+# -- the bindings ---------------------------------------------------------------------------------------------------
 
 
-class Nccl4py:
-    """``nccl.bindings.nccl`` of nccl4py 0.6, recording its calls; its signatures are compared with the real ones."""
+class Recorder:
+    """A library, or one of its communicators, that records its calls."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
+        self._name, self._calls = name, calls
 
-    class UniqueId:
-        def __init__(self, identity: bytes = bytes(range(128))) -> None:
-            self.identity = identity
-
-        def __bytes__(self) -> bytes:
-            return self.identity
-
-        @classmethod
-        def from_buffer(cls, buffer: bytes) -> Nccl4py.UniqueId:
-            return cls(buffer)
-
-    def get_version(self) -> int:
-        return 23004
-
-    def get_unique_id(self) -> UniqueId:
-        return self.UniqueId()
-
-    def comm_init_all(self, ndev: int, devlist: list[int]) -> list[str]:
-        return [f"{index} of {ndev} on {gpu}" for index, gpu in enumerate(devlist)]
-
-    def comm_init_rank(self, nranks: int, comm_id: UniqueId, rank: int) -> str:
-        return f"{rank} of {nranks} by {sum(comm_id.identity)}"
-
-    def comm_abort(self, comm: str) -> None:
-        self.calls.append(("abort", comm))
-
-    def comm_destroy(self, comm: str) -> None:
-        self.calls.append(("destroy", comm))
-
-    def group_start(self) -> None:
-        self.calls.append(("start",))
-
-    def group_end(self) -> None:
-        self.calls.append(("end",))
-
-    def all_reduce(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: str, stream: int
-    ) -> None:
-        self.calls.append(("all_reduce", sendbuff, recvbuff, count, datatype, op, comm, stream))
-
-    def reduce(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: str, stream: int
-    ) -> None:
-        self.calls.append(("reduce", sendbuff, recvbuff, count, datatype, op, root, comm, stream))
-
-    def broadcast(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: str, stream: int
-    ) -> None:
-        self.calls.append(("broadcast", sendbuff, recvbuff, count, datatype, root, comm, stream))
-
-    def all_gather(self, sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: str, stream: int) -> None:
-        self.calls.append(("all_gather", sendbuff, recvbuff, sendcount, datatype, comm, stream))
-
-    def reduce_scatter(
-        self, sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: str, stream: int
-    ) -> None:
-        self.calls.append(("reduce_scatter", sendbuff, recvbuff, recvcount, datatype, op, comm, stream))
-
-    def send(self, sendbuff: int, count: int, datatype: int, peer: int, comm: str, stream: int) -> None:
-        self.calls.append(("send", sendbuff, count, datatype, peer, comm, stream))
-
-    def recv(self, recvbuff: int, count: int, datatype: int, peer: int, comm: str, stream: int) -> None:
-        self.calls.append(("recv", recvbuff, count, datatype, peer, comm, stream))
+    def __getattr__(self, function: str) -> Callable[..., None]:
+        return lambda *arguments: self._calls.append((self._name, function, *arguments))
 
 
-@pytest.fixture
-def nccl4py(monkeypatch: pytest.MonkeyPatch) -> Nccl4py:
-    module = Nccl4py()
-    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", module)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.delenv("GANGLINE_NCCL_BINDING", raising=False)
-    return module
-
-
-def test_nccl4py_s_stand_in_has_the_signatures_of_the_package() -> None:
-    real = pytest.importorskip("nccl.bindings.nccl")
-    for name, function in inspect.getmembers(Nccl4py, inspect.isfunction):
-        if not name.startswith("_"):
-            parameters = [one for one in inspect.signature(function).parameters if one != "self"]
-            words = re.fullmatch(rf"{name}\((.*?)\)( -> int)?", getattr(real, name).__doc__.splitlines()[0])
-            assert words is not None
-            assert [word.split()[-1] for word in words[1].split(", ") if word] == parameters, name
-    identity = bytes(reversed(range(128)))
-    assert bytes(real.UniqueId.from_buffer(identity)) == identity
-
-
-def test_nccl4py_is_preferred_if_it_finds_the_library(nccl4py: Nccl4py, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nccl_bindings.missing("nccl4py") == ""
-    assert nccl_bindings.selected() == "nccl4py"
-
-    def fails() -> int:
-        raise RuntimeError("libnccl.so.2 not found")
-
-    monkeypatch.setattr(nccl4py, "get_version", fails)
-    assert nccl_bindings.missing("nccl4py").startswith("nccl4py finds no NCCL library: pip install")
-    assert nccl_bindings.selected() == "cupy"
-
-
-def test_nccl4py_s_calls_of_several_gpus(nccl4py: Nccl4py) -> None:
-    binding = nccl_bindings.Nccl4pyBinding.for_gpus([0, 2])
+def recorded(binding: nccl_bindings.Binding, calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     binding.start()
     binding.all_reduce(1, 16, 32, 5, 7, 0, 64)
     binding.reduce(0, 16, 32, 5, 7, 2, 1, 64)
     binding.broadcast(0, 16, 32, 5, 7, 1, 64)
     binding.all_gather(0, 16, 32, 5, 7, 64)
     binding.reduce_scatter(1, 16, 32, 5, 7, 3, 64)
+    binding.send(16, 5, 2, 64)
+    binding.receive(32, 5, 1, 64)
     binding.end()
-    first, second = "0 of 2 on 0", "1 of 2 on 2"
-    assert nccl4py.calls == [
-        ("start",),
-        ("all_reduce", 16, 32, 5, 7, 0, second, 64),
-        ("reduce", 16, 32, 5, 7, 2, 1, first, 64),
-        ("broadcast", 16, 32, 5, 7, 1, first, 64),
-        ("all_gather", 16, 32, 5, 7, first, 64),
-        ("reduce_scatter", 16, 32, 5, 7, 3, second, 64),
-        ("end",),
+    binding.abort()
+    binding.destroy()
+    return calls
+
+
+def test_calls_of_cupy_are_methods_of_its_communicators() -> None:
+    calls: list[tuple[Any, ...]] = []
+    communicators = [Recorder("first", calls), Recorder("second", calls)]
+    assert recorded(nccl_bindings.CupyBinding(Recorder("cupy", calls), communicators), calls) == [
+        ("cupy", "groupStart"),
+        ("second", "allReduce", 16, 32, 5, 7, 0, 64),
+        ("first", "reduce", 16, 32, 5, 7, 2, 1, 64),
+        ("first", "broadcast", 16, 32, 5, 7, 1, 64),
+        ("first", "allGather", 16, 32, 5, 7, 64),
+        ("second", "reduceScatter", 16, 32, 5, 7, 3, 64),
+        ("first", "send", 16, 5, 1, 2, 64),
+        ("first", "recv", 32, 5, 1, 1, 64),
+        ("cupy", "groupEnd"),
+        ("first", "abort"),
+        ("first", "destroy"),
     ]
 
 
-def test_nccl4py_s_calls_of_one_rank(nccl4py: Nccl4py) -> None:
-    unique_id = nccl_bindings.Nccl4pyBinding.unique_id()
-    assert unique_id == bytes(range(128))
-    binding = nccl_bindings.Nccl4pyBinding.for_rank(torch.device("cuda", 0), unique_id, 1, 3)
-    binding.send(16, 1 << 33, 2, 64)
-    binding.receive(32, 5, 0, 64)
-    binding.abort()
-    binding.destroy()
-    own = f"1 of 3 by {sum(range(128))}"
-    assert nccl4py.calls == [
-        ("send", 16, 1 << 33, 1, 2, own, 64),
-        ("recv", 32, 5, 1, 0, own, 64),
-        ("abort", own),
-        ("destroy", own),
+def test_calls_of_pynccl_are_functions_that_take_the_communicator_before_the_stream() -> None:
+    calls: list[tuple[Any, ...]] = []
+    binding = nccl_bindings.PyncclBinding(Recorder("pynccl", calls), [101, 102])
+    assert [call[1:] for call in recorded(binding, calls)] == [
+        ("group_start",),
+        ("all_reduce", 16, 32, 5, 7, 0, 102, 64),
+        ("reduce", 16, 32, 5, 7, 2, 1, 101, 64),
+        ("broadcast", 16, 32, 5, 7, 1, 101, 64),
+        ("all_gather", 16, 32, 5, 7, 101, 64),
+        ("reduce_scatter", 16, 32, 5, 7, 3, 102, 64),
+        ("pp_send", 16, 5, 1, 2, 101, 64),
+        ("pp_recv", 32, 5, 1, 1, 101, 64),
+        ("group_end",),
+        ("comm_abort", 101),
+        ("comm_destroy", 101),
     ]
 
 

@@ -112,7 +112,7 @@ def _look_at_store(comm: Bare, address: str) -> tuple[dict[str, bytes], list[str
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\xff\xff\xff\xff", b"\5\0\0\0\xdd\x7f\xff\xff\xff", b"\1\0\0\0\x90", b"\2\0\0\0\x91\1"]
+    "sent", [b"\x7f\xff\xff\xff", b"\0\0\0\5\xdd\x7f\xff\xff\xff", b"\0\0\0\1\x90", b"\0\0\0\2\x91\1"]
 )
 def test_a_store_outlives_hostile_bytes(sent: bytes) -> None:
     name = f"gangline-test-{os.getpid()}"

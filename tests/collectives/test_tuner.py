@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -127,23 +126,18 @@ def damaged(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no JSON"),
-        (TABLE.to_json()[:-20], "no JSON"),
-        ("[]", "no 'gangline_tuning': 1"),
-        ('{"gangline_tuning": 2, "places": [], "forced": {}}', "no 'gangline_tuning': 1"),
+        ("", "Expecting value"),
+        (TABLE.to_json()[:-20], "delimiter"),
+        ("[]", "not laid out"),
+        ('{"gangline_tuning": 2, "places": [], "forced": {}}', "its 'gangline_tuning' is 2; expected 1"),
         ('{"gangline_tuning": 1, "forced": {}}', "KeyError: 'places'"),
-        ('{"gangline_tuning": 1, "places": 5, "forced": {}}', "not laid out"),
         ('{"gangline_tuning": 1, "places": [], "forced": []}', "not laid out"),
         ('{"gangline_tuning": 1, "places": [], "forced": {"reduce": ["one_shot", 1]}}', "reduce has no algorithm"),
         (damaged(collective="barrier"), "'barrier' has no algorithms"),
-        (damaged(transport="pigeon"), "expected one of the transports"),
-        (damaged(ranks=0), "ranks is 0; expected a number above 0"),
-        (damaged(hosts=True), "hosts is True; expected a number above 0"),
         (damaged(ranks=[3]), "not laid out"),
-        (damaged(rules=[]), "the last rule must be for any number of bytes"),
-        (damaged(rules=[[100, "ring", 1]]), "the last rule must be for any number of bytes"),
+        (damaged(rules=[]), r"the limits are \[\]; expected ascending"),
+        (damaged(rules=[[100, "ring", 1]]), "and null as the last"),
         (damaged(rules=[[9, "ring", 1], [9, "two_shot", 1], [None, "ring", 1]]), r"\[9, 9, None\]; expected ascending"),
-        (damaged(rules=[[-4, "ring", 1], [None, "ring", 1]]), "expected ascending"),
         (damaged(rules=[["9", "ring", 1], [None, "ring", 1]]), "expected ascending"),
         (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
         (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
@@ -235,13 +229,3 @@ def test_names_are_the_shared_exchange_and_the_schedules() -> None:
     assert names("all_to_all") == ("shared", *algorithms.names("all_to_all"))
     with pytest.raises(ValueError, match="'send' has no algorithms"):
         names("send")
-
-
-def test_a_choice_is_logged_once_for_each_size_class(caplog: pytest.LogCaptureFixture) -> None:
-    table = Table({PLACE: RULES})
-    with caplog.at_level(logging.DEBUG, "gangline"):
-        for nbytes in (64, 80, 64, 5000, 1 << 20, (1 << 20) + 1, 1 << 20):
-            table.choose("all_reduce", nbytes, 3, "tcp")
-        table.choose("broadcast", 64, 3, "tcp")
-    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["all_reduce"] * 3 + ["broadcast"]
-    assert caplog.records[2].getMessage() == "all_reduce of 1048576 bytes, 3 ranks, 1 host(s), tcp: ring:4"

@@ -1,4 +1,4 @@
-"""NCCL's calls through one of three Python bindings: nccl4py, cupy or pynccl."""
+"""NCCL's calls through one of two Python bindings: cupy or pynccl."""
 # ruff: noqa: D102  the methods are documented in `Binding`
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -83,68 +83,13 @@ class Binding(Protocol):
         """Call ncclCommDestroy; no call may be running."""
 
 
-class Nccl4pyBinding:
-    """NVIDIA's nccl4py (0.6): ``nccl.bindings.nccl``, which takes addresses, unlike its higher-level ``nccl.core``."""
+def _method_of_communicator(name: str) -> Callable[..., None]:
+    """Return the call of a collective by a method of cupy's communicators, which takes the same arguments."""
 
-    name: ClassVar[str] = "nccl4py"
+    def call(self: CupyBinding, position: int, *arguments: int) -> None:
+        getattr(self._communicators[position], name)(*arguments)
 
-    def __init__(self, nccl: Any, communicators: Sequence[Any]) -> None:
-        self._nccl = nccl
-        self._communicators = communicators
-
-    @classmethod
-    def for_gpus(cls, gpus: Sequence[int]) -> Self:
-        nccl = import_module("nccl.bindings.nccl")
-        return cls(nccl, nccl.comm_init_all(len(gpus), list(gpus)))
-
-    @classmethod
-    def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
-        nccl = import_module("nccl.bindings.nccl")
-        with torch.cuda.device(device):
-            return cls(nccl, [nccl.comm_init_rank(size, nccl.UniqueId.from_buffer(unique_id), rank)])
-
-    @staticmethod
-    def unique_id() -> bytes:
-        return bytes(import_module("nccl.bindings.nccl").get_unique_id())
-
-    def start(self) -> None:
-        self._nccl.group_start()
-
-    def end(self) -> None:
-        self._nccl.group_end()
-
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._nccl.all_reduce(source, target, count, dtype, op, self._communicators[position], stream)
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._nccl.reduce(source, target, count, dtype, op, root, self._communicators[position], stream)
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._nccl.broadcast(source, target, count, dtype, root, self._communicators[position], stream)
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._nccl.all_gather(source, target, count, dtype, self._communicators[position], stream)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._nccl.reduce_scatter(source, target, count, dtype, op, self._communicators[position], stream)
-
-    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
-        self._nccl.send(source, nbytes, _BYTE, to, self._communicators[0], stream)
-
-    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
-        self._nccl.recv(target, nbytes, _BYTE, source, self._communicators[0], stream)
-
-    def abort(self) -> None:
-        self._nccl.comm_abort(self._communicators[0])
-
-    def destroy(self) -> None:
-        self._nccl.comm_destroy(self._communicators[0])
+    return call
 
 
 class CupyBinding:
@@ -182,26 +127,11 @@ class CupyBinding:
     def end(self) -> None:
         self._nccl.groupEnd()
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._communicators[position].allReduce(source, target, count, dtype, op, stream)
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._communicators[position].reduce(source, target, count, dtype, op, root, stream)
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._communicators[position].broadcast(source, target, count, dtype, root, stream)
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._communicators[position].allGather(source, target, count, dtype, stream)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._communicators[position].reduceScatter(source, target, count, dtype, op, stream)
+    all_reduce: Any = _method_of_communicator("allReduce")
+    reduce: Any = _method_of_communicator("reduce")
+    broadcast: Any = _method_of_communicator("broadcast")
+    all_gather: Any = _method_of_communicator("allGather")
+    reduce_scatter: Any = _method_of_communicator("reduceScatter")
 
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         self._communicators[0].send(source, nbytes, _BYTE, to, stream)
@@ -214,6 +144,17 @@ class CupyBinding:
 
     def destroy(self) -> None:
         self._communicators[0].destroy()
+
+
+def _function_of_library(name: str) -> Callable[..., None]:
+    """Return the call of a collective by a function of pynccl, which takes the communicator before the stream."""
+
+    def call(self: PyncclBinding, position: int, source: int, target: int, count: int, *options: int) -> None:
+        *before, stream = options
+        function = getattr(self._nccl, name)
+        function(source, target, self.checked_count(count), *before, self._communicators[position], stream)
+
+    return call
 
 
 class PyncclBinding:
@@ -256,34 +197,11 @@ class PyncclBinding:
     def end(self) -> None:
         self._nccl.group_end()
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._nccl.all_reduce(
-            source, target, self.checked_count(count), dtype, op, self._communicators[position], stream
-        )
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._nccl.reduce(
-            source, target, self.checked_count(count), dtype, op, root, self._communicators[position], stream
-        )
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._nccl.broadcast(
-            source, target, self.checked_count(count), dtype, root, self._communicators[position], stream
-        )
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._nccl.all_gather(source, target, self.checked_count(count), dtype, self._communicators[position], stream)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._nccl.reduce_scatter(
-            source, target, self.checked_count(count), dtype, op, self._communicators[position], stream
-        )
+    all_reduce: Any = _function_of_library("all_reduce")
+    reduce: Any = _function_of_library("reduce")
+    broadcast: Any = _function_of_library("broadcast")
+    all_gather: Any = _function_of_library("all_gather")
+    reduce_scatter: Any = _function_of_library("reduce_scatter")
 
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         self._nccl.pp_send(source, self.checked_count(nbytes), _BYTE, to, self._communicators[0], stream)
@@ -305,28 +223,21 @@ class PyncclBinding:
         """
         if count > self._MAX_COUNT:
             raise ValueError(
-                f"a tensor has {count} elements, but pynccl passes at most {self._MAX_COUNT}; expected {VARIABLE}=cupy "
-                "or nccl4py"
+                f"a tensor has {count} elements, but pynccl passes at most {self._MAX_COUNT}; expected {VARIABLE}=cupy"
             )
         return count
 
 
-BINDINGS: dict[str, type[Binding]] = {
-    "nccl4py": Nccl4pyBinding,
-    "cupy": CupyBinding,
-    "pynccl": PyncclBinding,
-}
+BINDINGS: dict[str, type[Binding]] = {"cupy": CupyBinding, "pynccl": PyncclBinding}
 
 
 def selected() -> str:
-    """Return the name of the binding to use: GANGLINE_NCCL_BINDING, else "nccl4py" if it works here, else "cupy".
+    """Return the name of the binding to use: GANGLINE_NCCL_BINDING, else "cupy".
 
     Raises:
         ValueError: if the variable holds an unknown name.
     """
-    name = os.environ.get(VARIABLE)
-    if name is None:
-        return CupyBinding.name if missing(Nccl4pyBinding.name) else Nccl4pyBinding.name
+    name = os.environ.get(VARIABLE, CupyBinding.name)
     if name not in BINDINGS:
         raise ValueError(f"{VARIABLE} is {name!r}; expected one of {', '.join(BINDINGS)}")
     return name
@@ -334,28 +245,15 @@ def selected() -> str:
 
 def missing(name: str) -> str:
     """Return what this machine lacks for a binding; "" if nothing."""
-    module_name = {"nccl4py": "nccl.bindings.nccl", "cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name]
-    install = "nccl4py" if name == Nccl4pyBinding.name else "'gangline[cuda12]' or 'gangline[cuda13]'"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # cupy warns about the missing library reported below
-            module = import_module(module_name)
+            module = import_module({"cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name])
     except ImportError as error:
-        return f"{name} cannot be imported ({error}): pip install {install}"
-    if not _finds_library(name, module):
-        return f"{name} finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
+        return f"{name} cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
+    if name == CupyBinding.name and not module.available:
+        return "cupy finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
     return ""
-
-
-def _finds_library(name: str, module: Any) -> bool:
-    if name == CupyBinding.name:
-        return bool(module.available)
-    if name == Nccl4pyBinding.name:
-        try:
-            module.get_version()
-        except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
-            return False
-    return True
 
 
 def _open_pynccl() -> Any:
