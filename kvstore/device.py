@@ -11,6 +11,7 @@ from gangline.kvstore.arguments import Value, check_memory, free_memory
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.placement import place
 
 
 class DeviceStore(LocalStore):
@@ -63,14 +64,9 @@ class DeviceStore(LocalStore):
         """Assign the keys, together, to the position that owns the fewest bytes for its memory."""
         self._owned_bytes += [0] * (devices - len(self._owned_bytes))
         size = sum(self._entries[key].stored.nbytes for key in keys)
-        if self._memory is None:
-            owner = min(range(devices), key=self._owned_bytes.__getitem__)
-        else:
-            memory = self._memory_of(devices)
-            able = [place for place in range(devices) if memory[place]]
-            owner = min(able, key=lambda place: (self._owned_bytes[place] + size) / memory[place])
+        memory = [1.0] * devices if self._memory is None else self._memory_of(devices)
+        (owner,) = place([size], memory, self._owned_bytes)
         self._owners.update(dict.fromkeys(keys, owner))
-        self._owned_bytes[owner] += size
 
     def _memory_of(self, devices: int) -> Sequence[float]:
         """Return the memory of each device, measured at the first call with "auto"."""

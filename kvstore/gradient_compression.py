@@ -13,7 +13,7 @@ from gangline.kvstore.arguments import Pushed, Value, check_like
 from gangline.kvstore.compression import Compression, check, compress_checked
 from gangline.kvstore.optimizer.spec import Key
 
-Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
+_Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
 
 
 class CompressedPushes:
@@ -23,7 +23,7 @@ class CompressedPushes:
     """
 
     def __init__(self, compression: Compression) -> None:
-        self._compression = compression
+        self.compression = compression
         self._residuals: dict[tuple[Key, int], torch.Tensor] = {}
 
     def through(self, pushed: Sequence[tuple[Key, Sequence[Value], torch.device]]) -> Pushed:
@@ -40,29 +40,37 @@ class CompressedPushes:
         """
         for key, values, _ in pushed:
             for sender, value in enumerate(values):
-                if _is_compressed(value):
-                    check(value, self._residual(key, sender, value), f"key {key!r}")
+                self.check(key, value, sender)
         return [
-            (key, [self._sent(key, sender, value, device) for sender, value in enumerate(values)])
+            (key, [self._sent(key, value, sender, device) for sender, value in enumerate(values)])
             for key, values, device in pushed
         ]
 
-    def _sent(self, key: Key, sender: int, value: Value, device: torch.device) -> Value:
+    def _sent(self, key: Key, value: Value, sender: int, device: torch.device) -> Value:
         if not _is_compressed(value):
             return value
-        payload = compress_checked(self._compression.codec, value, self._residual(key, sender, value))
         decoded = torch.empty_like(value, device=device)
-        self._compression.codec.decode(payload.to(device), decoded)
+        self.compression.codec.decode(self.encode(key, value, sender).to(device), decoded)
         return decoded
 
-    def _residual(self, key: Key, sender: int, value: torch.Tensor) -> torch.Tensor | None:
-        if not self._compression.error_feedback:
+    def check(self, key: Key, value: Value, sender: int = 0) -> None:
+        """Raise ValueError if a value that would be compressed holds NaN or infinity."""
+        if _is_compressed(value):
+            check(value, self.residual(key, value, sender), f"key {key!r}")
+
+    def encode(self, key: Key, value: torch.Tensor, sender: int = 0) -> torch.Tensor:
+        """Return the payload of a value that was checked; the rounding error stays as its sender's residual."""
+        return compress_checked(self.compression.codec, value, self.residual(key, value, sender))
+
+    def residual(self, key: Key, value: torch.Tensor, sender: int = 0) -> torch.Tensor | None:
+        """Return the residual to be added to a value, in its shape and on its device; None without error feedback."""
+        if not self.compression.error_feedback:
             return None
         residual = self._residuals.get((key, sender))
         if residual is None or residual.device != value.device:
             moved = torch.zeros_like(value) if residual is None else residual.to(value.device)
             residual = self._residuals[key, sender] = moved
-        return residual
+        return residual.view(value.shape)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return copies of all residuals on the host, by ``<key as JSON>/<sender>``."""
@@ -70,7 +78,7 @@ class CompressedPushes:
             f"{json.dumps(key)}/{sender}": residual.cpu().clone() for (key, sender), residual in self._residuals.items()
         }
 
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: _Layout) -> None:
         """Replace all residuals.
 
         Args:
@@ -82,17 +90,21 @@ class CompressedPushes:
         """
         loaded = {}
         for name, residual in residuals.items():
-            key, sender = parsed_place(name)
+            key, sender = _parsed_place(name)
             if key not in layout:
                 raise ValueError(
                     f"a compression residual belongs to key {key!r}, which is unknown here; known keys: {list(layout)}"
                 )
-            check_like(key, residual, *layout[key])
-            loaded[key, sender] = residual.clone()
+            shape, dtype = layout[key]
+            whole = (
+                residual.reshape(shape) if residual.numel() == shape.numel() else residual
+            )  # stores may keep it flat
+            check_like(key, whole, shape, dtype)
+            loaded[key, sender] = whole.clone(memory_format=torch.contiguous_format)
         self._residuals = loaded
 
 
-def parsed_place(name: str) -> tuple[Key, int]:
+def _parsed_place(name: str) -> tuple[Key, int]:
     """Return key and sender from a residual's name.
 
     Raises:

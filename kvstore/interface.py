@@ -6,7 +6,6 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -812,71 +811,6 @@ class KVStore(abc.ABC):
             raise ValueError(
                 f"a {self.type!r} store keeps the optimizer's state on its servers; shard is for 'allreduce'"
             )
-
-    def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:  # noqa: ARG002
-        """Return the rank that is to update each tensor, by the workers' memory; for allreduce stores. Collective.
-
-        Args:
-            tensors: equal ones on all workers.
-            memory: as for `set_optimizer`.
-
-        Raises:
-            ValueError: if the store has no such owners, or the memory does not fit.
-        """
-        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
-
-    def copy_from_owners(
-        self,
-        names: str,  # noqa: ARG002
-        tensors: Sequence[torch.Tensor],  # noqa: ARG002  refused here
-        owners: Sequence[int],  # noqa: ARG002
-        missing: int = 0,  # noqa: ARG002
-        weight: float = 0.0,  # noqa: ARG002
-        *,
-        numbers: Sequence[int] = (),  # noqa: ARG002
-    ) -> tuple[int, float]:
-        """Copy each tensor from the rank that owns it to all workers, in place; for allreduce stores. Collective.
-
-        Args:
-            names: what they are; the same on all workers, else all of them raise a `MismatchError`.
-            tensors: flat tensors, of equal sizes on all workers.
-            owners: owner of each.
-            missing: bit mask of at most 511 bits.
-            weight: a number.
-            numbers: numbers of the tensors, for workers in `follow_owners`.
-
-        Returns:
-            The bit masks of all workers, combined with OR, and the sum of their weights.
-        """
-        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
-
-    def reduce_to_owners(
-        self,
-        names: str,  # noqa: ARG002  refused here
-        tensors: Sequence[torch.Tensor],  # noqa: ARG002
-        owners: Sequence[int],  # noqa: ARG002
-        *,
-        numbers: Sequence[int] = (),  # noqa: ARG002
-    ) -> Work:
-        """Begin to sum tensors over the workers, each in place at its owner; as `copy_from_owners`. Collective."""
-        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
-
-    def follow_owners(
-        self,
-        copied: Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, int]]],  # noqa: ARG002  refused here
-        reduced: Callable[[Sequence[int]], AbstractContextManager[Sequence[tuple[torch.Tensor, int]]]],  # noqa: ARG002
-    ) -> None:
-        """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
-
-        Args:
-            copied: function of the numbers that `copy_from_owners` was given, which returns tensors and their owners.
-            reduced: the same for `reduce_to_owners`, as a context in which the tensors are reduced.
-        """
-        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
-
-    def end_following(self, error: Exception | None = None) -> None:  # noqa: ARG002  refused here
-        """Let the workers in `follow_owners` return; after an error of this worker, all others raise. Collective."""
-        raise ValueError(f"a {self.type!r} store has no owners of parameters; shard is for 'allreduce'")
 
     def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())

@@ -14,6 +14,7 @@ import torch
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.placement import place
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,13 @@ class Owners:
             begin = 0
             for key, size in new:
                 middle = min(begin + size / 2, whole)
-                self._own(
-                    key, size, next(rank for rank, end in enumerate(ends) if middle <= end and self._memory[rank])
-                )
+                owner = next(rank for rank, end in enumerate(ends) if middle <= end and self._memory[rank])
+                self._owners[key] = owner
+                self.nbytes[owner] += size
                 begin += size
             return
-        for key, size in new:
-            able = [rank for rank, memory in enumerate(self._memory) if memory]
-            self._own(key, size, min(able, key=lambda rank: (self.nbytes[rank] + size) / self._memory[rank]))
-
-    def _own(self, key: Key, size: int, owner: int) -> None:
-        self._owners[key] = owner
-        self.nbytes[owner] += size
+        holders = place([size for _, size in new], self._memory, self.nbytes)
+        self._owners.update(zip((key for key, _ in new), holders, strict=True))
 
     def of(self, key: Key) -> int:
         """Return the owner of a key that was assigned."""

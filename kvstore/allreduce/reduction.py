@@ -16,7 +16,6 @@ from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negot
 from gangline.kvstore.allreduce.owners import Run, reduce_to_owners
 from gangline.kvstore.arguments import Value, by_key
 from gangline.kvstore.buckets import Bucket, BucketValue
-from gangline.kvstore.compression import Compression, check, compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, summed
@@ -87,33 +86,11 @@ class BucketPart:
         return sum(1 << index for index, value in enumerate(values) if value is not None)
 
 
-class Payloads(CompressedPushes):
-    """Compressed sums of a worker, and their residuals."""
-
-    def __init__(self, compression: Compression) -> None:
-        super().__init__(compression)
-        self.codec = compression.codec
-
-    def check(self, part: BucketPart) -> None:
-        """Raise ValueError if a value to be compressed holds NaN or infinity."""
-        for key, value in part.values.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                check(value, self._residual(key, 0, value), f"key {key!r}")
-
-    def size(self, value: torch.Tensor) -> int:
-        """Return the number of bytes of a value's payload."""
-        return self.codec.payload_bytes(value.numel(), value.dtype)
-
-    def of(self, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """Encode a value that was checked; the rounding error stays as the key's residual."""
-        return compress_checked(self.codec, value, self._residual(key, 0, value))
-
-
 def reduce_over_workers(
     workers: Negotiator,
     negotiation: Negotiation,
     part: BucketPart,
-    payloads: Payloads | None,
+    compressed: CompressedPushes | None,
     *,
     is_mean: bool,
     runs: Sequence[Run] | None = None,
@@ -124,7 +101,7 @@ def reduce_over_workers(
         workers: the workers of the job.
         negotiation: of this push.
         part: this worker's part; its buffers are overwritten.
-        payloads: codec and residuals of floating-point values; None sends them as they are.
+        compressed: codec and residuals of floating-point values; None sends them as they are.
         is_mean: multiply values by weight / sum of weights before they are sent.
         runs: parts of ``part.flat`` whose sums only their owners need; None: all workers need all.
 
@@ -140,9 +117,9 @@ def reduce_over_workers(
     sums: dict[Key, Value] = {}
     if dense:
         sums |= _filled(part, dense, factor)
-        sent = [key for key in dense if payloads is not None and sums[key].dtype.is_floating_point]
-        if payloads is not None and sent:
-            _reduce_payloads(workers, negotiation, part, payloads, sent)
+        sent = [key for key in dense if compressed is not None and sums[key].dtype.is_floating_point]
+        if compressed is not None and sent:
+            _reduce_payloads(workers, negotiation, part, compressed, sent)
         with workers.communicator() as communicator:
             if part.flat is not None and not sent:
                 if runs is None:
@@ -204,22 +181,23 @@ def _filled_buffer(part: BucketPart, key: Key, factor: float) -> torch.Tensor:
 
 
 def _reduce_payloads(
-    workers: Negotiator, negotiation: Negotiation, part: BucketPart, payloads: Payloads, keys: Sequence[Key]
+    workers: Negotiator, negotiation: Negotiation, part: BucketPart, compressed: CompressedPushes, keys: Sequence[Key]
 ) -> None:
     """All-gather the payloads of all keys at once, and sum them into the buffers in rank order."""
+    codec = compressed.compression.codec
     buffers = [part.buffer(key) for key in keys]
     device = buffers[0].device
-    sizes = [payloads.size(buffer) for buffer in buffers]
+    sizes = [codec.payload_bytes(buffer.numel(), buffer.dtype) for buffer in buffers]
     if part.has_joined:  # it sends nothing, not even its residuals
         own = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     else:
-        own = torch.cat([payloads.of(key, buffer).to(device) for key, buffer in zip(keys, buffers, strict=True)])
+        own = torch.cat([compressed.encode(key, buffer).to(device) for key, buffer in zip(keys, buffers, strict=True)])
     received = [row.split(sizes) for row in workers.all_gather(own)]
     received = [row for row, has_joined in zip(received, negotiation.has_joined, strict=True) if not has_joined]
     for index, buffer in enumerate(buffers):
         values = [torch.empty_like(buffer) for _ in received]
         for row, value in zip(received, values, strict=True):
-            payloads.codec.decode(row[index].to(value.device), value)
+            codec.decode(row[index].to(value.device), value)
         reduce(values, out=buffer)
 
 

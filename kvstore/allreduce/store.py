@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,14 @@ from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners
-from gangline.kvstore.allreduce.reduction import BucketPart, Payloads, reduce_over_workers
+from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
 from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
+from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import check_same
-from gangline.kvstore.interface import refused_on_all_ranks
+from gangline.kvstore.interface import KVStore, refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -72,7 +72,6 @@ class AllReduceStore(LocalStore):
         self._owned = _connected() if communicator is None else None
         self._workers = Negotiator(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
         super().__init__(name, in_order=True)
-        self._payloads: Payloads | None = None
         self._fused: list[Bucket] = []
         self._sets_rate = False  # set_learning_rate was called here, and no update has used a learning rate since
         self._owners: Owners | None = None
@@ -233,8 +232,9 @@ class AllReduceStore(LocalStore):
             for key, value in part.values.items():
                 self._optimizer.add(key, self._entries[key].stored)
                 self._optimizer.check_kind(key, rows=isinstance(value, RowSparse))
-        if self._payloads is not None:
-            self._payloads.check(part)
+        if self._compressed is not None:
+            for key, value in part.values.items():
+                self._compressed.check(key, value)
 
     def _reduce_and_update(
         self, negotiation: Negotiation, part: BucketPart, bucket: Bucket | None = None, *, is_mean: bool
@@ -248,7 +248,7 @@ class AllReduceStore(LocalStore):
             owners.assign((key, entry.stored) for key, entry in self._entries.items())
         runs = owners.runs(bucket) if owners is not None and bucket is not None and part.flat is not None else None
         reduced = None if self.updates_wait else runs  # a common norm is that of all gradients
-        sums = reduce_over_workers(self._workers, negotiation, part, self._payloads, is_mean=is_mean, runs=reduced)
+        sums = reduce_over_workers(self._workers, negotiation, part, self._compressed, is_mean=is_mean, runs=reduced)
         if self._optimizer is not None:
             self._use_rate(negotiation)
             self._apply(sums)
@@ -356,7 +356,7 @@ class AllReduceStore(LocalStore):
 
         def change() -> None:
             self._workers.group.check_same(params or {"compression": "none"}, "set_gradient_compression")
-            self._compressed = self._payloads = Payloads(compression) if compression is not None else None
+            self._compressed = CompressedPushes(compression) if compression is not None else None
 
         self._run_exclusive(change)
 
@@ -382,7 +382,16 @@ class AllReduceStore(LocalStore):
             owners = Owners(found[0] if isinstance(wanted, str) else wanted)
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
-    def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:  # noqa: D102
+    def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
+        """Return the rank that is to update each tensor, by the workers' memory. Collective.
+
+        Args:
+            tensors: equal ones on all workers.
+            memory: as for `set_optimizer`.
+
+        Raises:
+            ValueError: if the memory does not fit.
+        """
         check_memory(memory, self.num_workers)
         found: list[list[float]] = []
 
@@ -396,7 +405,7 @@ class AllReduceStore(LocalStore):
         owners.assign(enumerate(tensors))
         return [owners.of(number) for number in range(len(tensors))]
 
-    def copy_from_owners(  # noqa: D102  inherited
+    def copy_from_owners(
         self,
         names: str,
         tensors: Sequence[torch.Tensor],
@@ -406,6 +415,19 @@ class AllReduceStore(LocalStore):
         *,
         numbers: Sequence[int] = (),
     ) -> tuple[int, float]:
+        """Copy each tensor from the rank that owns it to all workers, in place. Collective.
+
+        Args:
+            names: what they are; the same on all workers, else all of them raise a `MismatchError`.
+            tensors: flat tensors, of equal sizes on all workers.
+            owners: owner of each.
+            missing: bit mask of at most 511 bits.
+            weight: a number.
+            numbers: numbers of the tensors, for workers in `follow_owners`.
+
+        Returns:
+            The bit masks of all workers, combined with OR, and the sum of their weights.
+        """
         found: list[Negotiation] = []
 
         def copy() -> None:
@@ -418,9 +440,11 @@ class AllReduceStore(LocalStore):
         self._run_in_order("copy_from_owners", copy)
         return found[0].dense or 0, sum(found[0].weights)
 
-    def reduce_to_owners(  # noqa: D102  inherited
+    def reduce_to_owners(
         self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], *, numbers: Sequence[int] = ()
     ) -> Work:
+        """Begin to sum tensors over the workers, each in place at its owner; as `copy_from_owners`. Collective."""
+
         def reduce() -> None:
             self._negotiate(f"reduction of the gradients of {names} to their owners", {"reduce": list(numbers)})
             with self._workers.communicator() as communicator:
@@ -429,11 +453,18 @@ class AllReduceStore(LocalStore):
 
         return self._start("reduce_to_owners", reduce, [], 0, True)
 
-    def follow_owners(  # noqa: D102  inherited
+    def follow_owners(
         self,
         copied: Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, int]]],
         reduced: Callable[[Sequence[int]], AbstractContextManager[Sequence[tuple[torch.Tensor, int]]]],
     ) -> None:
+        """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
+
+        Args:
+            copied: function of the numbers that `copy_from_owners` was given, which returns tensors and their owners.
+            reduced: the same for `reduce_to_owners`, as a context in which the tensors are reduced.
+        """
+
         def follow() -> None:
             while isinstance(result := self._workers.join(), Negotiation) and result.plan != _END:
                 if "copy" in result.plan:
@@ -452,7 +483,8 @@ class AllReduceStore(LocalStore):
 
         self._run_in_order("follow_owners", follow)
 
-    def end_following(self, error: Exception | None = None) -> None:  # noqa: D102  inherited
+    def end_following(self, error: Exception | None = None) -> None:
+        """Let the workers in `follow_owners` return; after an error of this worker, all others raise. Collective."""
         if error is not None:
             self._refuse("forward or backward", error)
         else:
@@ -490,13 +522,7 @@ class AllReduceStore(LocalStore):
             )
 
         self._run_in_order("optimizer_state", gather)
-        tensors = {place: value for state in found for place, value in state.tensors.items()}
-        return replace(
-            found[0],
-            shapes={key: shape for state in found for key, shape in state.shapes.items()},
-            tensors=tensors,
-            plain={place: value for state in found for place, value in state.plain.items()},
-        )
+        return OptimizerState.merged(found)
 
     @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
@@ -545,6 +571,13 @@ class AllReduceStore(LocalStore):
 
     def _rate(self) -> float:
         return math.nan if self._optimizer is None else self._optimizer.learning_rate
+
+
+def with_owners(store: KVStore) -> AllReduceStore:
+    """Return the store if its workers can own parameters; raise ValueError otherwise."""
+    if not isinstance(store, AllReduceStore):
+        raise ValueError(f"a {store.type!r} store has no owners of parameters; shard is for 'allreduce'")
+    return store
 
 
 def _connected() -> Communicator:

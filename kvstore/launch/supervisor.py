@@ -213,7 +213,6 @@ class Supervisor:
                 child.log.close()
         for lost, where in self._lost():
             self._report(f"{lost} bytes of output did not fit on the disk of {where}")
-        self._write(self._output.close)
         if self._is_interrupted and CHECKPOINTED in self._worker_codes and self._worker_codes <= {0, CHECKPOINTED}:
             return CHECKPOINTED
         return self._code or self._late_code
@@ -388,7 +387,7 @@ class Supervisor:
             os.set_blocking(pipe.fileno(), False)
             is_error = pipe is popen.stderr
             child.streams[pipe] = (
-                self._output.stream(process.label, process.rank or 0, is_error=is_error)
+                self._output.stream(process.label, is_error=is_error)
                 if process.document is None
                 else self._output.relayed(partial(self._hear, child) if is_error else None, is_error=is_error)
             )
@@ -396,13 +395,9 @@ class Supervisor:
 
     def _wait(self) -> None:
         """Wait for output, a signal, the end of a process or the alarm, and handle it."""
-        next_display = None if self._cannot_write else self._output.seconds_left()
-        limits = [next_display, self._alarm and self._alarm[0] - time.monotonic()]
-        ready = self._selector.select(min((limit for limit in limits if limit is not None), default=None))
-        for key, _ in ready:
+        for key, _ in self._selector.select(self._alarm and self._alarm[0] - time.monotonic()):
             if key.data is not None:
                 key.data()
-        self._write(self._output.show_beginnings)
         with suppress(BlockingIOError):
             for number in self._signals.recv(4096):
                 if number != signal.SIGCHLD:
@@ -449,7 +444,7 @@ class Supervisor:
 
     def _lost(self) -> list[tuple[int, str]]:
         """Return the bytes that full disks refused, and where they were to go."""
-        found = (self._output.lost(), "the launcher's output"), (self._lost_of_logs, str(self._reports.log_dir))
+        found = (self._output.lost, "the launcher's output"), (self._lost_of_logs, str(self._reports.log_dir))
         return [(lost, where) for lost, where in found if lost]
 
     def _warn_of_full_disk(self) -> None:

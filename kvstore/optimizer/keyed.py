@@ -218,16 +218,7 @@ class KeyedOptimizer:
         Raises:
             ValueError: if the state belongs to another optimizer, to an unknown key, or to a tensor of another shape.
         """
-        if state.name != self.spec.name:
-            raise ValueError(f"the state is of optimizer {state.name!r}, but {self.spec.name!r} is set here")
-        for encoded, shape in state.shapes.items():
-            key = json.loads(encoded)
-            if key not in self._weights:
-                raise ValueError(f"the state has key {key!r}, which is unknown here; known keys: {list(self._weights)}")
-            if shape != list(self._weights[key].shape):
-                raise ValueError(
-                    f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(self._weights[key].shape)}"
-                )
+        state.check(self.spec.name, {key: weight.shape for key, weight in self._weights.items()})
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self._weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
@@ -302,6 +293,17 @@ class OptimizerState:
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
 
+    def check(self, name: str, shapes: Mapping[Key, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the state is of this optimizer, and all of its keys are known with their shapes."""
+        if self.name != name:
+            raise ValueError(f"the state is of optimizer {self.name!r}, but {name!r} is set here")
+        for encoded, shape in self.shapes.items():
+            key = json.loads(encoded)
+            if key not in shapes:
+                raise ValueError(f"the state has key {key!r}, which is unknown here; known keys: {list(shapes)}")
+            if tuple(shape) != tuple(shapes[key]):
+                raise ValueError(f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(shapes[key])}")
+
     def of_keys(self, is_wanted: Callable[[Key], bool]) -> OptimizerState:
         """Return the state of some keys, with the shapes of all."""
 
@@ -309,6 +311,16 @@ class OptimizerState:
             return {place: value for place, value in values.items() if is_wanted(json.loads(place.rpartition("/")[0]))}
 
         return replace(self, tensors=part(self.tensors), plain=part(self.plain))
+
+    @classmethod
+    def merged(cls, parts: Sequence[OptimizerState]) -> OptimizerState:
+        """Return the state of the keys of all parts, with the learning rates of the first."""
+        return replace(
+            parts[0],
+            shapes={key: shape for part in parts for key, shape in part.shapes.items()},
+            tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
+            plain={place: value for part in parts for place, value in part.plain.items()},
+        )
 
     def header(self) -> dict[str, Any]:
         """Return all but the tensors, as data that JSON can hold."""

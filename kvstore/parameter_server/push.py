@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.device_group import reduce
-from gangline.kvstore.arguments import Value, check_like
-from gangline.kvstore.compression import Codec, Compression, check, compress_checked
-from gangline.kvstore.gradient_compression import Layout, parsed_place
+from gangline.kvstore.arguments import Value
+from gangline.kvstore.compression import compress_checked
+from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import PushFates, Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Message, Push
@@ -65,7 +64,7 @@ class ShardValue:
 
 
 class PushEncoder:
-    """Makes the requests of pushes and keeps the residuals of gradient compression.
+    """Makes the requests of pushes, compressed by `compressed`.
 
     Args:
         shares_memory: for each server, whether it reads ``pool``.
@@ -89,8 +88,8 @@ class PushEncoder:
         self._on_device = on_device
         self._workers = workers
         self._allows_restarts = allows_restarts
-        self._compression: Compression | None = None
-        self._residuals: dict[Key, Tensor] = {}
+        self.compressed: CompressedPushes | None = None
+        """Compression of pushes, whose only sender is this worker."""
 
     def requests(
         self,
@@ -178,7 +177,7 @@ class PushEncoder:
                 encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
                 continue
             flats = [_flat(value) for value in self._on_host(values)]
-            if self._compression is None or not flats[0].is_floating_point():
+            if self.compressed is None or not flats[0].is_floating_point():
                 for shard in shards:
                     span = slice(shard.begin, shard.begin + shard.numel)
                     encoded.append(
@@ -191,15 +190,15 @@ class PushEncoder:
                     reduce(flats, out=total)
                 if weight is not None:  # thresholds are in the unit of a worker's part of the mean
                     total = total / self._workers
-                check(total, self._residual(key, total), f"key {key!r}")
+                self.compressed.check(key, total)
                 to_compress.append((key, total, shards))
         for key, total, shards in to_compress:
-            assert self._compression is not None
-            residual = self._residual(key, total)
+            assert self.compressed is not None
+            codec, residual = self.compressed.compression.codec, self.compressed.residual(key, total)
             for shard in shards:
                 span = slice(shard.begin, shard.begin + shard.numel)
                 own = None if residual is None else residual[span]
-                encoded.append(ShardValue(shard, CODED, [compress_checked(self._compression.codec, total[span], own)]))
+                encoded.append(ShardValue(shard, CODED, [compress_checked(codec, total[span], own)]))
         return encoded
 
     @staticmethod
@@ -207,49 +206,6 @@ class PushEncoder:
         """Return values that close the rounds of shards with an error for all workers; ``text`` is the reason."""
         reason = torch.frombuffer(bytearray(text.encode()[:_REASON_BYTES]), dtype=torch.uint8)
         return [ShardValue(shard, REFUSED, [reason]) for shard in shards]
-
-    @property
-    def compresses(self) -> bool:
-        """True if pushes are compressed."""
-        return self._compression is not None
-
-    @property
-    def pull_codec(self) -> Codec | None:
-        """Codec of pulled values; None: they are not compressed."""
-        return None if self._compression is None else self._compression.pull_codec
-
-    def set_compression(self, compression: Compression | None) -> None:
-        """Set the compression of later pushes and reset the residuals to zero."""
-        self._compression = compression
-        self._residuals = {}
-
-    def residuals(self) -> dict[str, Tensor]:
-        """Return copies of the residuals under ``<key as JSON>/0``; a worker is one sender."""
-        return {f"{json.dumps(key)}/0": residual.clone() for key, residual in self._residuals.items()}
-
-    def load_residuals(self, residuals: Mapping[str, Tensor], layout: Layout) -> None:
-        """Replace the residuals.
-
-        Raises:
-            ValueError: if a residual has an unknown key or a wrong size; nothing changes then.
-        """
-        loaded = {}
-        for name, residual in residuals.items():
-            key, _ = parsed_place(name)
-            if key not in layout:
-                raise ValueError(f"a compression residual is of key {key!r}, which is unknown here")
-            shape, dtype = layout[key]
-            check_like(key, residual.view(shape) if residual.numel() == shape.numel() else residual, shape, dtype)
-            loaded[key] = residual.reshape(-1).clone()
-        self._residuals = loaded
-
-    def _residual(self, key: Key, like: Tensor) -> Tensor | None:
-        assert self._compression is not None
-        if not self._compression.error_feedback:
-            return None
-        if key not in self._residuals:
-            self._residuals[key] = torch.zeros_like(like)
-        return self._residuals[key]
 
     def on_host(self, flats: Sequence[Any]) -> Tensor:
         """Return the sum of a bucket's flat tensors on GPUs, on the host; each crosses to the host at most once."""

@@ -16,6 +16,7 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import DTYPES, MAX_ENTRIES
+from gangline.kvstore.placement import place
 
 _T = TypeVar("_T")
 GRAIN = 65_536
@@ -122,14 +123,14 @@ class Sharding:
             self.loads[shard.server] -= shard.nbytes
 
     def _place_one(self, layout: KeyLayout, *, whole: bool) -> list[ShardPlacement]:
+        sizes = [layout.numel] if whole else self._sizes(layout)
+        servers = place([numel * layout.itemsize for numel in sizes], [1] * len(self.loads), self.loads)
         shards = []
         begin = 0
-        for numel in [layout.numel] if whole else self._sizes(layout):
-            server = min(range(len(self.loads)), key=self.loads.__getitem__)
+        for numel, server in zip(sizes, servers, strict=True):
             shards.append(ShardPlacement(self._number, server, layout, begin, numel))
             begin += numel
             self._number += 1
-            self.loads[server] += shards[-1].nbytes
         return shards
 
     def _sizes(self, layout: KeyLayout) -> list[int]:

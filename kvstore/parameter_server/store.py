@@ -26,6 +26,7 @@ from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
+from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
@@ -358,7 +359,7 @@ class DistStore(KVStore):
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise
             rounds = self._next_rounds([key for key, _ in pairs])
-            if self._encoder.compresses:
+            if self.compresses:
                 values += [value for of_key in coded.values() for value in of_key]
                 coded = _coded(values)
             try:
@@ -465,7 +466,9 @@ class DistStore(KVStore):
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
         section = self._streams.behind_caller(tensors_of([values for _, values in pairs]))
         work = RequestWork(shown, section.join)
-        pending = PendingRequests(work, shown, self._encoder.pull_codec, self._keep_late_error, section.resumed)
+        compressed = self._encoder.compressed
+        codec = None if compressed is None else compressed.compression.pull_codec
+        pending = PendingRequests(work, shown, codec, self._keep_late_error, section.resumed)
 
         def run() -> None:
             with pending, section:
@@ -648,26 +651,26 @@ class DistStore(KVStore):
         self._workers.check_same(params or {"compression": "none"}, "set_gradient_compression")
         packed = msgpack.packb(params)
         self._workers.run_on_rank(lambda: command(self._servers, "compression", packed), "set_gradient_compression")
-        self._encoder.set_compression(compression)
+        self._encoder.compressed = None if compression is None else CompressedPushes(compression)
         with self._failed_lock:  # values of another compression could not be decoded
             self._failed = {key: {number: [] for number in failed} for key, failed in self._failed.items()}
 
     @property
     def compresses(self) -> bool:  # noqa: D102  inherited
-        return self._encoder.compresses
+        return self._encoder.compressed is not None
 
     def compression_residuals(self) -> dict[str, Tensor]:  # noqa: D102  inherited
         self._check_open()
         self._settle()
-        return self._encoder.residuals()
+        return {} if self._encoder.compressed is None else self._encoder.compressed.residuals()
 
     def load_compression_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: D102  inherited
         self._check_open()
-        if not self.compresses:
+        if self._encoder.compressed is None:
             super().load_compression_residuals(residuals)
             return
         self._settle()
-        self._encoder.load_residuals(residuals, self._layout)
+        self._encoder.compressed.load_residuals(residuals, self._layout)
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gangline.kvstore.allreduce.store import with_owners
 from gangline.kvstore.arguments import check_shard, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
@@ -140,14 +141,15 @@ class DistributedOptimizer(Optimizer):
         if shard == "weights":
             assert self._network is not None
             self._reducer = self._sharded = ShardedWeights(list(parameters.values()), self._network, store, memory)
-            self._owned = OwnedParameters(self._optimizer, self._sharded.owners, store)
+            self._owned = OwnedParameters(self._optimizer, self._sharded.owners, with_owners(store))
             return
         tensors = [parameter.data for parameter in parameters.values()]
         store.broadcast(list(parameters), tensors, tensors)
         self._reducer = GradientReducer(trained, store)
         if shard is not None:
-            owners = store.owners_of([one.data for one in trained.values()], memory)
-            self._owned = OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), store)
+            owning = with_owners(store)
+            owners = owning.owners_of([one.data for one in trained.values()], memory)
+            self._owned = OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), owning)
 
     # Averaging
 

@@ -35,13 +35,7 @@ class OwnedKeys:
         """Return the state of all weights on the host at rank 0, that of the owned ones elsewhere. Collective."""
         own = self.optimizer.state()
         gathered = self._store.group.gather([own.header(), own.tensors], "optimizer_state")
-        parts = [OptimizerState.from_parts(header, tensors) for header, tensors in gathered] or [own]
-        return replace(
-            own,
-            shapes={key: shape for part in parts for key, shape in part.shapes.items()},
-            tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
-            plain={place: value for part in parts for place, value in part.plain.items()},
-        )
+        return OptimizerState.merged([OptimizerState.from_parts(*one) for one in gathered] or [own])
 
     def load_state(self, whole: OptimizerState, what: str = "the state") -> None:
         """Replace the state by the owned part of ``whole``, which must be the same on all workers.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gangline.kvstore.interface import KVStore
+from gangline.kvstore.allreduce.store import AllReduceStore
 
 _LARGE = 1 << 16
 """Bytes from which a parameter is copied on its own."""
@@ -18,7 +18,7 @@ _LARGE = 1 << 16
 class OwnedParameters:
     """Steps of an optimizer over the parameters that a worker owns."""
 
-    def __init__(self, optimizer: Optimizer, owners: Mapping[torch.nn.Parameter, int], store: KVStore) -> None:
+    def __init__(self, optimizer: Optimizer, owners: Mapping[torch.nn.Parameter, int], store: AllReduceStore) -> None:
         """Drop the optimizer's state of parameters that other workers own.
 
         Args:

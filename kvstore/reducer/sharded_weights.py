@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from gangline.collectives.work import Work
+from gangline.kvstore.allreduce.store import with_owners
 from gangline.kvstore.interface import KVStore
 
 _MAX_PENDING_REDUCTIONS = 2
@@ -132,9 +133,10 @@ class ShardedWeights:
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
         self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
         _check_networks(names, trained, self._updated, network, store)
-        self.owners = dict(zip(names, store.owners_of([one.data for one in names], memory), strict=True))
+        self._store = with_owners(store)
+        self.owners = dict(zip(names, self._store.owners_of([one.data for one in names], memory), strict=True))
         """Rank of the owner of each parameter."""
-        self._network, self._store = network, store
+        self._network = network
         self._frames: list[list[_WeightGroup]] = []  # what each module whose forward runs now has copied
         self._saved_tensors_hooks: Any = None
         self._weight = 0.0
@@ -147,7 +149,7 @@ class ShardedWeights:
         """Seconds in calls that need other workers."""
         for one in names:
             one.data = one.data.contiguous()
-        store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
+        self._store.copy_from_owners("all weights", [one.data.view(-1) for one in names], [0] * len(names))
         self._weights = {one: self._divide(name, one) for one, name in names.items()}
         self._in_order = list(self._weights.values())
         self._numbers = {weight: number for number, weight in enumerate(self._in_order)}

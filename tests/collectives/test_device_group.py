@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, ClassVar
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.collectives.devices.device_group import broadcast, reduce
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's operations by name: "add", "copy", "clone", "to"."""
-
-    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "to"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.counts[self.NAMES[name]] += 1
-        return func(*args, **(kwargs or {}))
+from tests.operations import Operations
 
 
 def ranked(rank: int, shape: tuple[int, ...] = (3, 4), stride: int = 10) -> torch.Tensor:

@@ -1,14 +1,12 @@
-"""Keys, their gradients and all optimizers for tests of stores; counters of bytes and of operations."""
+"""Keys, their gradients and all optimizers for tests of stores; a count of bytes."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import KVStore
 
@@ -80,19 +78,3 @@ def held() -> int:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's sums ("add") and copies ("copy")."""
-
-    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "copy"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.counts[self.NAMES[name]] += 1
-        return func(*args, **(kwargs or {}))

@@ -19,7 +19,8 @@ from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
 from tests.kvstore import keyed
-from tests.kvstore.keyed import KEYS, SHAPES, Operations, check_same, gradient, held, pulled, push, weights
+from tests.kvstore.keyed import KEYS, SHAPES, check_same, gradient, held, pulled, push, weights
+from tests.operations import Operations
 
 CPU = torch.device("cpu")
 LIMIT = 20.0

@@ -171,14 +171,6 @@ def test_lines_of_all_processes_come_out_whole_and_in_order() -> None:
         assert len(lines) == 3 * len(expected)
 
 
-def test_output_is_shown_before_its_line_and_its_process_end() -> None:
-    code = "sys.stdout.write('no newline'); signal.pause()"  # not even flushed: by PYTHONUNBUFFERED
-    with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", f"import signal, sys; {code}") as run:
-        run.hear("[worker 0] no newline")
-        run.process.terminate()
-        assert run.end()[:2] == (143, ["[worker 0] no newline"])
-
-
 # Failures
 
 

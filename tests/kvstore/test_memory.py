@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gangline.kvstore import KVStore
-from tests.kvstore.keyed import Operations, held
+from tests.kvstore.keyed import held
+from tests.operations import Operations
 
 pytestmark = pytest.mark.usefixtures("only_what_the_test_makes")
 

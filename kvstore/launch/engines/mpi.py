@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from gangline.collectives.transports.addresses import resolved
@@ -17,24 +17,18 @@ _INHERITED = ("GANGLINE_JOB_KEY_FILE", "GANGLINE_JOB_ID", "GANGLINE_INSECURE")
 """Variables of the launcher that mpirun passes on to other hosts."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Variables:
-    """Names of the variables that an engine sets in each worker."""
+class Starter(Enum):
+    """A program that starts workers: name, variables of a worker's rank and local rank, and signal to end workers."""
 
-    rank: str
-    local_rank: str
-
-
-class Mpi(Enum):
-    """Implementations of MPI, by how their mpirun takes options."""
-
-    OPEN_MPI = _Variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    HYDRA = _Variables("PMI_RANK", "MPI_LOCALRANKID")
-    """MPICH, Intel MPI and MVAPICH."""
+    OPEN_MPI = ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", signal.SIGUSR1)
+    """It forwards SIGUSR1 to the ranks; at SIGTERM it kills them, and its exit code is 1."""
+    HYDRA = ("mpirun", "PMI_RANK", "MPI_LOCALRANKID", signal.SIGTERM)
+    """mpirun of MPICH, Intel MPI and MVAPICH."""
+    SLURM = ("srun", "SLURM_PROCID", "SLURM_LOCALID", signal.SIGTERM)
 
 
-def detect(mpirun: str) -> Mpi:
-    """Return the implementation that a command belongs to, by its --version.
+def detect(mpirun: str) -> Starter:
+    """Return the implementation of MPI that a command belongs to, by its --version.
 
     Raises:
         ValueError: if there is no such command, or it is of another implementation.
@@ -45,14 +39,14 @@ def detect(mpirun: str) -> Mpi:
         raise ValueError(f"{mpirun} cannot be run: {error.strerror}; install an MPI, or name its --mpirun") from error
     text = done.stdout + done.stderr
     if "Open MPI" in text or "OpenRTE" in text or "PRTE" in text:
-        return Mpi.OPEN_MPI
+        return Starter.OPEN_MPI
     if "HYDRA" in text or "Intel(R) MPI" in text:
-        return Mpi.HYDRA
+        return Starter.HYDRA
     raise ValueError(f"{mpirun} --version says {text[:80]!r}; expected Open MPI, MPICH or Intel MPI")
 
 
 def mpi_table(
-    table: Sequence[Process], mpirun: str, mpi: Mpi, hosts: Sequence[HostEntry], options: Sequence[str]
+    table: Sequence[Process], mpirun: str, mpi: Starter, hosts: Sequence[HostEntry], options: Sequence[str]
 ) -> list[Process]:
     """Return the scheduler and servers of a job's table, and mpirun in place of its workers.
 
@@ -65,7 +59,7 @@ def mpi_table(
     """
     names = [f"{host.name}:{host.slots}" for host in hosts]
     shared = shared_variables(table)
-    if mpi is Mpi.OPEN_MPI:
+    if mpi is Starter.OPEN_MPI:
         where = ["-H", ",".join(names)] if names else []
         known = [name for name in _INHERITED if name in os.environ]
         passed = [
@@ -74,11 +68,9 @@ def mpi_table(
     else:
         where = ["-hosts", ",".join(names)] if names else []
         passed = ["-genvall"]
-    # Open MPI forwards SIGUSR1 to the ranks; at SIGTERM it kills them, and its exit code is 1.
-    stop = signal.SIGUSR1 if mpi is Mpi.OPEN_MPI else signal.SIGTERM
     count = sum(process.role == "worker" for process in table)
     command = (mpirun, "-n", str(count), *where, *passed, *options)
-    found = substitute(table, "mpirun", command, mpi.value.rank, mpi.value.local_rank, stop)
+    found = substitute(table, mpi, command)
     if hosts:  # rank 0 is on the first of them
         master = {"MASTER_ADDR": resolved(hosts[0].name.rpartition("@")[2])}
         found[-1] = replace(found[-1], environment={**found[-1].environment, **master})
@@ -101,28 +93,24 @@ def shared_variables(table: Sequence[Process]) -> dict[str, str | None]:
     return {**shared, "GANGLINE_STOP_SIGNALS": ",".join(sorted(stops))}
 
 
-def substitute(
-    table: Sequence[Process], name: str, starter: Sequence[str], rank: str, local_rank: str, stop: int
-) -> list[Process]:
+def substitute(table: Sequence[Process], starter: Starter, start: Sequence[str]) -> list[Process]:
     """Return a table in which one program, such as mpirun, starts the workers.
 
     Args:
         table: processes as of `process_table`.
-        name: name of the program in the launcher's output.
-        starter: the program with its options.
-        rank: variable that it sets to each worker's rank.
-        local_rank: variable that it sets to each worker's rank on its host.
-        stop: signal that asks the program to end its workers.
+        starter: the program.
+        start: its command with its options.
     """
+    name, rank, local_rank, stop = starter.value
     worker = next(process for process in table if process.role == "worker")
     beside = [process for process in table if process.role != "worker"]
     shared = shared_variables(table)
     count = sum(process.role == "worker" for process in table)
     # The engine's own variables name the rank, but a job with servers reads DMLC_WORKER_ID.
     place = f"DMLC_WORKER_ID=${rank} RANK=${rank} LOCAL_RANK=${local_rank} WORLD_SIZE={count}"
-    command = (*starter, "sh", "-c", f'export {place}; exec "$0" "$@"', *worker.command)
+    command = (*start, "sh", "-c", f'export {place}; exec "$0" "$@"', *worker.command)
     if not beside:
-        command = (*starter, *worker.command)
+        command = (*start, *worker.command)
     return [
         *beside,
         replace(worker, role=name, rank=None, command=command, environment=shared, cpus=(), stop_signal=stop),

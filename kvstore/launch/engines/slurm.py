@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import Mapping, Sequence
 
-from gangline.kvstore.launch.engines.mpi import substitute
+from gangline.kvstore.launch.engines.mpi import Starter, substitute
 from gangline.kvstore.launch.job import Process
 
 _SCRIPT = """\
@@ -60,4 +59,4 @@ def slurm_table(table: Sequence[Process], options: Sequence[str]) -> list[Proces
     # srun returns the highest exit code. If it killed the other tasks, that would be 137 instead of 75 or the code of
     # a crash; tasks whose peer is lost end by themselves.
     command = ("srun", f"--ntasks={count}", "--kill-on-bad-exit=0", "--label", "--unbuffered", *options)
-    return substitute(table, "srun", command, "SLURM_PROCID", "SLURM_LOCALID", signal.SIGTERM)
+    return substitute(table, Starter.SLURM, command)

@@ -180,12 +180,10 @@ class ShardOptimizers:
         """Return the state of all shards: description and tensors."""
         for shard in shards:
             self._optimizer_of(shard)
-        states = [optimizer.state() for optimizer in self._of_threads]
-        tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
-        plain = {name: value for state in states for name, value in state.plain.items()}
-        described = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-        header = [self._spec.name, states[0].initial_learning_rate, self._of_threads[0].learning_rate, plain, described]
-        return bytes(msgpack.packb(header)), _joined(tensors.values())
+        state = OptimizerState.merged([optimizer.state() for optimizer in self._of_threads])
+        described = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()]
+        header = [self._spec.name, state.initial_learning_rate, state.learning_rate, state.plain, described]
+        return bytes(msgpack.packb(header)), _joined(state.tensors.values())
 
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> None:
         """Replace the state by a result of `split_state`.
@@ -194,23 +192,14 @@ class ShardOptimizers:
             ValueError: if the state is of another optimizer or does not fit.
         """
         name, plain, described = msgpack.unpackb(payload)
-        tensors = {path: tensor.clone() for path, tensor in _tensors(described, datas)}
+        state = OptimizerState(name, 0.0, 0.0, {}, dict(_tensors(described, datas)), plain)
         for shard in shards.values():
             self._optimizer_of(shard)
         for thread, optimizer in enumerate(self._of_threads):
-            mine = {json.dumps(shard.number): shard.weight for shard in shards.values() if shard.thread == thread}
-            if not mine:
-                continue
-            optimizer.load_state(
-                OptimizerState(
-                    name=name,
-                    initial_learning_rate=optimizer.learning_rate,
-                    learning_rate=optimizer.learning_rate,
-                    shapes={number: list(weight.shape) for number, weight in mine.items()},
-                    tensors={path: value for path, value in tensors.items() if path.rpartition("/")[0] in mine},
-                    plain={path: value for path, value in plain.items() if path.rpartition("/")[0] in mine},
-                )
-            )
+            mine = {shard.number: list(shard.weight.shape) for shard in shards.values() if shard.thread == thread}
+            if mine:
+                shapes = {json.dumps(number): shape for number, shape in mine.items()}
+                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes))
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_threads[shard.thread]
@@ -262,15 +251,7 @@ def split_state(
     Raises:
         ValueError: if the state is of another optimizer, or has an unknown key or a tensor of a wrong shape.
     """
-    if state.name != spec.name:
-        raise ValueError(f"the state is of optimizer {state.name!r}, but {spec.name!r} is set here")
-    for encoded, shape in state.shapes.items():
-        key = json.loads(encoded)
-        if key not in shards:
-            raise ValueError(f"the state has key {key!r}, which is unknown here; known are {list(shards)}")
-        if tuple(shape) != shards[key][0].layout.shape:
-            expected = shards[key][0].layout.shape
-            raise ValueError(f"the state of key {key!r} is for shape {tuple(shape)}; expected {expected}")
+    state.check(spec.name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     plain: list[dict[str, Any]] = [{} for _ in range(servers)]
     described: list[list[Any]] = [[] for _ in range(servers)]
     datas: list[list[Tensor]] = [[] for _ in range(servers)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.kvstore.group.remote_errors import text_with_traceback
+from gangline.kvstore.placement import place
 
 _log = logging.getLogger("gangline")
 _INLINE = 1 << 18
@@ -38,7 +39,7 @@ class ThreadPool:
     def assign(self, nbytes: int, thread: int | None = None) -> int:
         """Assign a new shard of this many bytes to a thread, by default that with the fewest; return the thread."""
         if thread is None:
-            thread = min(range(self.size), key=self._loads.__getitem__)
+            return place([nbytes], [1] * self.size, self._loads)[0]
         self._loads[thread] += nbytes
         return thread
 

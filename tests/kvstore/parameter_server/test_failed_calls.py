@@ -17,7 +17,6 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Pull, Values, ValuesRead
 from gangline.kvstore.parameter_server.server import sessions
-from gangline.kvstore.parameter_server.server.server import Server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
@@ -97,17 +96,7 @@ def test_a_refused_push_is_reported_to_each_rank_once(call: str) -> None:
         job.each(stores, DistStore.close)
 
 
-def test_a_repeated_push_enters_the_residual_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
-    gate = threading.Event()
-    gate.set()
-    receive = Server._receive
-
-    def held(server: Server, *message: Any) -> None:
-        gate.wait(LIMIT)
-        receive(server, *message)
-
-    monkeypatch.setattr(Server, "_receive", held)
+def test_a_repeated_push_enters_the_residual_once(gate: threading.Event) -> None:
     with Job(1) as job, job.stores(timeout=1)[0] as kv:
         kv.init("w", torch.zeros(20_000))
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})

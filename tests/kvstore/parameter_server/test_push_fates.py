@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import msgpack
 import pytest
 import torch
 
 from gangline.collectives.errors import DeadNodeError, StallError
-from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Failed, Pull, Push, Values, ValuesRead
-from gangline.kvstore.parameter_server.server.server import Server
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 from tests.kvstore.parameter_server.test_failures import digits_of
@@ -95,25 +91,6 @@ def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
             client.reconnect_as(job._members[0], mode="async")
         client.send(ValuesRead(numbers[-1:]))
         assert isinstance(client.request(pull), Values)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Event that servers of this process wait for before they handle messages."""
-    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
-    monkeypatch.setattr(server_client, "CLOSE_SECONDS", 0.05, raising=False)
-    monkeypatch.setattr(server_client, "_CLOSE_SECONDS", 0.05, raising=False)
-    gate = threading.Event()
-    gate.set()
-    receive = Server._receive
-
-    def held(server: Server, *message: Any) -> None:
-        gate.wait(LIMIT)
-        receive(server, *message)
-
-    monkeypatch.setattr(Server, "_receive", held)
-    yield gate
-    gate.set()
 
 
 LARGE = 1 << 18
