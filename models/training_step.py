@@ -16,7 +16,7 @@ from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share
-from gangline.models.load_balance.controller import LoadBalancer
+from gangline.models.load_balance.balancer import Balancer
 from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
@@ -46,7 +46,7 @@ class TrainingStep:
         run_state: RunState,
         *,
         loads: Sequence[float],
-        load_balancer: LoadBalancer | None,
+        load_balancer: Balancer | None,
         loss_scale: LossScale | None,
         logger: logging.Logger,
     ) -> None:
@@ -113,7 +113,7 @@ class TrainingStep:
             slices = self._slices(data)
             if self._load_balancer is not None and not train:
                 run = partial(self._evaluate_in_micro_steps, data, label)
-                self._shares = self._load_balancer.run_in_parts(slices, self._bound.executor, run)
+                self._shares = self._load_balancer.limits.run_in_parts(slices, self._bound.executor, run)
             else:
                 with self._refusing_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
@@ -228,7 +228,7 @@ class TrainingStep:
             times[0].on_host -= waited
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
-            self._load_balancer.record(samples, times)
+            self._load_balancer.record(self._run_state.step, samples, times)
         self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
     def _set_divisor(self) -> float:
@@ -413,7 +413,7 @@ class TrainingStep:
         else:
             self._fused_forward_backward(data, label, normalizer)
 
-    def _run_in_parts(self, balancer: LoadBalancer, data: Batch, label: Batch | None, push_early: bool) -> None:
+    def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
         replicas, executor = self._bound.replicas, self._bound.executor
         if self.grad_req == "write" and not self._gradients_used:
@@ -435,7 +435,7 @@ class TrainingStep:
             undo()
 
         with self._discarding_gradients_on_error():
-            self._shares = balancer.run_in_parts(self._slices(data), executor, run, restore)
+            self._shares = balancer.limits.run_in_parts(self._slices(data), executor, run, restore)
         replicas.add_gradients(kept)
 
     def _run_micro_steps(

@@ -121,7 +121,7 @@ class _Trainers:
         self._shares()
         if self._balanced is not None:
             self._balanced._end_batch()
-            if (timer := self._balanced._measured.timer) is not None:
+            if (timer := self._balanced._balance.timer) is not None:
                 timer.pause()
 
     def _trace(self, name: str, steps: int) -> list[Step]:

@@ -310,7 +310,7 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     workers.count, workers.is_auto = 2, True
     balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
     balance.record(7, [2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
-    assert balance.message() == [[7, 4, expected]]
+    assert balance.message() == [[7, [4], [expected]]]
     assert balance.message() == []
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 
