@@ -21,13 +21,13 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.models.balance.balancer import Balancer, balancer_of_contexts
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.initializer import InitializerSpec, initialise
-from gangline.models.load_balance.balancer import Balancer, balancer_of_contexts
-from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop import evaluation
 from gangline.models.loop.callbacks import BatchCallback
 from gangline.models.loop.fit import BatchCallbacks, EpochCallbacks, FitOptions, Resume, fit

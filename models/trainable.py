@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.executor.bound_network import BoundNetwork
-from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.run_state import RunState

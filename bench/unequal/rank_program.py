@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gangline.bench.unequal.timeline import Step
 from gangline.collectives import torch_backend
-from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
+from gangline.models.balance.balanced_loader import BalancedLoader, balance
 
 _CLASSES = 10
 _PIXELS = 16

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from gangline.models.balance.balancer import ElapsedTime
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
 from gangline.models.batchnorm.worker_rounds import WorkerRounds
@@ -441,26 +442,6 @@ def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[N
 def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:
     if not roots and any(share.count for share in shares):
         raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
-
-
-@dataclass
-class ElapsedTime:
-    """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
-
-    on_host: float
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
-
-    def is_complete(self) -> bool:
-        """Return True if the GPU has passed all events."""
-        return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
-
-    def seconds(self) -> float | None:
-        """Wait for the GPU and return the sum; None if the replica did not run."""
-        for begin, end in self.events:
-            end.synchronize()
-            self.on_host += begin.elapsed_time(end) / 1e3
-        self.events = []
-        return self.on_host if self.on_host > 0 else None
 
 
 class _Timer:

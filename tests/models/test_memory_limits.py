@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gangline.collectives.workload import split_batch
+from gangline.models.balance.balancer import MemoryLimits
 from gangline.models.executor.executor import is_out_of_memory
-from gangline.models.load_balance.memory_limits import MemoryLimits
 
 
 def limits(*most: int | None) -> MemoryLimits:

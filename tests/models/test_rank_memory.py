@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gangline.collectives.workload import split_within
-from gangline.models.load_balance.memory_limits import samples_that_fit
-from gangline.models.unequal_ranks.rank_balance import RankBalance
+from gangline.models.balance.balancer import samples_that_fit
+from gangline.models.balance.rank_balance import RankBalance
 
 GPU = torch.device("cuda")
 

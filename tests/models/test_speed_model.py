@@ -12,8 +12,8 @@ from itertools import product
 import pytest
 
 from gangline.collectives.workload import split_batch
-from gangline.models.load_balance import speed_model
-from gangline.models.load_balance.speed_model import SpeedModel
+from gangline.models.balance import speed_model
+from gangline.models.balance.speed_model import SpeedModel
 
 LOGGER = logging.getLogger("gangline")
 Costs = Sequence[tuple[float, float]]

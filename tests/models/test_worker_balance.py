@@ -32,10 +32,10 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
+from gangline.models.balance import speed_model
+from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
-from gangline.models.executor.executor import ElapsedTime
-from gangline.models.load_balance import speed_model
-from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.page import TrainingProgress, read_progress
 from gangline.models.workers import Workers
@@ -219,7 +219,7 @@ def beside_a_snail(comm: Communicator) -> tuple[dict[str, Any], list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerBalance, "receive", note)
-        patch.setattr("gangline.models.load_balance.speed_model._TRIAL_COST", 100.0)
+        patch.setattr("gangline.models.balance.speed_model._TRIAL_COST", 100.0)
         patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # after 1, 2, 4, ... updates
         return in_a_job(comm, ([5e-4], [4e-2]), epochs=8), exchanged
 

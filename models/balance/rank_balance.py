@@ -11,10 +11,9 @@ import torch
 
 from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.workload import split_within
-from gangline.models.load_balance.balancer import Balancer
-from gangline.models.load_balance.memory_limits import MemoryLimits, samples_that_fit
-from gangline.models.load_balance.speed_model import SpeedModel, listed_rates
-from gangline.models.unequal_ranks.rank_timer import RankTime, RankTimer
+from gangline.models.balance.balancer import Balancer, MemoryLimits, samples_that_fit
+from gangline.models.balance.rank_timer import RankTime, RankTimer
+from gangline.models.balance.speed_model import SpeedModel, listed_rates
 
 _log = logging.getLogger("gangline")
 _LOGGED_FROM = 8  # batches after which it is known whether ranks are equal

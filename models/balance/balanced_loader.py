@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
-from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
-from gangline.models.unequal_ranks.global_order import (
+from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
     ShareSampler,
@@ -28,14 +26,16 @@ from gangline.models.unequal_ranks.global_order import (
     order_of,
     sampler_of,
 )
-from gangline.models.unequal_ranks.gradient_weights import GradientWeights, check_not_balanced
-from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.unequal_ranks.lockstep import Lockstep, Share, Signal
-from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
-from gangline.models.unequal_ranks.rank_balance import RankBalance, checked_caps
-from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
-from gangline.models.unequal_ranks.rank_timer import RankTimer
-from gangline.models.unequal_ranks.reduction import reduction_of
+from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
+from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.balance.lockstep import Lockstep, Share, Signal
+from gangline.models.balance.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
+from gangline.models.balance.rank_balance import RankBalance, checked_caps
+from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
+from gangline.models.balance.rank_timer import RankTimer
+from gangline.models.balance.reduction import reduction_of
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
+from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 
 LossReduction = Literal["mean", "sum", "normalized"]
 _END = object()

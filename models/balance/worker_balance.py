@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gangline.models.executor.executor import ElapsedTime
-from gangline.models.load_balance.balancer import Balancer
-from gangline.models.load_balance.speed_model import SpeedModel
+from gangline.models.balance.balancer import Balancer, ElapsedTime
+from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.workers import Workers
 
 _TRIAL_BATCHES = 3

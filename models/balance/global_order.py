@@ -17,9 +17,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gangline.models.unequal_ranks.lockstep import Piece
-from gangline.models.unequal_ranks.rank_balance import RankBalance
-from gangline.models.unequal_ranks.rank_exchange import RankExchange
+from gangline.models.balance.lockstep import Piece
+from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.balance.rank_exchange import RankExchange
 
 _CHUNK = 64  # global batches whose indices one message carries
 
