@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from gangline.kvstore.registry import register as register
     from gangline.kvstore.sparse import RowSparse as RowSparse
     from gangline.kvstore.trainer import Trainer as Trainer
+    from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
+    from gangline.models.balance.balanced_loader import balance as balance
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
     from gangline.models.data.datasets import digits as digits
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from gangline.models.loop.stopping import EarlyStopping as EarlyStopping
     from gangline.models.loop.stopping import stop_on as stop_on
     from gangline.models.loop.torch_schedulers import TorchScheduler as TorchScheduler
+    from gangline.models.loss.gather_rows import gather_rows as gather_rows
     from gangline.models.metrics.metric import create_metric as create_metric
     from gangline.models.module import Module as Module
     from gangline.models.pipelines.pipeline import Pipeline as Pipeline
@@ -74,9 +77,6 @@ if TYPE_CHECKING:
     from gangline.models.segmentation.scenes import digit_scenes as digit_scenes
     from gangline.models.segmentation.scenes import write_scenes as write_scenes
     from gangline.models.segmentation.tiles import predict_image as predict_image
-    from gangline.models.unequal_ranks.balanced_loader import BalancedLoader as BalancedLoader
-    from gangline.models.unequal_ranks.balanced_loader import balance as balance
-    from gangline.models.unequal_ranks.gather_rows import gather_rows as gather_rows
     from gangline.models.zoo import create_network as create_network
     from gangline.models.zoo.lstm import lstm_language_model as lstm_language_model
     from gangline.models.zoo.transfer import freeze_until as freeze_until
@@ -137,8 +137,8 @@ _HOMES = {
     "models.segmentation.tiles": ("predict_image",),
     "sweeps.sweep": ("SweepResult", "sweep"),
     "sweeps.trial": ("Trial", "TrialResult"),
-    "models.unequal_ranks.balanced_loader": ("BalancedLoader", "balance"),
-    "models.unequal_ranks.gather_rows": ("gather_rows",),
+    "models.balance.balanced_loader": ("BalancedLoader", "balance"),
+    "models.loss.gather_rows": ("gather_rows",),
     "models.zoo": ("create_network",),
     "models.zoo.lstm": ("lstm_language_model",),
     "models.zoo.transfer": ("freeze_until", "learning_rate_factors", "pretrained", "replace_last_layer", "scale_batch"),

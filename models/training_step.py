@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from gangline.collectives.workload import split_batch
+from gangline.models.balance.balancer import Balancer, MemoryLimits
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.executor.bound_network import BoundNetwork
-from gangline.models.executor.executor import Share
-from gangline.models.load_balance.controller import LoadBalancer
-from gangline.models.load_balance.worker_balance import WorkerBalance
+from gangline.models.executor.executor import Share, is_out_of_memory
 from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
@@ -46,7 +46,7 @@ class TrainingStep:
         run_state: RunState,
         *,
         loads: Sequence[float],
-        load_balancer: LoadBalancer | None,
+        load_balancer: Balancer | None,
         loss_scale: LossScale | None,
         logger: logging.Logger,
     ) -> None:
@@ -113,7 +113,7 @@ class TrainingStep:
             slices = self._slices(data)
             if self._load_balancer is not None and not train:
                 run = partial(self._evaluate_in_micro_steps, data, label)
-                self._shares = self._load_balancer.run_in_parts(slices, self._bound.executor, run)
+                self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
             else:
                 with self._refusing_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
@@ -228,7 +228,7 @@ class TrainingStep:
             times[0].on_host -= waited
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
-            self._load_balancer.record(samples, times)
+            self._load_balancer.record(self._run_state.step, samples, times)
         self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
     def _set_divisor(self) -> float:
@@ -413,9 +413,9 @@ class TrainingStep:
         else:
             self._fused_forward_backward(data, label, normalizer)
 
-    def _run_in_parts(self, balancer: LoadBalancer, data: Batch, label: Batch | None, push_early: bool) -> None:
+    def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
-        replicas, executor = self._bound.replicas, self._bound.executor
+        replicas = self._bound.replicas
         if self.grad_req == "write" and not self._gradients_used:
             self._turn_mean_into_sum()
         kept = replicas.detach_gradients()
@@ -435,8 +435,41 @@ class TrainingStep:
             undo()
 
         with self._discarding_gradients_on_error():
-            self._shares = balancer.run_in_parts(self._slices(data), executor, run, restore)
+            self._shares = self._run_until_it_fits(balancer.limits, self._slices(data), run, restore)
         replicas.add_gradients(kept)
+
+    def _run_until_it_fits(
+        self,
+        limits: MemoryLimits,
+        slices: Sequence[slice],
+        run: Callable[[list[list[slice]]], list[Share]],
+        restore: Callable[[], None] = lambda: None,
+    ) -> list[Share]:
+        """Run a batch in parts that fit into each context's memory; on out-of-memory, restart with smaller parts.
+
+        Args:
+            limits: of the contexts; they are halved.
+            slices: one per context, of the batch.
+            run: runs the batch in micro-steps, of which each has one slice per context, and returns their shares.
+            restore: undoes the effects of a failed attempt.
+
+        Returns:
+            The shares, ordered by context.
+
+        Raises:
+            Exception: the error of an attempt, if it is not for memory or no part can be made smaller.
+        """
+        executor = self._bound.executor
+        while True:
+            micro_steps = limits.micro_steps(slices)
+            try:
+                return sorted(run(micro_steps), key=lambda share: share.replica.context_index)
+            except Exception as error:
+                restore()
+                executor.take_times()  # the times of a failed attempt are no measure of speed
+                if not is_out_of_memory(error) or not limits.lower(executor.out_of_memory, micro_steps):
+                    raise
+            torch.cuda.empty_cache()  # outside the handler: the exception's frames hold tensors
 
     def _run_micro_steps(
         self, data: Batch, label: Batch | None, micro_steps: Sequence[Sequence[slice]], *, rerun: bool

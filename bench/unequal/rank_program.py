@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gangline.bench.unequal.timeline import Step
 from gangline.collectives import torch_backend
-from gangline.models.unequal_ranks.balanced_loader import BalancedLoader, balance
+from gangline.models.balance.balanced_loader import BalancedLoader, balance
 
 _CLASSES = 10
 _PIXELS = 16
@@ -121,7 +121,7 @@ class _Trainers:
         self._shares()
         if self._balanced is not None:
             self._balanced._end_batch()
-            if (timer := self._balanced._measured.timer) is not None:
+            if (timer := self._balanced._balance.timer) is not None:
                 timer.pause()
 
     def _trace(self, name: str, steps: int) -> list[Step]:

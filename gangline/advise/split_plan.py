@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gangline.models.load_balance.speed_model import LinearFit, shortest_step, step_seconds
+from gangline.models.balance.speed_model import LinearFit, shortest_step, step_seconds
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 
 from gangline.kvstore import create
 from gangline.kvstore.default_store import num_workers
+from gangline.models.balance.speed_model import fit_line
 from gangline.models.executor.executor import is_out_of_memory
-from gangline.models.load_balance.speed_model import fit_line
 
 _GIB = float(2**30)
 

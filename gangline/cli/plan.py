@@ -77,7 +77,7 @@ def plan(
 
 def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
     from gangline.advise.split_plan import RankProfile
-    from gangline.models.load_balance.speed_model import LinearFit
+    from gangline.models.balance.speed_model import LinearFit
 
     found = numbers("--speeds", speeds, float)
     if not found or min(found) <= 0:
@@ -93,7 +93,7 @@ def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: 
 
 def _measured(path: Path, memory: str | None) -> list[RankProfile]:
     from gangline.advise.split_plan import RankProfile
-    from gangline.models.load_balance.speed_model import LinearFit
+    from gangline.models.balance.speed_model import LinearFit
 
     try:
         rows: list[dict[str, Any]] = json_format.loads(path.read_text())["ranks"]

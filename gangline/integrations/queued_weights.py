@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gangline.models.unequal_ranks.balanced_loader import BalancedLoader
+from gangline.models.balance.balanced_loader import BalancedLoader
 
 
 class QueuedWeight(NamedTuple):

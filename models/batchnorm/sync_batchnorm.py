@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,38 +24,32 @@ from gangline.models.batchnorm.joint_statistics import (
 )
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
 
-Mode = Literal["threads", "graph"]
-
 
 class JointBatchNorm:
     """Replicas of a network whose batch normalization layers share the statistics of the whole batch.
 
     They do so inside a section, wherever torch's layer would use batch statistics. Layers frozen with ``.eval()``
-    are left alone, and a section leaves nothing behind on the network.
+    are left alone, and a section leaves nothing behind on the network. Forward and backward of each replica run in a
+    thread of its own, and the threads exchange moments and their gradients at a barrier.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], mode: Mode = "threads") -> None:
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Check that the layers can be synchronized.
 
         Args:
             networks: the replicas, equal in structure.
-            mode: path of gradients between replicas. "threads": each replica's backward runs in a thread of its own,
-                and the threads exchange gradients at a barrier; for CPU contexts and distinct GPUs. "graph": the
-                autograd graphs of the replicas are connected, and ONE ``torch.autograd.backward`` over the roots of
-                all replicas computes all gradients; for a GPU listed twice, whose replicas share one autograd thread.
-                It does not support layers that activation checkpointing calls again.
 
         Raises:
             ValueError: if a layer is a subclass of torch's with a forward of its own.
         """
         self.networks = list(networks)
-        self.mode = mode
         for network in self.networks:
             _layers(network)
 
+    @contextmanager
     def forward_section(
         self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
 
         Args:
@@ -68,35 +62,12 @@ class JointBatchNorm:
             RuntimeError: if the replicas called different layers, or called them a different number of times.
             ValueError: if the whole batch has one value per channel.
         """
-        return self._section(barrier, index, generator, may_recompute=True)
-
-    def backward_section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> AbstractContextManager[None]:
-        """Return the same for backward: in "threads" mode one per thread, in "graph" mode all around the one call.
-
-        Args:
-            barrier: barrier with the participants of forward's, but another one; in "graph" mode without turns.
-            index: index of the replica.
-            generator: see `ThreadBarrier.begin`.
-
-        Raises:
-            Aborted: if another replica failed.
-            RuntimeError: as in forward; in "graph" mode also if a layer is called again.
-        """
-        return self._section(barrier, index, generator, may_recompute=self.mode == "threads")
-
-    @contextmanager
-    def _section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None, *, may_recompute: bool
-    ) -> Iterator[None]:
         replaced: list[_BatchNorm] = []
         try:
             barrier.begin(index, generator)
             if len(barrier.participants) > 1 or barrier.rounds is not None:  # torch's own do for a single replica
                 for name, layer in _layers(self.networks[index]):
-                    kind = _JointForward if may_recompute else _RefusedForward
-                    layer.forward = kind(layer, name, barrier, index, self.mode)  # type: ignore[method-assign]
+                    layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
                     replaced.append(layer)
             yield
         except BaseException as error:
@@ -106,6 +77,18 @@ class JointBatchNorm:
             for layer in replaced:
                 del layer.forward
         barrier.leave(index)
+
+    @contextmanager
+    def backward_section(
+        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        """Return the same for backward, with another barrier of the same participants.
+
+        Autograd then uses the calling thread for GPUs too. Its own thread of a GPU is one for all replicas on it, which
+        would wait for each other there.
+        """
+        with self.forward_section(barrier, index, generator), torch.autograd.set_multithreading_enabled(False):
+            yield
 
     def follow(self, values: Sequence[Sequence[Any]]) -> None:
         """Update running statistics by a round of other workers, for a worker that has no samples in this batch."""
@@ -145,7 +128,6 @@ class _JointForward(JointCall):
     name: str
     barrier: ThreadBarrier
     index: int
-    mode: Mode
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         if not _uses_the_batch(self.layer):
@@ -163,13 +145,6 @@ class _JointForward(JointCall):
                 "expected its backward in a backward_section, with a barrier of all of these"
             )
         return call._exchange(direction, own)
-
-    def combine(self, own: Moments) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the statistics of the whole batch; in "graph" mode with a graph to all replicas."""
-        if self.mode == "threads":
-            return super().combine(own)
-        shares = self._exchange("forward", own)
-        return *combined(shares, own.mean.device), total_of(shares)
 
     def _exchange(self, direction: Direction, own: Moments) -> list[Moments]:
         ready, label = None, str(self.index)
@@ -194,19 +169,6 @@ def _checked(received: Sequence[Sequence[Any]]) -> list[Moments]:
             "statistics must call its layers in the same order on every share of a batch"
         )
     return [Moments(*moments) for *_, moments, _ in received]
-
-
-class _RefusedForward(_JointForward):
-    """Replacement during a backward in "graph" mode, where waiting for another replica would deadlock."""
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
-        if _uses_the_batch(self.layer):
-            raise RuntimeError(
-                f"batch normalization {self.name!r} was called again during backward (activation checkpointing), and "
-                "its statistics cannot be synchronized there while one GPU is listed twice among the contexts; list "
-                "each GPU once, or exclude the layer from checkpointing"
-            )
-        return _BatchNorm.forward(self.layer, input)
 
 
 def _uses_the_batch(layer: _BatchNorm) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from gangline.models.balance.balancer import ElapsedTime
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
 from gangline.models.batchnorm.worker_rounds import WorkerRounds
@@ -100,28 +101,16 @@ class Executor:
         if workers.in_step:
             workers.check_same({"sync_batchnorm": self._sync_batchnorm}, "init_optimizer")
         if self._sync_batchnorm and workers.count > 1:
-            self._check_joining(workers)
+            if not workers.in_step:
+                raise ValueError(
+                    f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store "
+                    "are not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
+                )
             self._batchnorm = self._batchnorm or self._joint_batchnorm()
         self._workers = workers
 
-    def _check_joining(self, workers: Workers) -> None:
-        if not workers.in_step:
-            raise ValueError(
-                f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store are "
-                "not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
-            )
-        by_graph = self._batchnorm is not None and self._batchnorm.mode == "graph"
-        for rank, theirs in enumerate(workers.all_gather(by_graph, "init_optimizer")):
-            if theirs:
-                raise ValueError(
-                    f"sync_batchnorm=True over {workers.count} workers needs distinct GPUs in each worker, but rank "
-                    f"{rank} lists one twice among its contexts; list each GPU once, or leave sync_batchnorm out"
-                )
-
     def _joint_batchnorm(self) -> JointBatchNorm:
-        gpus = [replica.context for replica in self._replicas if replica.context.device_type == "gpu"]
-        shares_gpu = len(set(gpus)) < len(gpus)  # one autograd thread serves both replicas of such a GPU
-        return JointBatchNorm([replica.network for replica in self._replicas], "graph" if shares_gpu else "threads")
+        return JointBatchNorm([replica.network for replica in self._replicas])
 
     @property
     def joins_workers(self) -> bool:
@@ -355,14 +344,13 @@ class Executor:
     def _run_backward(self, roots: Sequence[Root]) -> None:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
         in_turn = bool(self._is_random)  # checkpointed layers draw again when recomputed, from a shared generator
-        by_graph = self._batchnorm is not None and self._batchnorm.mode == "graph"
         rounds = self._begin_rounds("backward")
         if rounds is not None and not active:
             self._follow(rounds)
             return
-        barrier = self._make_barrier(active, in_turn and not by_graph, rounds)
+        barrier = self._make_barrier(active, in_turn, rounds)
         with _running(rounds):
-            if by_graph or not self._threads.uses_threads:
+            if not self._threads.uses_threads:
                 self._run_one_backward(roots, active, barrier)
             else:
                 self._run_backward_in_threads(roots, active, barrier, in_turn)
@@ -454,26 +442,6 @@ def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[N
 def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:
     if not roots and any(share.count for share in shares):
         raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
-
-
-@dataclass
-class ElapsedTime:
-    """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
-
-    on_host: float
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
-
-    def is_complete(self) -> bool:
-        """Return True if the GPU has passed all events."""
-        return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
-
-    def seconds(self) -> float | None:
-        """Wait for the GPU and return the sum; None if the replica did not run."""
-        for begin, end in self.events:
-            end.synchronize()
-            self.on_host += begin.elapsed_time(end) / 1e3
-        self.events = []
-        return self.on_host if self.on_host > 0 else None
 
 
 class _Timer:

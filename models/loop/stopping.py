@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from gangline.models.arguments import check_int, check_number
-from gangline.models.load_balance.worker_balance import WorkerBalance
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.improvement import check_metric, is_better, worst
 from gangline.models.workers import Workers

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.models.load_balance.speed_model import LinearFit, shortest_step
+from gangline.models.balance.speed_model import LinearFit, shortest_step
 from tests.cli.test_main import python
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gangline.collectives.processes import process_pool
-from gangline.models.load_balance import speed_model
+from gangline.models.balance import speed_model
 
 speed_model._MIN_SECONDS = 0.0  # clocks of tests are simulated, or run for less
 process_pool.PRELOAD += ("torchmetrics.classification",)  # seconds for a process

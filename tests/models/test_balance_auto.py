@@ -23,7 +23,7 @@ import gangline
 from gangline import Communicator, spawn, torch_backend
 from gangline.bench.unequal.rank_program import network
 from gangline.bench.unequal.slow_process import CrowdedProcess, SlowProcess, slow_process
-from gangline.models.load_balance import speed_model
+from gangline.models.balance import speed_model
 
 speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 

@@ -90,7 +90,7 @@ def test_float64_weights_are_those_of_one_device(
     option: str,
     store: str,
 ) -> None:
-    """A GPU listed twice runs joined statistics in one graph; other contexts run in threads with a barrier."""
+    """Joined statistics run in threads with a barrier, also those of a GPU that is listed twice."""
     network, loss = make().double(), nn.CrossEntropyLoss()
     cuts = (slice(0, 13), slice(13, 18), slice(18, 20)) if option == "accumulate" else (slice(None),)
     for places in lists_of_contexts():

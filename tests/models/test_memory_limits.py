@@ -11,16 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gangline import cpu
 from gangline.collectives.workload import split_batch
+from gangline.models.balance.balancer import MemoryLimits
 from gangline.models.executor.executor import is_out_of_memory
-from gangline.models.load_balance.memory_limits import MemoryLimits
 
 
 def limits(*most: int | None) -> MemoryLimits:
-    made = MemoryLimits([cpu(index) for index in range(len(most))], logging.getLogger("gangline"))
-    made.max_samples = list(most)
-    return made
+    return MemoryLimits([f"cpu({index})" for index in range(len(most))], logging.getLogger("gangline"), most)
 
 
 def sizes(parts: list[slice]) -> list[int]:
@@ -94,7 +91,7 @@ def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_halving_ends_at_a_fitting_size_or_one_sample(samples: int, fits: int) -> None:
-    made = MemoryLimits([cpu()], logging.Logger("nobody listens", logging.CRITICAL))
+    made = MemoryLimits(["cpu(0)"])
     tries = 0
     while max(sizes([parts[0] for parts in made.micro_steps([slice(0, samples)])])) > fits:
         assert made.lower([0], made.micro_steps([slice(0, samples)]))

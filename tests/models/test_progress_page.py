@@ -323,7 +323,7 @@ def test_measured_loads_are_those_of_now(tmp_path: Path) -> None:
     def measure(param: BatchEndParam) -> None:
         if param.nbatch == 2:
             assert module.load_balancer is not None
-            module.load_balancer._speeds.loads = [3 + param.epoch, 1]
+            module.load_balancer.speeds.loads = [3 + param.epoch, 1]
 
     contexts = [cpu(0), cpu(1)]
     with Module(network(), nn.CrossEntropyLoss(), contexts, "auto") as module:

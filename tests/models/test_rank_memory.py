@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from gangline.collectives.workload import split_within
-from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
-from gangline.models.unequal_ranks.rank_memory import samples_that_fit
-from gangline.models.unequal_ranks.split_controller import SplitController
+from gangline.models.balance.balancer import samples_that_fit
+from gangline.models.balance.rank_balance import RankBalance
 
 GPU = torch.device("cuda")
 
@@ -66,13 +65,14 @@ def test_what_exceeds_a_cap_goes_to_the_others(
 def test_no_share_is_smaller_than_the_minimum(samples: int, loads: list[float], counts: list[int]) -> None:
     assert split_within(samples, loads, minimum=2) == counts
     if all(loads):
-        assert SplitController(loads, 3, minimum=2).counts(0, samples) == counts
+        assert RankBalance(0, loads, lambda row: [row], horizon=3, minimum=2).counts(0, samples) == counts
 
 
 def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_batch() -> None:
-    measured = MeasuredLoads(0, [1, 1], lambda row: [row, row])
-    measured.discard_batch({1: 16})
-    assert measured.caps == [None, 16]
-    assert split_within(64, measured.loads, measured.caps) == [48, 16]
-    measured.discard_batch({0: 24})
-    assert split_within(64, measured.loads, measured.caps) == [38, 26]
+    balance = RankBalance(0, [1, 1], lambda row: [row, row], horizon=2)
+    balance.discard_batch(3, {1: 32})
+    assert balance.caps == [None, 16]
+    assert balance.counts(5, 64) == [32, 32]  # drawn already
+    assert balance.counts(6, 64) == [48, 16]
+    balance.discard_batch(7, {0: 48})
+    assert balance.counts(10, 64) == [38, 26]

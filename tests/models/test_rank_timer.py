@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.unequal_ranks.rank_timer import RankTimer, inner_module, waiting_for_ranks
+from gangline.models.balance.rank_timer import RankTimer, inner_module, waiting_for_ranks
 
 X = torch.ones(2, 3)
 FORWARD, BACKWARD, WAIT = 2.0, 8.0, 100.0
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
-        monkeypatch.setattr("gangline.models.unequal_ranks.rank_timer.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gangline.models.balance.rank_timer.time.perf_counter", lambda: self.now)
 
     def spend(self, seconds: float) -> None:
         self.now += seconds

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gangline import Checkpoint, Module, cpu, create, spawn
 from gangline.collectives.errors import GanglineError
+from gangline.models.balance import speed_model
 from gangline.models.checkpoint import checkpoint as checkpoints
-from gangline.models.load_balance import speed_model
 from gangline.models.loop.monitor import Monitor
 
 speed_model._MIN_SECONDS = 0.0  # in processes of jobs

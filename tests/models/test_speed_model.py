@@ -12,8 +12,8 @@ from itertools import product
 import pytest
 
 from gangline.collectives.workload import split_batch
-from gangline.models.load_balance import speed_model
-from gangline.models.load_balance.speed_model import SpeedModel
+from gangline.models.balance import speed_model
+from gangline.models.balance.speed_model import SpeedModel
 
 LOGGER = logging.getLogger("gangline")
 Costs = Sequence[tuple[float, float]]
@@ -146,14 +146,14 @@ def test_equal_shares_stay_equal_whatever_the_noise_and_the_fixed_cost(kind: str
 
 
 def test_less_samples_that_take_as_long_bring_the_equal_split_back() -> None:
-    model = SpeedModel(["rank 0", "rank 1"], None, averages=True, may_idle=False)
-    model.record_of(0, 64, [(32, 1.3)] * 4)
-    model.record_of(1, 64, [(32, 1.0)] * 4)
+    model = SpeedModel(["rank 0", "rank 1"], None, averages=True, may_idle=False, counts_first=True)
+    for _ in range(4):
+        model.record([32, 32], [1.3, 1.0])
     assert model.update_loads()
     assert counts_of(model.loads, 64)[0] < 32
     for _ in range(3):
-        model.record_of(0, 64, [(n := counts_of(model.loads, 64)[0], 1.3)] * 16)
-        model.record_of(1, 64, [(64 - n, 1.0)] * 16)
+        for _ in range(16):
+            model.record(counts_of(model.loads, 64), [1.3, 1.0])
         model.update_loads()
     assert model.loads == [0.5, 0.5]
 
@@ -364,22 +364,23 @@ def test_caps_that_hold_no_batch_are_its_proportions() -> None:
 
 @pytest.mark.parametrize("minimum", [1, 2])
 def test_contexts_that_must_not_idle_keep_the_smallest_share(minimum: int) -> None:
-    auto = SpeedModel(["rank 0", "rank 1"], None, minimum=minimum, may_idle=False)
+    auto = SpeedModel(["rank 0", "rank 1"], None, minimum=minimum, may_idle=False, counts_first=True)
     for _ in range(6):
         counts = counts_of(auto.loads, 32)
-        auto.record_of(0, 32, [(counts[0], 0.001 * counts[0])] * 2)
-        auto.record_of(1, 32, [(counts[1], 0.1 * counts[1])] * 2)
+        for _ in range(2):
+            auto.record(counts, [0.001 * counts[0], 0.1 * counts[1]])
         auto.update_loads()
     assert counts_of(auto.loads, 32) == [32 - minimum, minimum]
 
 
 def test_ranks_that_were_not_measured_count_as_average_and_the_caller_logs(caplog: pytest.LogCaptureFixture) -> None:
-    auto = SpeedModel(["rank 0", "rank 1"], None, averages=True, may_idle=False)
+    auto = SpeedModel(["rank 0", "rank 1"], None, averages=True, may_idle=False, counts_first=True)
     with caplog.at_level(logging.INFO, "gangline"):
-        auto.record_of(0, 64, [(32, 0.032)] * 4)
+        for _ in range(4):
+            auto.record([32, 32], [0.032, None])
         assert not auto.update_loads()
-        auto.record_of(0, 64, [(32, 0.032)] * 4)
-        auto.record_of(1, 64, [(32, 0.096)] * 4)
+        for _ in range(4):
+            auto.record([32, 32], [0.032, 0.096])
         assert auto.update_loads()
     assert counts_of(auto.loads, 64) == [48, 16]
     assert auto.rates(64) == pytest.approx([1000, 333.3], rel=0.05)

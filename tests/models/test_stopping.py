@@ -20,8 +20,8 @@ from gangline import Checkpoint, Module, cpu
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
-from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import EarlyStopping, StopExchange, received_signal, stop_on
 from gangline.models.workers import Workers

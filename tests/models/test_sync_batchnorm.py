@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Mode, copy_statistics
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import Aborted, ThreadBarrier
 from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
-JOINS: list[Mode] = ["threads", "graph"]
 
 
 def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
@@ -77,11 +76,9 @@ def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> Tr
     return Trained([output], [data], [network])
 
 
-def shared_out(
-    network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int], by: Mode = "threads"
-) -> Trained:
+def shared_out(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int]) -> Trained:
     networks = [copy.deepcopy(network) for _ in sizes]
-    batchnorm = JointBatchNorm(networks, by)
+    batchnorm = JointBatchNorm(networks)
     inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
     gradients = gradient.split(list(sizes))
     there, back = ThreadBarrier(range(len(sizes))), ThreadBarrier(range(len(sizes)))
@@ -97,13 +94,7 @@ def shared_out(
 
     outputs = all_well(in_threads([partial(forward, index) for index in range(len(sizes))]))
     if outputs[0].requires_grad:
-        if by == "threads":
-            all_well(in_threads([partial(backward, index) for index in range(len(sizes))]))
-        else:
-            with ExitStack() as sections:
-                for index in range(len(sizes)):
-                    sections.enter_context(batchnorm.backward_section(back, index))
-                torch.autograd.backward(outputs, gradients)
+        all_well(in_threads([partial(backward, index) for index in range(len(sizes))]))
     return Trained(outputs, inputs, networks)
 
 
@@ -121,14 +112,12 @@ def convolutions() -> nn.Module:
     ).double()
 
 
-@pytest.mark.parametrize("by", JOINS)
 @pytest.mark.parametrize("sizes", [[4, 4], [6, 1], [1, 1, 1, 1], [1, 5, 2], [8], [3, 0, 4]], ids=str)
-def test_nested_layers_equal_one_network_over_the_whole_batch(by: Mode, sizes: list[int]) -> None:
+def test_nested_layers_equal_one_network_over_the_whole_batch(sizes: list[int]) -> None:
     network, data, gradient = convolutions(), random(sum(sizes), 2, 6, 6), random(sum(sizes), 3, seed=2)
-    shared_out(network, data, gradient, sizes, by).is_close_to(wholly(network, data, gradient))
+    shared_out(network, data, gradient, sizes).is_close_to(wholly(network, data, gradient))
 
 
-@pytest.mark.parametrize("by", JOINS)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -147,13 +136,13 @@ def test_nested_layers_equal_one_network_over_the_whole_batch(by: Mode, sizes: l
     ids=["NC", "NCL", "NCHW", "NCDHW"],
 )
 def test_every_kind_and_option_is_torchs(
-    by: Mode, arguments: dict[str, Any], layer: Callable[..., nn.Module], shape: tuple[int, ...]
+    arguments: dict[str, Any], layer: Callable[..., nn.Module], shape: tuple[int, ...]
 ) -> None:
     network = nn.Sequential(layer(5, **arguments), layer(5, **arguments)).double()
     data, gradient = 3 * random(9, 5, *shape) + 2, random(9, 5, *shape, seed=2)
     for parameter in network.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
-    shared_out(network, data, gradient, [2, 6, 1], by).is_close_to(wholly(network, data, gradient))
+    shared_out(network, data, gradient, [2, 6, 1]).is_close_to(wholly(network, data, gradient))
 
 
 def test_channels_last_shares_keep_their_layout() -> None:
@@ -212,15 +201,14 @@ def test_under_autocast_types_are_torchs() -> None:
         torch.testing.assert_close(sum(gradients), parameter.grad, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("by", JOINS)
-def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone(by: Mode) -> None:
+def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone() -> None:
     network = nn.Sequential(
         nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=False)
     ).double()
     network[0].running_mean.fill_(0.5)  # type: ignore[union-attr, operator]
     network[0].eval()
     data, gradient = random(6, 3, 4), random(6, 3, 4, seed=2)
-    got = shared_out(network, data, gradient, [4, 2], by)
+    got = shared_out(network, data, gradient, [4, 2])
     got.is_close_to(wholly(network, data, gradient))
     for network in got.networks:
         assert int(network[0].num_batches_tracked) == 0  # type: ignore[index, arg-type, union-attr]
@@ -260,8 +248,7 @@ def test_torchs_layer_for_process_groups_is_left_alone() -> None:
         assert "forward" in vars(networks[0][1])
 
 
-@pytest.mark.parametrize("by", JOINS)
-def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: Mode) -> None:
+def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing() -> None:
     class Selecting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -273,7 +260,7 @@ def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing(by: 
     network, data = Selecting().double(), random(6, 2).abs()
     data[4:] *= -1
     networks = [copy.deepcopy(network) for _ in range(2)]
-    batchnorm, there = JointBatchNorm(networks, by), ThreadBarrier(range(2))
+    batchnorm, there = JointBatchNorm(networks), ThreadBarrier(range(2))
 
     def forward(index: int) -> None:
         with batchnorm.forward_section(there, index):
@@ -301,8 +288,6 @@ def test_recomputed_layers_are_synchronized_again(reentrant: bool) -> None:
     whole = wholly(network, data, gradient)  # which updates running statistics twice
     assert int(whole.networks[0].get_buffer("first.1.num_batches_tracked")) == 2
     shared_out(network, data, gradient, [4, 2, 1]).is_close_to(whole)
-    with pytest.raises(RuntimeError, match=r"'second\.0' was called again during backward"):
-        shared_out(network, data, gradient, [4, 3], "graph")
 
 
 class Norm(nn.Module):

@@ -82,7 +82,7 @@ def train(engine: str, changed: Sequence[float], l2: float, options: dict[str, A
             dist.all_gather_object(of_ranks, numbers[: loader.samples].tolist())
             batches.append([number for of_rank in of_ranks for number in of_rank])
             if len(batches) == 2 and changed:
-                loader.controller.set_loads(changed, [None] * len(changed), 1)
+                loader._balance.set_loads(changed, 1)
     per_epoch = len(loader)
     loader.close()
     assert sorted(number for batch in batches[:per_epoch] for number in batch) == list(range(SAMPLES))

@@ -89,7 +89,7 @@ def skip_second(where: str, **options: Any) -> list[float]:
                 hook.remove()
             job.loader.skip()
         weights.append(job.step())
-    assert job.loader._measured.caps == [None, 1]
+    assert job.loader._balance.caps == [None, 1]
     return weights
 
 

@@ -32,10 +32,10 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
+from gangline.models.balance import speed_model
+from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
-from gangline.models.executor.executor import ElapsedTime
-from gangline.models.load_balance import speed_model
-from gangline.models.load_balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.page import TrainingProgress, read_progress
 from gangline.models.workers import Workers
@@ -219,7 +219,7 @@ def beside_a_snail(comm: Communicator) -> tuple[dict[str, Any], list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerBalance, "receive", note)
-        patch.setattr("gangline.models.load_balance.speed_model._TRIAL_COST", 100.0)
+        patch.setattr("gangline.models.balance.speed_model._TRIAL_COST", 100.0)
         patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)  # after 1, 2, 4, ... updates
         return in_a_job(comm, ([5e-4], [4e-2]), epochs=8), exchanged
 
@@ -310,7 +310,7 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     workers.count, workers.is_auto = 2, True
     balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
     balance.record(7, [2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
-    assert balance.message() == [[7, 4, expected]]
+    assert balance.message() == [[7, [4], [expected]]]
     assert balance.message() == []
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 

@@ -36,7 +36,7 @@ process_pool.PRELOAD += (
     "torch.distributed.tensor",
     "torch.utils.checkpoint",
     "gangline.collectives.torch_backend",
-    "gangline.models.unequal_ranks.balanced_loader",
+    "gangline.models.balance.balanced_loader",
 )
 FOLDER = Path(__file__).parent
 LOADS = {2: [3, 1], 3: [1, 4, 3]}

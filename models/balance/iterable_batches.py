@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gangline.models.unequal_ranks.global_order import check_global_batch, length_of
-from gangline.models.unequal_ranks.lockstep import Piece
-from gangline.models.unequal_ranks.prepared_loader import own_iteration
-from gangline.models.unequal_ranks.split_controller import SplitController
+from gangline.models.balance.global_order import check_global_batch, length_of
+from gangline.models.balance.lockstep import Piece
+from gangline.models.balance.prepared_loader import own_iteration
+from gangline.models.balance.rank_balance import RankBalance
 
 Stream = Literal["own", "same"]
 
@@ -51,16 +51,16 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
 class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
-    def __init__(self, is_same: bool, size: int, controller: SplitController, rank: int) -> None:
+    def __init__(self, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
         """Cut a stream.
 
         Args:
             is_same: all ranks read the same stream, and each keeps its share; else each has a stream of its own.
             size: samples of a global batch.
-            controller: decides the size of shares.
+            balance: decides the size of shares.
             rank: this rank.
         """
-        self._is_same, self._size, self._controller, self._rank = is_same, size, controller, rank
+        self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
         self.seed = 0
         """Not used: the stream shuffles itself."""
         self.skip = 0
@@ -102,9 +102,9 @@ class IterableBatches:
             total, batch = samples.take(self._size)
             if not total:
                 return
-            counts = self._controller.counts(number, total)
+            counts = self._balance.counts(number, total)
             begin, own = sum(counts[: self._rank]), counts[self._rank]
-            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._controller.minimum)
+            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
             yield Piece(own, part, whole=total + (_checksum(samples.cut(batch, 0, 1)) << 20))
 
     def _of_own(self, samples: _Samples) -> Iterator[Piece]:
@@ -115,13 +115,13 @@ class IterableBatches:
             )
         repeated: Any = None
         for number in count(self.first):
-            total, batch = samples.take(self._controller.counts(number, self._size)[self._rank])
+            total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
             if not total and repeated is None:
                 raise ValueError(
                     f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; "
                     "expected at least one sample on each rank"
                 )
-            repeated = samples.cut(batch, 0, self._controller.minimum) if total else repeated
+            repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
             yield Piece(total, batch if total else repeated)
 
 

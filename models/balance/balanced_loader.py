@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
-from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
-from gangline.models.unequal_ranks.global_order import (
+from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
     ShareSampler,
@@ -28,15 +26,16 @@ from gangline.models.unequal_ranks.global_order import (
     order_of,
     sampler_of,
 )
-from gangline.models.unequal_ranks.gradient_weights import GradientWeights, check_not_balanced
-from gangline.models.unequal_ranks.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.unequal_ranks.lockstep import Lockstep, Share, Signal
-from gangline.models.unequal_ranks.measured_loads import MeasuredLoads
-from gangline.models.unequal_ranks.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
-from gangline.models.unequal_ranks.rank_exchange import RankExchange, check_same, group_of
-from gangline.models.unequal_ranks.rank_timer import RankTimer
-from gangline.models.unequal_ranks.reduction import reduction_of
-from gangline.models.unequal_ranks.split_controller import SplitController, checked_caps
+from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
+from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.balance.lockstep import Lockstep, Share, Signal
+from gangline.models.balance.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
+from gangline.models.balance.rank_balance import RankBalance, checked_caps
+from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
+from gangline.models.balance.rank_timer import RankTimer
+from gangline.models.balance.reduction import reduction_of
+from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
+from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 
 LossReduction = Literal["mean", "sum", "normalized"]
 _END = object()
@@ -115,25 +114,32 @@ class BalancedLoader:
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings)
         self._loss_reduction, self._count = loss_reduction, count
-        # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
         self._networks = networks
-        self.controller = SplitController(given, max(aheads) + 1 + (prepared is not None), caps, minimum)
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
         if torch.device("cpu") in devices:
             keep_freed_memory()
         limited = devices[0] if devices and memory == "auto" else None
-        self._measured = MeasuredLoads(
-            rank, given, self._exchange.all_gather, timer, device=limited, caps=caps, minimum=minimum
+        # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
+        horizon = max(aheads) + 1 + (prepared is not None)
+        self._balance = RankBalance(
+            rank,
+            given,
+            self._exchange.all_gather,
+            timer,
+            horizon=horizon,
+            device=limited,
+            caps=caps,
+            minimum=minimum,
         )
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
-            self._source = IterableBatches(stream == "same", self.global_batch, self.controller, rank)
+            self._source = IterableBatches(stream == "same", self.global_batch, self._balance, rank)
         else:
             if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
                 order.length = None if None in lengths else max(lengths)
-            self._source = ShareSampler(order, self.controller, rank, max(aheads))
+            self._source = ShareSampler(order, self._balance, rank, max(aheads))
             self._loader = _with_batches(loader, self._source)
         self._is_prepared = prepared is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
@@ -173,7 +179,7 @@ class BalancedLoader:
     @property
     def loads(self) -> list[float]:
         """Loads of all ranks, for the batches that are drawn next."""
-        return self.controller.loads
+        return self._balance.loads
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
@@ -210,11 +216,11 @@ class BalancedLoader:
         _check_starts(starts)
         if self._weights is not None:
             self._weights.add_new_parameters()
-        self._begin_epoch()
+        self._balance.begin_epoch()
         self._seed = starts[0]["seed"]
         self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
         self._consumed = self._source.skip
-        timer = self._measured.timer
+        timer = self._balance.timer
         batches = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
@@ -261,15 +267,9 @@ class BalancedLoader:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    def _begin_epoch(self) -> None:
-        """Look at the speeds while no batch is drawn."""
-        if self._measured.begin_epoch():
-            self.controller.set_loads(self._measured.loads, self._measured.caps, None)
-
     def _begin_batch(self, share: Share) -> None:
         self._end_batch()
-        if self._measured.begin_batch(share.counts):
-            self.controller.set_loads(self._measured.loads, self._measured.caps, share.number)
+        self._balance.begin_batch(share.number, share.counts)
         self._share = share
         self._source.first = share.number + 1
         self._consumed += share.total
@@ -296,8 +296,9 @@ class BalancedLoader:
             self._weights.end()
         while self._lockstep.skips:
             skip = self._lockstep.skips.pop()
-            self._measured.discard_batch({rank: skip.share.counts[rank] // 2 for rank in skip.out_of_memory})
-            self.controller.set_loads(self._measured.loads, self._measured.caps, skip.share.number + 1)
+            self._balance.discard_batch(
+                skip.share.number, {rank: skip.share.counts[rank] for rank in skip.out_of_memory}
+            )
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size
@@ -312,15 +313,14 @@ class BalancedLoader:
             "samples": self._consumed,
             "seed": self._seed,
             "batch": self._source.first,
-            "split": self._measured.state(),
+            "split": self._balance.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next epoch begins behind the samples that were handed out."""
         self.set_epoch(state["epoch"])
         self._source.first = state["batch"]
-        self._measured.load_state(state["split"])
-        self.controller.set_loads(self._measured.loads, self._measured.caps, None)
+        self._balance.load_state(state["split"])
         self._seed, self._skip = state["seed"], state["samples"]
 
     def __len__(self) -> int:
@@ -350,7 +350,7 @@ class BalancedLoader:
         self._is_closed = True
         self._lockstep.leave()
         _open.discard(self._lockstep)
-        self._measured.close()
+        self._balance.close()
         if self._weights is not None:
             self._weights.close()
         self._exchange.close()
@@ -403,7 +403,7 @@ class _Steps:
     def __iter__(self) -> Iterator[Any]:
         self.shares.clear()
         owner = self._owner
-        timer = owner._measured.timer
+        timer = owner._balance.timer
         timed = owner._loader if timer is None else _TimedLoader(owner._loader, timer)
         for share, batch in owner._lockstep.batches(
             owner._source, timed, owner._source.first, owner._count, owner._smallest

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gangline.collectives.nan_check import checks_finite, not_finite
+from gangline.models.balance.reduction import Reduction
+from gangline.models.balance.torch_internals import flat_parameters
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
-from gangline.models.unequal_ranks.reduction import Reduction
-from gangline.models.unequal_ranks.torch_internals import flat_parameters
 
 _log = logging.getLogger("gangline")
 _balanced: Any = WeakTensorKeyDictionary()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gangline.models.executor.executor import ElapsedTime
-from gangline.models.load_balance.speed_model import SpeedModel
+from gangline.models.balance.balancer import Balancer, ElapsedTime
+from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.workers import Workers
 
-_SENT = 32
-"""Measured batches in a message, the newest: what a look at the speeds needs, and less than a kilobyte."""
 _TRIAL_BATCHES = 3
 """Batches of a worker that was idle, after which its speed is looked at, as in `SpeedModel`."""
 _SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
@@ -32,26 +30,33 @@ class WorkerReport:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """A training batch of a worker, by replica."""
+class _WorkerTime:
+    """Time of a worker's part of a training batch: that of its replicas together."""
 
-    step: int
     samples: list[int]
     times: list[ElapsedTime]
     in_turn: bool
+    best_split: bool
+    note: Callable[[float], None]
+    """Receives the time with the present split, once."""
 
-    def seconds(self, *, best_split: bool) -> float:
-        """Return the time of all replicas together, with their present split or the one that suits their speeds."""
+    def is_complete(self) -> bool:
+        """Return True if the GPUs have passed all events."""
+        return all(time.is_complete() for time in self.times)
+
+    def seconds(self) -> float | None:
+        """Return the time with the present split over the replicas, or with the one that suits their speeds."""
         measured = [
             (count, seconds)
             for count, time in zip(self.samples, self.times, strict=True)
             if count and (seconds := time.seconds()) is not None
         ]
-        if self.in_turn:
-            return sum(seconds for _, seconds in measured)
-        if best_split and measured:
+        times = [seconds for _, seconds in measured]
+        together = sum(times) if self.in_turn else max(times, default=0.0)
+        self.note(together)
+        if self.best_split and measured and not self.in_turn:
             return sum(self.samples) / sum(count / seconds for count, seconds in measured)
-        return max((seconds for _, seconds in measured), default=0.0)
+        return together
 
 
 class WorkerBalance:
@@ -72,14 +77,9 @@ class WorkerBalance:
                 loads follow measured speeds too; otherwise that with the present split.
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
-        self._speeds: SpeedModel | None = None
-        if workers.is_auto:
-            names = [f"worker {rank}" for rank in range(workers.count)]
-            log = logger if workers.is_first else _SILENT
-            self._speeds = SpeedModel(names, log, minimum=workers.minimum, averages=True)
-        self._pending: deque[_Batch] = deque()  # batches that a GPU may still compute
-        self._unsent: deque[tuple[int, int, float]] = deque(maxlen=_SENT)  # (step, samples, seconds)
-        self._received: dict[int, dict[int, tuple[int, float]]] = {}  # by step and rank
+        names = [f"worker {rank}" for rank in range(workers.count)]
+        speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum, averages=True)
+        self._balancer = Balancer(speeds, partial(workers.all_gather, name="begin_epoch"))
         self._is_shared, self._reads_ahead = True, 0
         self._trial_left: int | None = None
         self._computed = 0.0
@@ -96,17 +96,14 @@ class WorkerBalance:
             in_turn: True if the replicas ran one after another.
         """
         if self._workers.count > 1:
-            self._pending.append(_Batch(step, list(samples), list(times), in_turn))
-            self._measure_finished(wait=False)
+            time = _WorkerTime(list(samples), list(times), in_turn, self._best_split, self._note_computed)
+            self._balancer.record(step, [sum(samples)], [time])
+            self._balancer.measure()
             if self._trial_left is not None:
                 self._trial_left -= 1
 
-    def _measure_finished(self, *, wait: bool) -> None:
-        """Measure the batches that the contexts have finished; with ``wait``, all of them."""
-        while self._pending and (wait or all(time.is_complete() for time in self._pending[0].times)):
-            batch = self._pending.popleft()
-            self._computed += batch.seconds(best_split=False)
-            self._unsent.append((batch.step, sum(batch.samples), batch.seconds(best_split=self._best_split)))
+    def _note_computed(self, seconds: float) -> None:
+        self._computed += seconds
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
         """Prepare for a run of `fit`, with the same arguments on all workers.
@@ -117,11 +114,15 @@ class WorkerBalance:
         """
         self._is_shared, self._reads_ahead = is_shared, reads_ahead
         self._computed = 0.0
-        if self._speeds is not None and not is_shared and self._workers.is_first:
+        if self._workers.is_auto and not is_shared and self._workers.is_first:
             self._logger.warning(
                 "the loads of the workers are auto, but train_data holds batches of each worker's own, which are not "
                 "split; give arrays or a Dataset with the samples of the whole job"
             )
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._workers.is_auto and self._is_shared
 
     @property
     def is_urgent(self) -> bool:
@@ -130,12 +131,7 @@ class WorkerBalance:
 
     def message(self) -> Any:
         """Return the measurements since the last message, as plain data, to be gathered from all workers."""
-        if self._speeds is None or not self._is_shared:
-            return None
-        self._measure_finished(wait=self.is_urgent)
-        unsent = [list(measured) for measured in self._unsent]
-        self._unsent.clear()
-        return unsent
+        return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
         """Take in the messages of all workers, and update the loads if it is due.
@@ -144,38 +140,18 @@ class WorkerBalance:
             messages: one per worker, by rank.
             batch: index of the next batch of the epoch.
         """
-        if self._speeds is None or not self._is_shared:
+        if not self._is_measured:
             return
         if self.is_urgent:
             self._trial_left = None
-        self._record(self._speeds, messages)
-        if self._speeds.due() and self._speeds.update_loads():
-            self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
-
-    def _record(self, speeds: SpeedModel, messages: Sequence[Any]) -> None:
-        """Record the batches that all workers have measured."""
-        for rank, measured in enumerate(messages):
-            for step, samples, seconds in measured:
-                self._received.setdefault(step, {})[rank] = samples, seconds
-        complete = sorted(step for step, ranks in self._received.items() if len(ranks) == self._workers.count)
-        for step in complete:
-            ranks = self._received[step]
-            measurements = [ranks[rank] for rank in range(self._workers.count)]
-            speeds.record([samples for samples, _ in measurements], [seconds for _, seconds in measurements])
-        if complete:  # every worker finishes its batches in order
-            self._received = {step: ranks for step, ranks in self._received.items() if step > complete[-1]}
+        if self._balancer.receive(messages):
+            self._workers.set_loads(self._balancer.loads, batch + self._reads_ahead)
 
     def begin_epoch(self) -> None:
         """Update the loads from all measurements. Collective if the loads follow measured speeds."""
-        if self._speeds is None or not self._is_shared:
-            return
-        self._measure_finished(wait=True)
-        self._record(self._speeds, self._workers.all_gather(self.message(), "begin_epoch"))
-        self._speeds.update_loads()
-        was_idle = 0 in self._speeds.loads
-        self._speeds.begin_epoch()  # may try idle workers
-        self._trial_left = _TRIAL_BATCHES if was_idle and 0 not in self._speeds.loads else None
-        self._workers.set_loads(self._speeds.loads)
+        if self._is_measured:
+            self._trial_left = _TRIAL_BATCHES if self._balancer.begin_epoch() else None
+            self._workers.set_loads(self._balancer.loads)
 
     def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:
         """Return this worker's times of an epoch, as plain data, to be gathered from all workers.
@@ -185,7 +161,7 @@ class WorkerBalance:
             waited: seconds in which its steps have waited for the store.
             context_loads: loads of its contexts.
         """
-        self._measure_finished(wait=True)
+        self._balancer.measure(wait=True)
         computed, self._computed = self._computed, 0.0
         # The host waits for its own GPU too, which computes meanwhile.
         return [computed, max(0.0, min(waited, seconds - computed)), list(context_loads)]
@@ -200,13 +176,13 @@ class WorkerBalance:
 
     def state(self) -> dict[str, Any] | None:
         """Return plain data for a checkpoint, equal on all workers; None if the loads are fixed."""
-        return self._speeds.state() if self._speeds is not None else None
+        return self._balancer.speeds.state() if self._workers.is_auto else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Restore what `state` returned; with another number of workers, start from equal loads and log a warning."""
-        if self._speeds is not None and state is not None:
-            self._speeds.load_state(state)
-            self._workers.set_loads(self._speeds.loads)
+        if self._workers.is_auto and state is not None:
+            self._balancer.speeds.load_state(state)
+            self._workers.set_loads(self._balancer.loads)
 
 
 def _described(rank: int, load: float, report: WorkerReport) -> str:

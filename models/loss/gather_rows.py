@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gangline.models.balance.rank_timer import waiting_for_ranks
 from gangline.models.current_batch import current_batch, weighted
-from gangline.models.unequal_ranks.rank_timer import waiting_for_ranks
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

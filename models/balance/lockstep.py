@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gangline.collectives.nan_check import not_finite
-from gangline.models.unequal_ranks.rank_exchange import RankExchange
-from gangline.models.unequal_ranks.reduction import Reduction
+from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.balance.reduction import Reduction
 
 LEAVE_SECONDS = 60.0
 """Time for other ranks to finish the batch in which this one left the loop without a gradient."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from gangline.models.balance.torch_internals import complete_reduction, enter_forward, reduced_parameters
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
-from gangline.models.unequal_ranks.torch_internals import complete_reduction, enter_forward, reduced_parameters
 
 
 class Listener(Protocol):

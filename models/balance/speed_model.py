@@ -63,6 +63,7 @@ class SpeedModel:
         may_idle: bool = True,
         averages: bool = False,
         on_one_device: bool = False,
+        counts_first: bool = False,
     ) -> None:
         """Start with equal loads.
 
@@ -75,16 +76,20 @@ class SpeedModel:
                 process with a CPU quota runs at full speed in most batches and pauses in some. False: the median.
             on_one_device: the contexts share the cores of one CPU, or one GPU. None of them is faster, though threads
                 wait for each other; they stay equal unless one is much slower.
+            counts_first: first batches count too, since the caller leaves out those of warm-up.
         """
         self._logger = logger
         self._minimum, self._may_idle, self._averages = minimum, may_idle, averages
         self._on_one_device = on_one_device and len(names) > 1
         self.caps: list[int | None] = [None] * len(names)
         """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
-        self._contexts = [_ContextSpeed(name) for name in names]
+        self.names = list(names)
+        """Names of the contexts."""
+        self._counts_first = counts_first
         self._reset()
 
     def _reset(self) -> None:
+        self._contexts = [_ContextSpeed(name, warm=self._counts_first) for name in self.names]
         self.loads = [round(1 / len(self._contexts), 4)] * len(self._contexts)
         self._sizes = [0, 0]  # largest batch before the last update, and since
         self._counted = 0  # batches
@@ -109,19 +114,14 @@ class SpeedModel:
         ]
         self._counted += any(counted)
 
-    def record_of(self, context: int, size: int, shares: Sequence[tuple[int, float]]) -> None:
-        """Record (samples, seconds) of shares of one context in batches of ``size``, none of them warm-up."""
-        self._sizes[-1] = max(self._sizes[-1], size)
-        self._contexts[context].recorded += [_Recorded(size, n, took) for n, took in shares if n and took > 0]
-
     def due(self) -> bool:
         """Return True if the loads should be updated: after 2, 4, 8, ..., 64 batches more, earlier after changes."""
         return self._counted >= self._next_update
 
-    def begin_epoch(self) -> None:
-        """Update the loads, and start a trial of idle contexts if it costs little."""
+    def begin_epoch(self) -> bool:
+        """Update the loads, and start a trial of idle contexts if it costs little; return True if one starts."""
         self.update_loads()
-        self._try_idle_contexts()
+        return self._try_idle_contexts()
 
     def update_loads(self) -> bool:
         """Derive the loads from what was recorded since the last update; log them the first time and if they change.
@@ -189,7 +189,7 @@ class SpeedModel:
     def state(self) -> dict[str, Any]:
         """Return loads and measurements as plain data."""
         return {
-            "contexts": [context.name for context in self._contexts],
+            "contexts": list(self.names),
             "loads": list(self.loads),
             "points": [[list(point) for point in context.points] for context in self._contexts],
             "batch_size": max(self._sizes),
@@ -197,14 +197,12 @@ class SpeedModel:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; with other contexts, start from equal loads and log a warning."""
-        names = [context.name for context in self._contexts]
-        self._contexts = [_ContextSpeed(name) for name in names]
         self._reset()
-        if state["contexts"] != names:
+        if state["contexts"] != self.names:
             (self._logger or logging.getLogger("gangline")).warning(
                 "work_load_list auto: the saved loads are those of %s; %s will be measured again",
                 ", ".join(state["contexts"]),
-                ", ".join(names),
+                ", ".join(self.names),
             )
             return
         self.loads = [float(load) for load in state["loads"]]
@@ -226,21 +224,22 @@ class SpeedModel:
         parts = [1] * len(counts) if is_equal else counts
         self.loads = [max(round(n / sum(parts), 4), 0.0001) if n else 0.0 for n in parts]
         for context in self._contexts:
-            context.warm = False  # shares of another size run other kernels and allocate memory
+            context.warm = self._counts_first  # shares of another size run other kernels and allocate memory
 
-    def _try_idle_contexts(self) -> None:
+    def _try_idle_contexts(self) -> bool:
         """Give idle contexts a smallest share for a few batches, unless waiting for them would cost too much."""
         if all(self.loads) or not self._counted:
-            return
+            return False
         fits, size = self._fits(), max(self._sizes)
         counts = self._split(size)
         step = step_seconds(counts, fits)
         trial = max(fit.seconds(self._minimum) for fit, load in zip(fits, self.loads, strict=True) if not load)
         if _TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
-            return
+            return False
         counts[counts.index(max(counts))] -= self._minimum * counts.count(0)
         self._set_counts([n or self._minimum for n in counts])
         self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
+        return True
 
     def expected_seconds(self, counts: Sequence[int]) -> float:
         """Return the expected time of a step with these samples per context; 0 before the first update."""

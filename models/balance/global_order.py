@@ -17,9 +17,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gangline.models.unequal_ranks.lockstep import Piece
-from gangline.models.unequal_ranks.rank_exchange import RankExchange
-from gangline.models.unequal_ranks.split_controller import SplitController
+from gangline.models.balance.lockstep import Piece
+from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.balance.rank_exchange import RankExchange
 
 _CHUNK = 64  # global batches whose indices one message carries
 
@@ -282,16 +282,16 @@ class ShareSampler(Sampler[list[Any]]):
     steps; the sample has no weight.
     """
 
-    def __init__(self, order: GlobalOrder, controller: SplitController, rank: int, ahead: int) -> None:
+    def __init__(self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int) -> None:
         """Cut an order.
 
         Args:
             order: of the samples of all ranks.
-            controller: decides the size of shares.
+            balance: decides the size of shares.
             rank: this rank.
             ahead: most batches that the DataLoader of any rank draws before the one that it returns.
         """
-        self._order, self._controller, self._rank, self._ahead = order, controller, rank, ahead
+        self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
         self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
         self._batches: Iterator[list[Any]] = iter(())
@@ -336,10 +336,10 @@ class ShareSampler(Sampler[list[Any]]):
                 assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
                 return
             batch = self._known.popleft()
-            counts = self._controller.counts(number, len(batch))
+            counts = self._balance.counts(number, len(batch))
             begin = sum(counts[: self._rank])
             self._drawn.append((counts[self._rank], len(batch)))
-            yield batch[begin : begin + counts[self._rank]] or batch[:1] * self._controller.minimum
+            yield batch[begin : begin + counts[self._rank]] or batch[:1] * self._balance.minimum
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""

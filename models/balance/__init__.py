@@ -1,0 +1,1 @@
+"""Batches of unequal size for contexts, workers and ranks: loads by measured speed and memory, exact gradients."""

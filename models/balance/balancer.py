@@ -1,0 +1,250 @@
+"""Balancer: loads of contexts, workers or ranks that follow measured speeds, and limits of their memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gangline.collectives.context import Context
+from gangline.models.balance.speed_model import SpeedModel
+
+_MOST = 64
+"""Measured batches in a message, the newest: as many as the speed model waits for, and about two kilobytes."""
+_USED = 0.9  # part of the free memory that growing shares may take; the rest is for fragmentation
+
+
+class Time(Protocol):
+    """Time of a share, which a GPU may still compute."""
+
+    def is_complete(self) -> bool:
+        """Return True if the GPU has passed all events."""
+
+    def seconds(self) -> float | None:
+        """Wait for the GPU and return the time; None if the share did not run."""
+
+
+@dataclass
+class ElapsedTime:
+    """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
+
+    on_host: float
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+
+    def is_complete(self) -> bool:
+        """Return True if the GPU has passed all events."""
+        return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float | None:
+        """Wait for the GPU and return the sum; None if the replica did not run."""
+        for begin, end in self.events:
+            end.synchronize()
+            self.on_host += begin.elapsed_time(end) / 1e3
+        self.events = []
+        return self.on_host if self.on_host > 0 else None
+
+
+class Balancer:
+    """Feeds a speed model with the times of shares, which several processes may measure.
+
+    Each process records the shares of its own members: all contexts of a module, or one worker or rank. What it has
+    measured since the last exchange goes to all processes in one message, and all derive the same loads from the same
+    messages: when the speed model says that they are due, and at the start of an epoch.
+    """
+
+    def __init__(
+        self,
+        speeds: SpeedModel,
+        all_gather: Callable[[Any], list[Any]] = lambda message: [message],
+        limits: MemoryLimits | None = None,
+    ) -> None:
+        """Start with equal loads.
+
+        Args:
+            speeds: derives the loads.
+            all_gather: exchanges plain data between the processes; without it this one measures all members.
+            limits: numbers of samples that fit into the members' memory, for `state`.
+        """
+        self.speeds = speeds
+        self._all_gather = all_gather
+        self.limits = limits or MemoryLimits(speeds.names)
+        """Numbers of samples that fit into the members' memory."""
+        self._pending: deque[tuple[int, list[int], list[Time]]] = deque()  # batches that a GPU may still compute
+        self._unsent: deque[list[Any]] = deque(maxlen=_MOST)  # [step, samples, seconds]
+        self._received: dict[int, dict[int, list[Any]]] = {}  # by step and process
+
+    @property
+    def loads(self) -> list[float]:
+        """Current loads, one per member, for `split_batch`."""
+        return list(self.speeds.loads)
+
+    def record(self, step: int, samples: Sequence[int], times: Sequence[Time]) -> None:
+        """Record a training batch.
+
+        Args:
+            step: number of the batch, equal in all processes.
+            samples: samples of each member of this process.
+            times: time of each of these shares.
+        """
+        self._pending.append((step, list(samples), list(times)))
+
+    def measure(self, *, wait: bool = False) -> None:
+        """Take the times of the batches that are complete; with ``wait``, of all batches."""
+        while self._pending and (wait or all(time.is_complete() for time in self._pending[0][2])):
+            step, samples, times = self._pending.popleft()
+            self._unsent.append([step, samples, [time.seconds() or 0.0 for time in times]])
+
+    def message(self, *, wait: bool = False) -> list[Any]:
+        """Return what was measured since the last message, as plain data, to be gathered from all processes."""
+        self.measure(wait=wait)
+        message = list(self._unsent)
+        self._unsent.clear()
+        return message
+
+    def receive(self, messages: Sequence[Any], *, now: bool = False) -> bool:
+        """Take in the messages of all processes in order, and update the loads if it is due, or ``now``.
+
+        Returns:
+            True if the loads changed.
+        """
+        for process, measured in enumerate(messages):
+            for step, *share in measured:
+                self._received.setdefault(step, {})[process] = share
+        complete = sorted(step for step, shares in self._received.items() if len(shares) == len(messages))
+        for step in complete:
+            shares = [self._received[step][process] for process in range(len(messages))]
+            self.speeds.record([n for samples, _ in shares for n in samples], [s for _, took in shares for s in took])
+        if complete:  # every process finishes its batches in order
+            self._received = {step: shares for step, shares in self._received.items() if step > complete[-1]}
+        return (now or self.speeds.due()) and self.speeds.update_loads()
+
+    def begin_batch(self) -> None:
+        """Update the loads if enough batches have been measured. Collective."""
+        self.receive(self._all_gather(self.message()))
+
+    def begin_epoch(self) -> bool:
+        """Update the loads from all measurements; return True if a trial of idle members begins. Collective."""
+        self.receive(self._all_gather(self.message(wait=True)))
+        return self.speeds.begin_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data for a checkpoint."""
+        return {"speeds": self.speeds.state(), "most": list(self.limits.max_samples)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned; with other members, start from equal loads and log a warning."""
+        self.speeds.load_state(state["speeds"])
+        if state["speeds"]["contexts"] == self.speeds.names:
+            self.limits.max_samples = list(state["most"])
+
+
+def balancer_of_contexts(contexts: Sequence[Context], logger: logging.Logger, minimum: int = 1) -> Balancer:
+    """Return the balancer of a module's contexts.
+
+    Args:
+        contexts: contexts of the module.
+        logger: receives one line per change of the loads, and a warning per limit of memory.
+        minimum: smallest share that is not empty.
+    """
+    on_one_device = len({context.torch_device for context in contexts}) == 1
+    names = [str(context) for context in contexts]
+    speeds = SpeedModel(names, logger, minimum=minimum, on_one_device=on_one_device)
+    return Balancer(speeds, limits=MemoryLimits(names, logger))
+
+
+class MemoryLimits:
+    """The maximum number of samples each context or rank processes at once, halved when it runs out of memory.
+
+    Larger shares of contexts run in micro-steps; those of ranks are cut.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        logger: logging.Logger | None = None,
+        max_samples: Sequence[int | None] | None = None,
+    ) -> None:
+        """Start with these limits.
+
+        Args:
+            names: names of the contexts or ranks, for logs.
+            logger: receives a warning for each limit that is halved.
+            max_samples: one per context or rank; None: no limits.
+        """
+        self._names, self._logger = list(names), logger
+        self.max_samples: list[int | None] = [None] * len(names) if max_samples is None else list(max_samples)
+        """One per context or rank; None: no limit is known."""
+
+    def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
+        """Cut each context's slice into equal parts that fit.
+
+        Args:
+            slices: one per context, of the batch.
+
+        Returns:
+            For each micro-step one slice per context; empty ones for contexts that have finished.
+        """
+        cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
+        return [
+            [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))
+        ]
+
+    def lower(self, indices: Sequence[int], micro_steps: Sequence[Sequence[slice]]) -> bool:
+        """Halve the limits of contexts that ran out of memory; return False if none can be lowered.
+
+        Args:
+            indices: contexts that ran out of memory, or may have.
+            micro_steps: slices that were tried, as `micro_steps` returned them.
+        """
+        tried = {index: max(parts[index].stop - parts[index].start for parts in micro_steps) for index in indices}
+        if not tried or max(tried.values()) < 2:
+            return False
+        self.halve(tried)
+        return True
+
+    def halve(self, tried: Mapping[int, int]) -> None:
+        """Halve the limits of contexts or ranks that ran out of memory with so many samples."""
+        for index, samples in tried.items():
+            limit = self.max_samples[index]
+            self.max_samples[index] = max(1, samples // 2 if limit is None else min(limit, samples // 2))
+            if self._logger is not None:
+                self._logger.warning(
+                    "%s ran out of memory with %d samples; the batch is run again, and from now on its share runs in "
+                    "micro-steps of at most %d samples",
+                    self._names[index],
+                    samples,
+                    self.max_samples[index],
+                )
+
+
+def _cut(part: slice, limit: int | None) -> list[slice]:
+    samples = part.stop - part.start
+    pieces = math.ceil(samples / limit) if limit else 1
+    ends = [part.start + samples * (number + 1) // pieces for number in range(pieces)]
+    return [slice(begin, end) for begin, end in zip([part.start, *ends], ends, strict=False)]
+
+
+def samples_that_fit(device: torch.device, samples: int) -> int | None:
+    """Return the largest share that the peak of real training steps predicts to fit, between two steps.
+
+    What is allocated between steps, such as weights and optimizer state, does not grow with the share; what a step adds
+    is taken to grow in proportion, although a part of it does not.
+
+    Args:
+        device: device of the model.
+        samples: the largest share that this rank has trained.
+
+    Returns:
+        A number of samples, ``samples`` or more; None: no limit is known, as on CPUs.
+    """
+    if device.type != "cuda" or not samples:
+        return None
+    peak, fixed = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - peak
+    return samples + max(0, int(_USED * room * samples / max(peak - fixed, 1)))

@@ -1,1 +1,0 @@
-"""Splitting batches over contexts and workers by their measured speed and memory (loads "auto")."""
