@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-TRAINING = {"images", "transfer-learning", "sweeps", "timeline", "clusters"}  # pages whose examples take long
+TRAINING = {"images", "timeline", "clusters"}  # pages whose examples take long
 
 
 def ids(pages: list[Path]) -> list[str]:
@@ -82,7 +82,6 @@ SOURCES = [
         "collectives",
         "gangline/cli",
         "gangline/integrations",
-        "gangline/sweeps",
     )
     for file in (ROOT / folder).rglob("*.py")
 ]

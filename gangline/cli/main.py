@@ -23,7 +23,6 @@ from gangline.cli.launch import launch, resize, scheduler, server
 from gangline.cli.options import command
 from gangline.cli.run import run
 from gangline.cli.status import status
-from gangline.cli.sweep import sweep
 from gangline.cli.training.options import TrainOptions
 from gangline.cli.training.predict import PredictOptions, ScoreOptions, predict, score
 from gangline.cli.training.train import train
@@ -65,7 +64,7 @@ app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
 app.command(context_settings={"allow_interspersed_args": False})(run)
-for subcommand in (check, devices, env, status, resize, server, scheduler, sweep):
+for subcommand in (check, devices, env, status, resize, server, scheduler):
     app.command()(subcommand)
 app.add_typer(balance, name="balance")
 app.add_typer(bench, name="bench")
