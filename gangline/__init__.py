@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from gangline.models.data.images.patches import class_weights as class_weights
     from gangline.models.data.images.splitting import split_each_label as split_each_label
     from gangline.models.data.sources import read_speed as read_speed
-    from gangline.models.data.text import python_documentation as python_documentation
     from gangline.models.loop.callbacks import Checkpoint as Checkpoint
     from gangline.models.loop.callbacks import ProgressBar as ProgressBar
     from gangline.models.loop.callbacks import Speedometer as Speedometer
@@ -73,21 +72,14 @@ if TYPE_CHECKING:
     from gangline.models.reports.page import TrainingProgress as TrainingProgress
     from gangline.models.reports.page import read_progress as read_progress
     from gangline.models.reports.tensorboard import TensorBoard as TensorBoard
-    from gangline.models.segmentation.overlays import segmentation_page as segmentation_page
-    from gangline.models.segmentation.scenes import digit_scenes as digit_scenes
-    from gangline.models.segmentation.scenes import write_scenes as write_scenes
-    from gangline.models.segmentation.tiles import predict_image as predict_image
     from gangline.models.zoo import create_network as create_network
-    from gangline.models.zoo.lstm import lstm_language_model as lstm_language_model
     from gangline.models.zoo.transfer import freeze_until as freeze_until
     from gangline.models.zoo.transfer import learning_rate_factors as learning_rate_factors
     from gangline.models.zoo.transfer import pretrained as pretrained
     from gangline.models.zoo.transfer import replace_last_layer as replace_last_layer
     from gangline.models.zoo.transfer import scale_batch as scale_batch
-    from gangline.sweeps.sweep import SweepResult as SweepResult
-    from gangline.sweeps.sweep import sweep as sweep
-    from gangline.sweeps.trial import Trial as Trial
-    from gangline.sweeps.trial import TrialResult as TrialResult
+    from gangline.trials import Trial as Trial
+    from gangline.trials import sweep as sweep
 
 _HOMES = {
     "collectives.communicator": ("Communicator", "connect", "in_process"),
@@ -122,7 +114,6 @@ _HOMES = {
     "models.data.images.patches": ("ImagePatches", "class_weights"),
     "models.data.images.splitting": ("split_each_label",),
     "models.data.sources": ("read_speed",),
-    "models.data.text": ("python_documentation",),
     "models.loop.callbacks": ("Checkpoint", "ProgressBar", "Speedometer", "do_checkpoint", "module_checkpoint"),
     "models.loop.monitor": ("Monitor",),
     "models.loop.stopping": ("EarlyStopping", "stop_on"),
@@ -132,16 +123,11 @@ _HOMES = {
     "models.pipelines.pipeline": ("Pipeline",),
     "models.reports.page": ("TrainingProgress", "read_progress"),
     "models.reports.tensorboard": ("TensorBoard",),
-    "models.segmentation.overlays": ("segmentation_page",),
-    "models.segmentation.scenes": ("digit_scenes", "write_scenes"),
-    "models.segmentation.tiles": ("predict_image",),
-    "sweeps.sweep": ("SweepResult", "sweep"),
-    "sweeps.trial": ("Trial", "TrialResult"),
     "models.balance.balanced_loader": ("BalancedLoader", "balance"),
     "models.loss.gather_rows": ("gather_rows",),
     "models.zoo": ("create_network",),
-    "models.zoo.lstm": ("lstm_language_model",),
     "models.zoo.transfer": ("freeze_until", "learning_rate_factors", "pretrained", "replace_last_layer", "scale_batch"),
+    "trials": ("Trial", "sweep"),
 }
 """Public names by the module that defines them; type checkers read the imports above."""
 _MODULES = ("algorithms", "environments", "torch_backend")

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -39,16 +38,24 @@ def resolve(name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise ValueError(f"{name!r} is not a name; expected package.module:attribute, such as my_package.nets:build")
-    module = _import(module_name, name)
-    try:
-        found: Any = attrgetter(path)(module)
-    except AttributeError as error:
-        where = type(error.obj).__name__
-        if isinstance(error.obj, ModuleType):
-            where = f"module {module_name} at {getattr(module, '__file__', None) or list(module.__path__)}"
-        elif isinstance(error.obj, type):
-            where = error.obj.__qualname__
-        raise ValueError(f"{name!r}: {where} has no {error.name!r}{_hint(error.name or '', dir(error.obj))}") from None
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does; reading processes inherit it
+    importlib.invalidate_caches()  # find files written since the last import
+    found, problem = None, ""
+    with _blame(name, "could not be imported"):
+        try:
+            found = pkgutil.resolve_name(name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module exists; something that it imports does not
+            problem = _missing_module(str(error.name), folder)
+        except AttributeError as error:
+            if module_name not in sys.modules:
+                raise  # by the module's own code
+            problem = _missing_attribute(sys.modules[module_name], error)
+    if problem:
+        raise ValueError(f"{name!r}: {problem}")
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]
@@ -138,28 +145,24 @@ def has_batches(data: Any) -> bool:
     return not isinstance(data, tuple) and (isinstance(data, IterableDataset) or not isinstance(data, Dataset))
 
 
-def _import(module_name: str, name: str) -> ModuleType:
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # as `python -m` does; reading processes inherit it
-    importlib.invalidate_caches()  # find files written since the last import
-    with _blame(name, "could not be imported"):
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if not f"{module_name}.".startswith(f"{missing}."):
-                raise  # the module exists; something that it imports does not
+def _missing_module(missing: str, folder: str) -> str:
     package, _, last = missing.rpartition(".")
-    paths, where = [folder], f"{missing!r} in {folder} or on Python's path"
-    if package:
-        parent = sys.modules[package]
-        paths = list(getattr(parent, "__path__", []))
-        where = f"{last!r} in package {package} at {', '.join(paths)}"
-        if not paths:
-            raise ValueError(f"{name!r}: {package} is a module at {parent.__file__}, not a package")
+    if not package:
+        names = [module.name for module in pkgutil.iter_modules([folder])]
+        return f"there is no module {missing!r} in {folder} or on Python's path{_hint(last, names)}"
+    parent = sys.modules[package]
+    paths = list(getattr(parent, "__path__", []))
+    if not paths:
+        return f"{package} is a module at {parent.__file__}, not a package"
     names = [module.name for module in pkgutil.iter_modules(paths)]
-    raise ValueError(f"{name!r}: there is no module {where}{_hint(last, names)}")
+    return f"there is no module {last!r} in package {package} at {', '.join(paths)}{_hint(last, names)}"
+
+
+def _missing_attribute(module: ModuleType, error: AttributeError) -> str:
+    where = error.obj.__qualname__ if isinstance(error.obj, type) else type(error.obj).__name__
+    if error.obj is module:
+        where = f"module {module.__name__} at {module.__file__ or list(module.__path__)}"
+    return f"{where} has no {error.name!r}{_hint(error.name or '', dir(error.obj))}"
 
 
 @contextmanager

@@ -65,22 +65,6 @@ def _fill(spec: InitializerSpec) -> Fill:
         raise ValueError(f"initializer {name!r} with {arguments}: {error}") from error
 
 
-def _constant(value: float = 0.0) -> Fill:
-    return partial(nn.init.constant_, val=value)
-
-
-def _uniform(scale: float = 0.07) -> Fill:
-    return partial(nn.init.uniform_, a=-scale, b=scale)
-
-
-def _normal(sigma: float = 0.01) -> Fill:
-    return partial(nn.init.normal_, mean=0.0, std=sigma)
-
-
-def _orthogonal(scale: float = 1.414) -> Fill:
-    return partial(nn.init.orthogonal_, gain=scale)
-
-
 def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: float = 3.0) -> Fill:
     """Glorot and Bengio 2010, in MXNet's form: scale sqrt(magnitude / factor)."""
     if rnd_type not in ("uniform", "gaussian"):
@@ -91,26 +75,21 @@ def _xavier(rnd_type: str = "uniform", factor_type: str = "avg", magnitude: floa
     def fill(tensor: torch.Tensor) -> None:
         fan_in, fan_out = nn.init._calculate_fan_in_and_fan_out(tensor)
         factor = {"avg": (fan_in + fan_out) / 2, "in": fan_in, "out": fan_out}[factor_type]
-        scale = math.sqrt(magnitude / factor)
-        (_uniform if rnd_type == "uniform" else _normal)(scale)(tensor)
+        _BY_NAME["uniform" if rnd_type == "uniform" else "normal"](math.sqrt(magnitude / factor))(tensor)
 
     return fill
 
 
-def _msra_prelu(factor_type: str = "avg", slope: float = 0.25) -> Fill:
-    """He et al. 2015."""
-    return _xavier("gaussian", factor_type, 2.0 / (1 + slope**2))
-
-
 _BY_NAME: dict[str, Callable[..., Fill]] = {
-    "constant": _constant,
-    "msraprelu": _msra_prelu,
-    "normal": _normal,
-    "one": lambda: _constant(1.0),
-    "ones": lambda: _constant(1.0),
-    "orthogonal": _orthogonal,
-    "uniform": _uniform,
+    "constant": lambda value=0.0: partial(nn.init.constant_, val=value),
+    "msraprelu": lambda factor_type="avg", slope=0.25: _xavier("gaussian", factor_type, 2.0 / (1 + slope**2)),
+    "normal": lambda sigma=0.01: partial(nn.init.normal_, mean=0.0, std=sigma),
+    "one": lambda: nn.init.ones_,
+    "ones": lambda: nn.init.ones_,
+    "orthogonal": lambda scale=1.414: partial(nn.init.orthogonal_, gain=scale),
+    "uniform": lambda scale=0.07: partial(nn.init.uniform_, a=-scale, b=scale),
     "xavier": _xavier,
-    "zero": lambda: _constant(0.0),
-    "zeros": lambda: _constant(0.0),
+    "zero": lambda: nn.init.zeros_,
+    "zeros": lambda: nn.init.zeros_,
 }
+"""MXNet's names and arguments; msraprelu is of He et al. 2015."""

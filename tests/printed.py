@@ -82,6 +82,7 @@ def run_page(_: Communicator, path: str, folder: str, with_launches: bool) -> li
     """
     os.chdir(folder)
     sys.path.insert(0, folder)
+    sys.path.append(str(Path(path).parent / "examples"))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     page = Path(path)

@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-TRAINING = {"images", "transfer-learning", "sweeps", "timeline", "clusters"}  # pages whose examples take long
+TRAINING = {"images", "timeline", "clusters"}  # pages whose examples take long
 
 
 def ids(pages: list[Path]) -> list[str]:
@@ -85,7 +85,6 @@ SOURCES = [
         "gangline/doctor",
         "gangline/integrations",
         "gangline/status",
-        "gangline/sweeps",
     )
     for file in (ROOT / folder).rglob("*.py")
 ]

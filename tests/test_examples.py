@@ -1,4 +1,4 @@
-"""Examples of docs/examples: two loops that differ in three lines give the same weights, alone and in a job."""
+"""Examples of docs/examples: two loops that differ in three lines give the same weights, alone and in a job; sweeps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import sweep_options
 import torch
+from language_model import main as train_language_model
 
+from gangline import cpu, sweep
 from gangline.collectives import Communicator, spawn
 from gangline.kvstore.launch.job import free_ports
 from tests.kvstore.parameter_server.processes import run_job
@@ -100,3 +103,27 @@ def test_without_a_store_workers_train_apart() -> None:
     [port] = free_ports(1)
     first, second = spawn(in_job, 2, str(PLAIN), port, threads=1)
     assert distance(first, second) > 1e-3
+
+
+def test_the_language_model_learns() -> None:
+    assert train_language_model(steps=30) < 3.2  # it begins near the logarithm of 98 characters, 4.6
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_with_each_combination_of_options(tmp_path: Path) -> None:
+    grid = {"network": ["mlp"], "num-epochs": [2], "lr": [0.1, 0.0001, "none"]}
+    good, bad, refused = sweep(sweep_options.train, grid, [cpu(0), cpu(1)], folder=tmp_path)
+    assert (good.value or 0) > 0.8 > (bad.value or 0)
+    assert "gangline train ended with exit code 2" in refused.error
+    assert "Epoch[1] Validation-accuracy" in (good.folder / "log.txt").read_text()
+    assert {"net-best.safetensors", "net.html"} <= {path.name for path in good.folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_optuna_finds_a_learning_rate_that_learns() -> None:
+    pytest.importorskip("optuna", reason="needs optuna: pip install optuna")
+    from sweep_optuna import main
+
+    study = main(num_trials=8, num_epochs=2)
+    assert len(study.trials) == 8
+    assert study.best_value > 0.8

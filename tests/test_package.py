@@ -106,7 +106,6 @@ def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
     assert rest == {
         "gangline/py.typed",
         "gangline/models/reports/chart.html",
-        "gangline/models/reports/page.html",
         "gangline/models/data/digits.md",
         "gangline/models/data/digits.npz",
     }

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import typer
 
@@ -50,21 +49,17 @@ def reported_first() -> Iterator[None]:
 
 
 @contextmanager
-def logging_to_stderr(prefix: str = "", file: Path | None = None) -> Iterator[None]:
-    """Log gangline's messages to stderr, and to a file, within the block: each with the time of day and a prefix."""
+def logging_to_stderr() -> Iterator[None]:
+    """Log gangline's messages to stderr within the block, each with the time of day."""
     log = logging.getLogger("gangline")
     level = log.level
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if file is not None:
-        handlers.append(logging.FileHandler(file))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log.addHandler(handler)
     log.setLevel(LEVELS[os.environ.get("GANGLINE_LOG", "info")])
     try:
         yield
     finally:
-        for handler in handlers:
-            log.removeHandler(handler)
-            handler.close()
+        log.removeHandler(handler)
+        handler.close()
         log.setLevel(level)

@@ -22,7 +22,6 @@ from gangline.cli.options import command
 from gangline.cli.plan import plan
 from gangline.cli.run import run
 from gangline.cli.status import status
-from gangline.cli.sweep import sweep
 from gangline.cli.training.options import TrainOptions
 from gangline.cli.training.predict import PredictOptions, predict
 from gangline.cli.training.train import train
@@ -63,7 +62,7 @@ app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
 app.command(context_settings={"allow_interspersed_args": False})(run)
-for subcommand in (check, env, plan, status, resize, sweep):
+for subcommand in (check, env, plan, status, resize):
     app.command()(subcommand)
 app.add_typer(bench, name="bench")
 app.add_typer(key, name="key")

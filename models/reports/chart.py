@@ -23,6 +23,8 @@ class Line:
     points: Sequence[Point]
     discs: Sequence[Point] = field(default_factory=tuple)
     rings: Sequence[Point] = field(default_factory=tuple)
+    width: float = 2
+    """Pixels of the stroke."""
 
 
 def color(number: int) -> str:
@@ -31,7 +33,7 @@ def color(number: int) -> str:
 
 
 def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool = False) -> str:
-    """Return a chart as SVG; each line is named at its right end.
+    """Return a chart as SVG, under a legend if it has several lines.
 
     Args:
         lines: the lines, one point or more each.
@@ -52,31 +54,35 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
     shapes = []
     for number, line in enumerate(lines):
         path, name = " ".join(",".join(place(*point)) for point in line.points), escape(line.name)
-        style = f'fill="none" stroke="{color(number)}" stroke-width="2"'
+        style = f'fill="none" stroke="{color(number)}" stroke-width="{line.width}"'
         shapes.append(f'<polyline points="{path}" {style}><title>{name}</title></polyline>')
         for marks, fill in ((line.discs, color(number)), (line.rings, "none")):
             for x, y in (place(*point) for point in marks):
                 shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{color(number)}"/>')
-        if line.points:
-            x, y = place(*line.points[-1])
-            shapes.append(f'<text x="{x}" y="{y}" dx="6" dy="4">{name}</text>')
     for part in range(_TICKS + 1):
         tick = left + part * (right - left) / _TICKS
         x, _ = place(tick, low)
         shapes.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{tick:.4g}</text>')
+        value = low + part * (high - low) / _TICKS
+        _, y = place(left, value)
+        shapes.append(f'<text x="{_MARGIN - 4}" y="{y}" text-anchor="end">{value:.3g}</text>')
+    keys = [
+        f'<span class="key" style="background:{color(n)}"></span>{escape(line.name)}' for n, line in enumerate(lines)
+    ]
     axis = f"M{_MARGIN},{_MARGIN / 2} V{_HEIGHT - _MARGIN} H{_WIDTH - _MARGIN}"
     return (
+        f'<p class="soft">{"".join(keys) if len(lines) > 1 else ""}</p>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%"><path d="{axis}" fill="none" stroke="var(--line)"/>'
-        f'<text x="{_MARGIN}" y="14">{escape(up)}, {low:.4g} to {high:.4g}</text>'
+        f'<text x="{_MARGIN}" y="14">{escape(up)}</text>'
         f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>{"".join(shapes)}</svg>'
     )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table."""
+    """Return a table, without a first row if there are no heads."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
 def page(title: str, heading: str, sections: Sequence[str], *, reload_seconds: int | None = None) -> str:

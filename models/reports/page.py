@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 from gangline.collectives.host_files import write_text
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.reports.drawing import DATA, drawn
 from gangline.models.reports.meter import Meter
 from gangline.models.reports.record import Record, Split, Validation
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
 
 FORMAT = "gangline training progress 1"
-_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
-_TEMPLATE = Path(__file__).with_name("page.html")
+_DATA = re.compile(f"{re.escape(DATA)}(.*?)</script>", re.DOTALL)
 _MAX_WRITING = 0.02  # fraction of the time
 
 
@@ -148,7 +147,7 @@ class TrainingProgress:
         }
         try:
             try:
-                write_text(self._aside, page(data))
+                write_text(self._aside, drawn(data))
                 self._aside.replace(self.path)
             finally:
                 self._aside.unlink(missing_ok=True)  # after an error
@@ -158,15 +157,6 @@ class TrainingProgress:
             self._cannot_write = True
         now = time.perf_counter()
         self._due = now + max(self.every_seconds, (now - began) / _MAX_WRITING)
-
-
-def page(data: dict[str, Any]) -> str:
-    """Return the page with these data."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    text = text.replace("<", "\\u003c")  # so that the data cannot close the script tag
-    parts = {"@title@": html.escape(data["title"]), "@data@": text}
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
 
 
 def read_progress(path: str | Path) -> dict[str, Any]:

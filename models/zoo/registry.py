@@ -63,12 +63,14 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a registered name, or import "package.module:builder".
+    """Return the entry of a registered name, or import "package.module:builder" or "torchvision:NAME".
 
     Raises:
         ValueError: if the name is unknown; or as `import_by_name.resolve`.
         RuntimeError: if the module fails on import.
     """
+    if name.startswith("torchvision:"):
+        return Entry(import_by_name.network_builder(name.replace(":", ".models:")), (3, 224, 224), name)
     if import_by_name.is_module_path(name):
         return Entry(import_by_name.network_builder(name), import_by_name.image_shape_of(name), name)
     if name not in _networks:

@@ -22,7 +22,7 @@ if importlib.util.find_spec("ray") is None:
 import ray
 from ray.cluster_utils import Cluster
 
-from gangline import Trainer, Trial
+from gangline import Trainer
 from gangline.collectives.errors import DeadNodeError
 from gangline.integrations import ray_jobs
 from gangline.integrations.ray import run
@@ -264,24 +264,11 @@ def test_ray_train_trains_over_a_store_as_one_process(cluster: str, tmp_path: Pa
         fit(fail="yes")
 
 
-def _value(trial: Trial) -> float:
-    for step in range(3):
-        trial.report(step, trial.parameters["x"] * step)
-    return float(10 * trial.parameters["x"] + len(trial.contexts))
-
-
-def test_ray_tune_runs_the_function_of_a_sweep(cluster: str, tmp_path: Path) -> None:
+def test_the_example_of_ray_tune_finds_the_better_rate(cluster: str, tmp_path: Path) -> None:
     pytest.importorskip("ray.tune", reason='needs ray.tune: pip install "ray[tune]"')
-    from ray import tune
-
-    from gangline.integrations.ray_tune import trainable
+    import sweep_ray_tune
 
     in_cluster(cluster)
-    space = {"x": tune.grid_search([1, 3, 2])}
-    resources = tune.with_resources(trainable(_value), {"cpu": 0.5})
-    config = tune.RunConfig(storage_path=str(tmp_path), verbose=0)
-    found = tune.Tuner(resources, param_space=space, run_config=config).fit()
-    best = found.get_best_result("metric", "max")
-    assert best.config == {"x": 3}
-    assert best.metrics is not None
-    assert best.metrics["metric"] == 31
+    ray.cloudpickle.register_pickle_by_value(sweep_ray_tune)  # the nodes do not have the file
+    best = sweep_ray_tune.main(rates=(0.1, 0.0001), epochs=2, cpus=0.5, storage=str(tmp_path))
+    assert best == {"learning_rate": 0.1, "epochs": 2}

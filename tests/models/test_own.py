@@ -79,7 +79,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("own_package", "single", "own_data"):
+        if name.partition(".")[0] in ("own_package", "single", "own_data", "torchvision"):
             del sys.modules[name]
 
 
@@ -122,6 +122,17 @@ def test_image_shape_is_an_attribute_of_the_builder() -> None:
         _ = entry.image_shape
     with pytest.raises(ValueError, match=r"nets:flat' has image_shape 784; expected \(channels, height, width\)"):
         zoo.find("own_package.nets:flat")
+
+
+def test_networks_of_torchvision_are_found_by_their_names() -> None:
+    Path("torchvision").mkdir()
+    Path("torchvision/__init__.py").write_text("")
+    builder = "def small(*, weights=None, **options):\n    return torch.nn.Linear(3, options['num_classes'])\n"
+    Path("torchvision/models.py").write_text(f"import torch\n{builder}")
+    assert zoo.create("torchvision:small", 6).out_features == 6
+    assert zoo.find("torchvision:small").image_shape == (3, 224, 224)
+    with pytest.raises(ValueError, match=r"module torchvision.models at .* has no 'smal'; did you mean 'small'"):
+        zoo.create("torchvision:smal")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from language_model import lstm_language_model, python_documentation
 from torch import nn
 
-from gangline import Pipeline, Trainer, cpu, create, lstm_language_model, python_documentation, spawn
+from gangline import Pipeline, Trainer, cpu, create, spawn
 from gangline.models.pipelines.pipeline import measured_layers
 from gangline.models.pipelines.schedule import cut, one_forward_one_backward
 
 STEPS = 20
+TEXT, _, CHARACTERS = python_documentation(16)
 CUTS = {
     1: {"embed": cpu(0)},
     2: {"embed": cpu(0), "lstm2": cpu(1)},
@@ -23,13 +25,13 @@ CUTS = {
 
 
 def batches(count: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    data, label = python_documentation(16).train
+    data, label = TEXT
     return [(data[size * step : size * (step + 1)], label[size * step : size * (step + 1)]) for step in range(count)]
 
 
 def network(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
-    return lstm_language_model(python_documentation(16).num_classes or 0, 12, 20, dropout=dropout).double()
+    return lstm_language_model(CHARACTERS, 12, 20, dropout=dropout).double()
 
 
 TWO_COPIES: Any = [{"embed": cpu(0), "lstm2": cpu(1)}, {"embed": cpu(2), "lstm1": cpu(3), "head": cpu(4)}]
@@ -109,7 +111,7 @@ def test_a_copy_that_fails_is_told_as_by_the_first() -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, python_documentation(16).num_classes or 0).double()),
+        nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, CHARACTERS).double()),
         nn.CrossEntropyLoss(ignore_index=3),
         nn.CrossEntropyLoss(reduction="sum"),
     ],

@@ -46,7 +46,7 @@ from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
-from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
@@ -65,12 +65,11 @@ _BENCHMARK_BATCHES = 100
 _BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
 
 
-def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -> dict[str, Any] | None:
+def run(options: TrainOptions) -> dict[str, Any] | None:
     """Train, and score the held-out data unless a signal ended training.
 
     Args:
         options: options of `gangline train`.
-        after_validation: further callbacks that run after each validation.
 
     Returns:
         Why training ended, the exit code and, on the first worker, the validation accuracy. None if only the speed of
@@ -117,7 +116,6 @@ def run(options: TrainOptions, after_validation: Sequence[BatchCallback] = ()) -
             for line in (*_description(module, options, batch_size, splits, model.num_classes), *adapted):
                 module.logger.info("%s", line)
         callbacks = _callbacks(module, options, batch_size)
-        callbacks["eval_end_callback"] += after_validation
         result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume, callbacks)
         module.close()
     return result

@@ -1,1 +1,0 @@
-"""Train many networks: a queue of trials over all devices."""

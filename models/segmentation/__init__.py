@@ -1,1 +1,0 @@
-"""Segmentation of whole images: prediction in tiles, pictures of scenes, and pages of overlays."""
