@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 
 from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, write_json
-from gangline.bench.report.rows import Row, is_noisy, spread, times_as_fast
+from gangline.bench.report.rows import Row, is_noisy, spread
 from gangline.bench.report.tables import LEGEND, format_size, print_ratios
 from gangline.bench.workload.collective_shapes import (
     IN_PLACE,
@@ -37,6 +36,7 @@ from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
+    from gangline.bench.driver.harness import Side
     from gangline.bench.driver.processes import Candidate
     from gangline.bench.driver.rank_group import RankGroup
 
@@ -55,9 +55,9 @@ def collective(
         int | None, typer.Option("-w", "--warmup_iters", help="Unmeasured steps before a run; default: a fifth.", min=0)
     ] = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2",
-    transport: Annotated[Transport, typer.Option(help="gangline's transport.")] = Transport.AUTO,
-    dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.FLOAT32,
-    op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.SUM,
+    transport: Annotated[Transport, typer.Option(help="gangline's transport.")] = Transport.auto,
+    dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.float32,
+    op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.sum,
     root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast and reduce.", min=0)] = 0,
     registered: Annotated[
         bool | None,
@@ -65,7 +65,6 @@ def collective(
     ] = None,
     algo: Annotated[str | None, typer.Option(help="gangline's algorithm, such as ring or ring:8.")] = None,
     check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1,
-    percentiles: Annotated[bool, typer.Option(help="Also time each step, in a separate run.")] = False,
     peers: Annotated[str, typer.Option(help="Peers to measure beside gangline, with commas: gloo, mpi.")] = "",
     hosts: Annotated[int, typer.Option(help="Network namespaces to distribute the ranks over.", min=1)] = 1,
     runs: Runs = 7,
@@ -96,9 +95,8 @@ def collective(
         warmup=warmup_iters,
         runs=runs,
         check=bool(check),
-        percentiles=percentiles,
         hosts=hosts,
-        peers=available_peers(peers, "collectives"),
+        peers=available_peers(peers, "ranks"),
     )
     rows: list[Row] = []
     for number in counts(ranks, "--ranks"):
@@ -136,7 +134,6 @@ class Sweep:
     """Unmeasured steps before a run; None: a fifth."""
     runs: int = 7
     check: bool = True
-    percentiles: bool = False
     hosts: int = 1
     peers: Sequence[str] = ()
 
@@ -202,18 +199,6 @@ def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
 
 
 @dataclass(frozen=True)
-class _Side:
-    """A group of ranks with prepared tensors."""
-
-    who: str
-    """"gangline", or the peer's short name."""
-    group: RankGroup
-    name: str
-    """The name under which the tensors are prepared."""
-    steps: int
-
-
-@dataclass(frozen=True)
 class _Case:
     """One size, out of place or in place."""
 
@@ -223,55 +208,33 @@ class _Case:
 
     def rows(self, own: RankGroup, others: dict[str, list[RankGroup]]) -> list[Row]:
         """Prepare all sides, measure them in turn, and free their memory."""
-        from gangline.bench.driver.candidates import in_turn, say
-        from gangline.bench.driver.rank_group import GroupError
+        from gangline.bench.driver.harness import fastest, in_turn
 
         sides = [self._prepared("gangline", own, registered) for registered in self.sweep.registered]
-        for peer in list(others):
-            try:
-                sides.append(self._fastest(peer, others[peer]))
-            except GroupError as error:
-                say(f"skipping {peer}: {error}")
-                for group in others.pop(peer):
-                    group.close()
-        seconds = in_turn({side: partial(self._seconds, side) for side in sides}, self.sweep.runs)
-        theirs = {side.who: of_side for side, of_side in seconds.items() if side.who != "gangline"}
-        rows = [self._row(side, of_side, theirs) for side, of_side in seconds.items()]
-        for group in {side.group: None for side in sides}:
+        sides += fastest(list(others), others, self._prepared)
+        seconds = in_turn({side: side.seconds for side in sides}, self.sweep.runs)
+        rows = [self._row(side, seconds) for side in sides]
+        for group in {own, *(group for groups in others.values() for group in groups)}:
             group.release()
         return rows
 
-    def _prepared(self, who: str, group: RankGroup, registered: bool = False) -> _Side:
+    def _prepared(self, who: str, group: RankGroup, registered: bool = False) -> Side:
+        from gangline.bench.driver.harness import Side
+
         name = "registered" if registered else "ordinary"
-        group.prepare({**self.options, "registered": registered}, name)
-        return _Side(who, group, name, self.sweep.steps or group.steps_in(_RUN_SECONDS, name))
+        options = {**self.options, "registered": registered}
+        group.prepare(options, name)
+        steps = self.sweep.steps or group.steps_in(_RUN_SECONDS, name)
+        return Side(who, group, options, name, steps, self.sweep.warmup)
 
-    def _fastest(self, peer: str, groups: Sequence[RankGroup]) -> _Side:
-        """Return the fastest of a peer's settings at this size."""
-        from gangline.bench.driver.candidates import TRIALS
-
-        sides = [self._prepared(peer, group) for group in groups]
-        if len(sides) == 1:
-            return sides[0]
-        trials = {side: min(self._seconds(side) for _ in range(TRIALS)) for side in sides}
-        best = min(trials, key=trials.__getitem__)
-        for side in sides:
-            if side is not best:
-                side.group.release()
-        return best
-
-    def _seconds(self, side: _Side) -> float:
-        return side.group.seconds(side.steps, side.name, self.sweep.warmup)
-
-    def _row(self, side: _Side, seconds: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> Row:
+    def _row(self, side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
+        from gangline.bench.driver.harness import ratios_to_peers
         from gangline.collectives.schedule import ROOTED
 
         sweep, options = self.sweep, self.options
         size = options["count"] * rows_in(sweep.collective, self.ranks) * sweep.itemsize
-        figures = spread([1e6 * each for each in seconds])
+        figures = spread([1e6 * each for each in seconds[side]])
         algbw = size / figures["p50"] / 1e3
-        ours = side.who == "gangline"
-        ratios = {f"ratio_to_{who}": times_as_fast(seconds, of_peer) for who, of_peer in theirs.items()}
         return {
             "who": side.group.who,
             "setting": side.group.candidate.setting or None,
@@ -285,24 +248,15 @@ class _Case:
             "redop": sweep.op if sweep.collective in REDUCING else None,
             "root": sweep.root if sweep.collective in ROOTED else None,
             "in_place": options["in_place"],
-            "registered": side.name == "registered",
-            "algorithm": sweep.algorithm if ours else None,
+            "registered": side.options["registered"],
+            "algorithm": sweep.algorithm if side.who == "gangline" else None,
             "time_us": figures["p50"],
             "algbw_gbs": algbw,
             "busbw_gbs": algbw * bus_factor(sweep.collective, self.ranks),
             "wrong": side.group.wrong(side.name) if sweep.check else None,
-            **(ratios if ours else {}),
-            **(_step_latencies(side) if sweep.percentiles else {}),
+            **ratios_to_peers(side, seconds),
             **figures,
         }
-
-
-def _step_latencies(side: _Side) -> Row:
-    """Return the spread of single steps, each timed on the slowest rank."""
-    answers = side.group.ask({"latencies": side.name, "steps": side.steps})
-    longest = [max(of_step) for of_step in zip(*(answer["seconds"] for answer in answers), strict=True)]
-    found = spread([1e6 * each for each in longest])
-    return {f"step_{name}_us": found[name] for name in ("p50", "p99", "max")}
 
 
 def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:

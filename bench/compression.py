@@ -45,7 +45,7 @@ def measure(mib: int, runs: int) -> list[Row]:
     """Measure copy_ and each codec in both directions, in milliseconds, with torch's present number of threads."""
     import torch
 
-    from gangline.bench.driver.candidates import in_turn
+    from gangline.bench.driver.harness import in_turn
     from gangline.kvstore.compression import parse
 
     size = mib * 2**20

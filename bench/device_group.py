@@ -17,7 +17,7 @@ from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import context_words
-from gangline.bench.workload.options import Gpus, Json, Plot, Runs, RunSeconds
+from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +39,16 @@ def device_group(
     runs: Runs = 7,
     run_seconds: RunSeconds = 0.05,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Sum k buffers of float32 in place, and broadcast one, with every implementation available for the devices.
 
     Measured beside torch: copy_ of one buffer, add_ and copy_ of all, and torch.cuda.nccl where the GPUs are distinct.
     wrong is the number of wrong elements of one call; memory GB/s counts the bytes that must be read and written.
     """
-    check_outputs(json, plot)
+    check_outputs(json)
     words = context_words(contexts, gpus, default=(2, 4))
     rows = run(words, [int(float(size) * 1024) for size in sizes.split(",")], runs, run_seconds)
-    publish(command_line(), rows, json, plot, ("contexts", "size"))
+    publish(command_line(), rows, json)
 
 
 def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: float) -> list[Row]:
@@ -73,7 +72,7 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """Create a group with each implementation available for the devices."""
-    from gangline.bench.driver.candidates import say
+    from gangline.bench.driver.harness import say
     from gangline.collectives.devices.backends.selection import check
     from gangline.collectives.devices.device_group import DeviceGroup
 
@@ -91,7 +90,7 @@ def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
 def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, run_seconds: float) -> list[Row]:
     import torch
 
-    from gangline.bench.driver.candidates import in_turn
+    from gangline.bench.driver.harness import in_turn
 
     buffers = [torch.empty(size // 4, device=device) for device in groups[0].devices]
     sides = _sides(groups, buffers)

@@ -12,10 +12,10 @@ from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.networks import bytes_of, context_words, parameter_shapes
-from gangline.bench.workload.options import Gpus, Json, Plot, Runs, RunSeconds
+from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
 
 if TYPE_CHECKING:
-    from gangline.bench.driver.candidates import Entry, Measured
+    from gangline.bench.driver.harness import Entry, Measured
 
 _PUSH_PULL = "push+pull"
 _PUSHPULL = "pushpull"
@@ -33,7 +33,6 @@ def kvstore(
     runs: Runs = 7,
     run_seconds: RunSeconds = 0.3,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Push every gradient from every context, and pull every sum into every context.
 
@@ -43,11 +42,11 @@ def kvstore(
     """
     from gangline.bench.driver.installed import available_peers
 
-    check_outputs(json, plot)
+    check_outputs(json)
     words = context_words(contexts, gpus, default=(2, 4))
     others = available_peers(peers, "kvstore", on_gpus=gpus is not None)
     rows = measure(network, [store.strip() for store in stores.split(",")], words, others, runs, run_seconds)
-    publish(command_line(), rows, json, plot, ("store", "contexts"))
+    publish(command_line(), rows, json)
     print_ratios(rows, "contexts", ("store", "call"))
 
 
@@ -68,7 +67,7 @@ def measure(
         ValueError: if the network is unknown.
         GroupError: if a candidate fails, for instance because a store is unknown.
     """
-    from gangline.bench.driver.candidates import fastest_candidates, measure_in_turn
+    from gangline.bench.driver.harness import fastest_candidates, measure_in_turn
 
     keys = parameter_shapes(network)
     cases = [(store, count) for store in stores for count in contexts]
@@ -88,7 +87,7 @@ def measure(
 
 def _entries(options: dict[str, Any], peers: Sequence[str]) -> list[Entry]:
     """Return gangline's two calls, then the peers in their order."""
-    from gangline.bench.driver.candidates import Entry
+    from gangline.bench.driver.harness import Entry
     from gangline.bench.driver.installed import single_process
     from gangline.bench.driver.processes import Candidate
 

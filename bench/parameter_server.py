@@ -35,6 +35,7 @@ from gangline.bench.workload.sizes import size_in_bytes, sizes_between
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
+    from gangline.bench.driver.harness import Side
     from gangline.bench.driver.hosts import Hosts
     from gangline.bench.driver.processes import Candidate
     from gangline.bench.driver.rank_group import RankGroup
@@ -43,7 +44,6 @@ PUSH, PUSH_PULL, PUSHPULL = "push", "push+pull", "pushpull"
 """The measured calls."""
 _ITEM = 4  # bytes of a float32
 _LONG = 1.0  # seconds of a step that is not repeated within a run
-_SERVING = "from gangline.kvstore.parameter_server.roles import serve_if_assigned; serve_if_assigned()"
 _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.5},
     "fp16": {"type": "fp16"},
@@ -59,16 +59,16 @@ def ps(
     stepfactor: StepFactor = 16,
     workers: Annotated[int, typer.Option("-n", "--workers", help="Worker processes.", min=1)] = 2,
     servers: Annotated[int, typer.Option("-s", "--servers", help="Server processes.", min=1)] = 1,
-    store: Annotated[DistStore, typer.Option(help="Kind of store.")] = DistStore.SYNC,
+    store: Annotated[DistStore, typer.Option(help="Kind of store.")] = DistStore.dist_sync,
     transport: Annotated[
         ServerTransport, typer.Option(help="gangline's transport; auto: shared memory where possible.")
-    ] = ServerTransport.AUTO,
+    ] = ServerTransport.auto,
     pushpull: Annotated[bool, typer.Option(help="Also measure the call pushpull.")] = False,
     compression: Annotated[Compression | None, typer.Option(help="Also measure compressed pushes.")] = None,
     peers: Annotated[str, typer.Option(help="Peers to measure beside gangline: mxnet.")] = "",
     hosts: Annotated[
         HostCount, typer.Option(help="2: run the servers in one network namespace and the workers in another.")
-    ] = HostCount.ONE,
+    ] = HostCount["1"],
     rate: Annotated[str | None, typer.Option(help="Rate of the link between the two hosts, such as 100mbit.")] = None,
     check: Annotated[bool, typer.Option(help="Check every element of the results.")] = True,
     runs: Runs = 3,
@@ -139,17 +139,6 @@ class Case:
                 raise RuntimeError(f"--hosts {self.hosts}: {why}")
 
 
-@dataclass(frozen=True)
-class _Side:
-    """A job, and how its store is called."""
-
-    who: str
-    """"gangline", or the peer's short name."""
-    job: RankGroup
-    call: str
-    compression: str | None = None
-
-
 def measure(case: Case) -> list[Row]:
     """Measure each size; the sides of a size are measured in turn.
 
@@ -160,8 +149,8 @@ def measure(case: Case) -> list[Row]:
 
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.hosts > 1 else None
-        own = _own_sides(stack, case, hosts)
-        others = {peer: sides for peer in case.peers if (sides := _peer_sides(stack, peer, case))}
+        own = _own_jobs(stack, case, hosts)
+        others = {peer: jobs for peer in case.peers if (jobs := _peer_jobs(stack, peer, case))}
         return [row for size in case.sizes for row in _Size(case, size).rows(own, others)]
 
 
@@ -172,60 +161,46 @@ class _Size:
     case: Case
     size: int
 
-    def rows(self, own: Sequence[_Side], others: dict[str, list[_Side]]) -> Iterator[Row]:
+    def rows(
+        self, own: Sequence[tuple[RankGroup, str, str | None]], others: dict[str, list[RankGroup]]
+    ) -> Iterator[Row]:
         """Prepare all sides, measure them in turn, and free their memory."""
-        from gangline.bench.driver.candidates import in_turn, say
-        from gangline.bench.driver.rank_group import GroupError
+        from gangline.bench.driver.harness import fastest, in_turn, say
 
-        sides = {side: self._prepared(side) for side in own}
-        for peer in list(others):
-            try:
-                sides |= self._fastest(others[peer])
-            except GroupError as error:
-                say(f"skipping {peer}: {error}")
-                for side in others.pop(peer):
-                    side.job.close()
+        sides = [self._prepared("gangline", job, call, compression) for job, call, compression in own]
+        for call in _calls(self.case):
+            sides += fastest(list(others), others, partial(self._prepared, call=call))
+        sides = [side for side in sides if side.who in ("gangline", *others)]  # without those that failed
         say(f"measuring {self.size} bytes, {self.case.runs} runs each, in turn")
-        timed = {side: partial(side.job.seconds, steps, side.call) for side, steps in sides.items()}
-        seconds = in_turn(timed, self.case.runs)
+        seconds = in_turn({side: side.seconds for side in sides}, self.case.runs)
         yield from [self._row(side, seconds) for side in sides]
-        for job in {side.job for side in (*own, *(side for of_peer in others.values() for side in of_peer))}:
+        for job in {*(job for job, _, _ in own), *(job for jobs in others.values() for job in jobs)}:
             job.release()
 
-    def _prepared(self, side: _Side) -> int:
-        """Create the key and return the number of steps of a run."""
+    def _prepared(self, who: str, job: RankGroup, call: str, compression: str | None = None) -> Side:
+        """Create the key and choose the steps of a run."""
+        from gangline.bench.driver.harness import Side
+
         options = {
             "count": self.size // _ITEM,
             "workers": self.case.workers,
-            "call": side.call,
-            "compression": side.compression,
+            "call": call,
+            "compression": compression,
         }
-        step = side.job.prepare(options, side.call)
-        return 1 if step > _LONG else side.job.steps_in(self.case.run_seconds, side.call)
+        step = job.prepare(options, call)
+        return Side(who, job, options, call, 1 if step > _LONG else job.steps_in(self.case.run_seconds, call))
 
-    def _fastest(self, sides: Sequence[_Side]) -> dict[_Side, int]:
-        """Return the fastest of a peer's sides for each call at this size, and the steps of their runs."""
-        from gangline.bench.driver.candidates import TRIALS
-
-        best: dict[str, tuple[float, _Side, int]] = {}
-        for side in sides:
-            steps = self._prepared(side)
-            seconds = min(side.job.seconds(steps, side.call) for _ in range(TRIALS))
-            if side.call not in best or seconds < best[side.call][0]:
-                best[side.call] = seconds, side, steps
-        return {side: steps for _, side, steps in best.values()}
-
-    def _row(self, side: _Side, seconds: Mapping[_Side, Sequence[float]]) -> Row:
+    def _row(self, side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
         case, bytes_of_key = self.case, self.size // _ITEM * _ITEM
         figures = spread([1e6 * each for each in seconds[side]])
         ours = side.who == "gangline"
         return {
-            "who": side.job.who,
-            "setting": side.job.candidate.setting or None,
+            "who": side.group.who,
+            "setting": side.group.candidate.setting or None,
             "mode": case.store,
             "transport": case.transport if ours and case.hosts == 1 else "tcp",
-            "call": side.call,
-            "compression": side.compression,
+            "call": side.name,
+            "compression": side.options["compression"],
             "workers": case.workers,
             "servers": case.servers,
             "hosts": case.hosts if case.hosts > 1 else None,
@@ -233,27 +208,28 @@ class _Size:
             "size": bytes_of_key,
             "time_us": figures["p50"],
             "gb_per_s": bytes_of_key / figures["p50"] / 1e3,
-            "error": side.job.error(side.call) if case.check else None,
+            "error": side.group.error(side.name) if case.check else None,
             **(_ratios(side, seconds) if ours else {}),
             **figures,
         }
 
 
-def _ratios(side: _Side, seconds: Mapping[_Side, Sequence[float]]) -> Row:
+def _ratios(side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
     """Return how many times as fast a side of gangline's is as others.
 
     A peer is compared by the same call, and gangline's pushpull also with the peer's push and pull. A compressed call
     is compared with the same call without compression.
     """
     found: Row = {}
+    coding = side.options["compression"]
     for other, theirs in seconds.items():
         ratio = times_as_fast(seconds[side], theirs)
         if other.who == "gangline":
-            if side.compression is not None and (other.call, other.compression) == (side.call, None):
+            if coding is not None and (other.name, other.options["compression"]) == (side.name, None):
                 found["ratio_to_float32"] = ratio
-        elif side.compression is None and other.call == side.call:
+        elif coding is None and other.name == side.name:
             found[f"ratio_to_{other.who}"] = ratio
-        elif side.compression is None and (side.call, other.call) == (PUSHPULL, PUSH_PULL):
+        elif coding is None and (side.name, other.name) == (PUSHPULL, PUSH_PULL):
             found[f"ratio_to_{other.who}_{PUSH_PULL}"] = ratio
     return found
 
@@ -262,23 +238,23 @@ def _calls(case: Case) -> list[str]:
     return [PUSH_PULL, *([PUSHPULL] if case.pushpull else [])]
 
 
-def _own_sides(stack: ExitStack, case: Case, hosts: Hosts | None) -> list[_Side]:
-    """Start gangline's jobs, one for each compression; they end with ``stack``."""
+def _own_jobs(stack: ExitStack, case: Case, hosts: Hosts | None) -> list[tuple[RankGroup, str, str | None]]:
+    """Start gangline's jobs, one for each compression; return each with its calls and compression."""
     from gangline.bench.driver.rank_group import RankGroup
 
     calls: dict[str | None, list[str]] = {None: _calls(case)}
     if case.compression is not None:
         calls[None].insert(0, PUSH)
         calls |= {case.compression: [PUSH], f"{case.compression}, pulls fp16": [PUSH_PULL]}
-    sides = []
+    found = []
     for compression, of_job in calls.items():
         job = stack.enter_context(RankGroup(_own_candidate(case, compression, hosts is not None), hosts))
-        sides += [_Side("gangline", job, call, compression) for call in of_job]
-    return sides
+        found += [(job, call, compression) for call in of_job]
+    return found
 
 
 def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candidate:
-    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.processes import SERVER, Candidate
 
     env = {"BENCH_STORE": case.store, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // case.workers))}
     if compression is not None:
@@ -289,39 +265,31 @@ def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candi
         env["GANGLINE_TRANSPORT"] = "tcp"
     if on_hosts:
         env["GANGLINE_INSECURE"] = "1"  # nobody else reaches the namespaces
-    return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=_SERVING)
+    return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=SERVER)
 
 
-def _peer_sides(stack: ExitStack, peer: str, case: Case) -> list[_Side]:
+def _peer_jobs(stack: ExitStack, peer: str, case: Case) -> list[RankGroup]:
     """Start a peer's jobs, one for each setting; none if it cannot be started, with the reason on stderr."""
-    from gangline.bench.driver.candidates import say
-    from gangline.bench.driver.installed import interpreter
+    from gangline.bench.driver.harness import say
+    from gangline.bench.driver.installed import interpreter, started
     from gangline.bench.driver.processes import Candidate
-    from gangline.bench.driver.rank_group import GroupError, RankGroup
 
     if case.hosts > 1 or case.store != "dist_sync":
         say(f"skipping {peer}: it is measured with dist_sync on one host only")
         return []
-    sides = []
-    for threads in ("1", "2"):
-        setting = f"OMP_NUM_THREADS={threads}"
-        say(f"starting {peer} with {setting}")
-        candidate = Candidate(
+    candidates = [
+        Candidate(
             f"parameter_server/{peer}",
             case.workers,
             case.servers,
             env={"BENCH_STORE": case.store, "OMP_NUM_THREADS": threads, "DMLC_NODE_HOST": "127.0.0.1"},
-            setting=setting,
+            setting=f"OMP_NUM_THREADS={threads}",
             interpreter=interpreter(peer),
             server_code=f"import {peer}",
         )
-        try:
-            job = stack.enter_context(RankGroup(candidate))
-        except GroupError as error:
-            say(f"skipping {peer}: {error}")
-            return []
-        sides += [_Side(peer, job, call) for call in _calls(case)]
-    return sides
+        for threads in ("1", "2")
+    ]
+    return started(stack, peer, candidates)
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:

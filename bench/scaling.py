@@ -50,7 +50,7 @@ def measure(
         ValueError: if the network is unknown.
         GroupError: if a job fails.
     """
-    from gangline.bench.driver.candidates import in_turn, say
+    from gangline.bench.driver.harness import in_turn, say
     from gangline.bench.driver.rank_group import RankGroup
 
     shape = images(network)
@@ -78,7 +78,7 @@ def speedups(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _candidate(store: str | None, workers: int) -> Candidate:
-    from gangline.bench.driver.processes import Candidate
+    from gangline.bench.driver.processes import SERVER, Candidate
 
     env = {"OMP_NUM_THREADS": "1"}
     if store is not None:
@@ -87,7 +87,7 @@ def _candidate(store: str | None, workers: int) -> Candidate:
         env["BENCH_BACKEND"] = "gangline"
     file = "training/ddp" if store in (None, _PEER) else "training/gangline"
     servers = int(store is not None and store.startswith("dist"))
-    return Candidate(file, workers, servers, env=env, forked=True)
+    return Candidate(file, workers, servers, env=env, server_code=SERVER if servers else "")
 
 
 def _row(job: RankGroup, seconds: Mapping[RankGroup, Sequence[float]], network: str, samples: int) -> Row:

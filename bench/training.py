@@ -12,15 +12,16 @@ from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.networks import context_words, distinct_devices, images
-from gangline.bench.workload.options import Gpus, Json, Plot, Runs, RunSeconds
+from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.bench.driver.candidates import Entry, Measured
+    from gangline.bench.driver.harness import Entry, Measured
 
 _STORES = ("local", "device")
 _TRIAL_SECONDS = 0.3  # of a run that searches for the best setting
 _PLAIN = "torch"
+_TRANSFER = "Transfer learning"
 
 
 def training(
@@ -60,10 +61,31 @@ def training(
             "With --workers: ddp, which is the default."
         ),
     ] = None,
+    transfer: Annotated[
+        bool,
+        typer.Option(
+            "--transfer",
+            help="Measure accuracy and images/s of transfer learning by 1, 2 and 4 workers, or those of --workers; "
+            "default network: alexnet, batch of a worker: 32.",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = False,
+    freeze_until: Annotated[
+        str, typer.Option(help="Layers before this one are fixed.", rich_help_panel=_TRANSFER)
+    ] = "classifier.6",
+    epochs: Annotated[int, typer.Option(help="Epochs on all digits.", min=1, rich_help_panel=_TRANSFER)] = 10,
+    lr: Annotated[float, typer.Option(help="Learning rate of one worker.", rich_help_panel=_TRANSFER)] = 0.001,
+    scale_batch: Annotated[
+        bool,
+        typer.Option(
+            "--scale-batch/--same-batch",
+            help="Multiply batch and learning rate by the number of workers.",
+            rich_help_panel=_TRANSFER,
+        ),
+    ] = True,
     runs: Runs = 7,
     run_seconds: RunSeconds = 1.0,
     json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Train on random images (28x28 or 64x64) with SGD and momentum.
 
@@ -73,21 +95,32 @@ def training(
 
     With --workers there is a process for each worker, and a server for dist_sync; efficiency is samples/s over those of
     one worker of the same candidate and over the number of workers.
+
+    With --transfer, a network trained on the digits 0 to 4 is adapted to all ten digits by each number of workers.
+    accuracy is that on 360 held-out images, time that of all epochs with their scoring.
     """
     from gangline.bench.driver.installed import available_peers
+    from gangline.bench.workload.sizes import counts
 
-    check_outputs(json, plot)
+    check_outputs(json)
+    if transfer:
+        from gangline.bench.transfer import Plan
+        from gangline.bench.transfer import measure as measure_transfer
+
+        plan = Plan(network or "alexnet", freeze_until, epochs, batch_size or 32, lr)
+        rows = measure_transfer(plan, counts(workers or "1,2,4", "--workers"), scale_batch=scale_batch)
+        publish(command_line(), rows, json)
+        return
     if workers is not None:
         if contexts is not None or gpus is not None:
             raise UsageError("--workers measures workers of one CPU context each; leave --contexts and --gpus out")
         from gangline.bench import scaling
-        from gangline.bench.workload.sizes import counts
 
         others = available_peers("ddp" if peers is None else peers, "training", among=("ddp",))
         stores = scaling.STORES if kv_store is None else [store.strip() for store in kv_store.split(",")]
         samples, numbers = batch_size or scaling.SAMPLES, counts(workers, "--workers")
         rows = scaling.measure(network or "resnet18", samples, numbers, stores, others, runs, run_seconds)
-        publish(command_line(), rows, json, plot, ("workers",))
+        publish(command_line(), rows, json)
         print("\n".join(scaling.speedups(rows)))
         print_ratios(rows, "workers", ("network", "store"))
         return
@@ -96,7 +129,7 @@ def training(
     others = available_peers(_PLAIN if peers is None else peers, "training", on_gpus=gpus is not None)
     size = batch_size or (32 if images(network).shape[0] == 3 else 64)
     rows = measure(network, size, words, kv_store or "device", others, runs, run_seconds)
-    publish(command_line(), rows, json, plot, ("contexts",))
+    publish(command_line(), rows, json)
     print_ratios(rows, "contexts", ("network",))
 
 
@@ -124,7 +157,7 @@ def measure(
         ValueError: if the network is unknown.
         GroupError: if a candidate fails, for instance because a store is unknown.
     """
-    from gangline.bench.driver.candidates import fastest_candidates, measure_in_turn
+    from gangline.bench.driver.harness import fastest_candidates, measure_in_turn
 
     shape = images(network)
     options = {
@@ -157,7 +190,7 @@ def _cases(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str,
 
 
 def _entry(who: str, count: int, options: dict[str, Any], *, alone: bool) -> Entry:
-    from gangline.bench.driver.candidates import Entry
+    from gangline.bench.driver.harness import Entry
     from gangline.bench.driver.installed import ddp, single_process
     from gangline.bench.driver.processes import Candidate
 

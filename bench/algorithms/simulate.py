@@ -1,75 +1,57 @@
-"""`gangline bench simulate`: the predicted cost of each algorithm on a described cluster."""
+"""`gangline bench simulate`: predicted times of collectives, or of training, on a described cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gangline.bench.algorithms.cluster import Cluster, measure
 from gangline.bench.report.machine import command_line
-from gangline.bench.report.output import check_outputs, write_json
-from gangline.bench.report.rows import Row, spread
-from gangline.bench.report.tables import format_number, format_seconds, format_size, print_columns
-from gangline.bench.workload.collective_shapes import bus_factor
+from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.workload.options import Collective, Json
-from gangline.bench.workload.sizes import size_in_bytes
-from gangline.collectives.errors import UsageError
+from gangline.bench.workload.sizes import counts, size_in_bytes
 
-if TYPE_CHECKING:
-    from gangline.collectives.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks distributed equally over hosts, in blocks of neighbours; every rank has its own port."""
-
-    ranks: int
-    hosts: int
-    alpha_inside: float
-    """Latency of a message within a host, in microseconds."""
-    alpha_between: float
-    """Latency of a message between hosts, in microseconds."""
-    beta_inside: float
-    """Bandwidth of a rank's port within a host, in GB/s."""
-    beta_between: float
-    """Bandwidth of a rank's port to other hosts, in GB/s."""
-    gamma: float
-    """Rate at which a rank reduces, in GB/s."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.hosts <= self.ranks:
-            raise UsageError(f"--hosts is {self.hosts} for {self.ranks} ranks; expected 1 to {self.ranks}")
-        for name in ("beta_inside", "beta_between", "gamma"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected more than 0 GB/s")
-
-    @property
-    def host_of_rank(self) -> tuple[int, ...]:
-        """Host of each rank."""
-        return tuple(rank * self.hosts // self.ranks for rank in range(self.ranks))
-
-    def seconds(self, schedule: Schedule, nbytes: int) -> float:
-        """Return the cost of a schedule in seconds; ``nbytes`` as in `Schedule.bytes_on_wire`."""
-        from gangline.bench.algorithms.cost import by_host, cost
-
-        alpha = by_host(self.host_of_rank, 1e-6 * self.alpha_inside, 1e-6 * self.alpha_between)
-        beta = by_host(self.host_of_rank, 1e-9 / self.beta_inside, 1e-9 / self.beta_between)
-        return cost(schedule, nbytes, alpha, beta, 1e-9 / self.gamma)
+_TRAINING = "Training"
 
 
 def simulate(
     ranks: Annotated[int, typer.Option(help="Number of ranks.", min=1)] = 64,
     size: Annotated[str, typer.Option(help="Size of the tensor with all its rows, such as 64K or 100M.")] = "100M",
-    hosts: Annotated[int, typer.Option(help="Hosts that the ranks are distributed over.", min=1)] = 1,
-    collective: Annotated[Collective, typer.Option(help="Collective to simulate.")] = Collective.ALL_REDUCE,
+    hosts: Annotated[
+        str, typer.Option(help="Numbers of hosts that the ranks or devices are distributed over, with commas.")
+    ] = "1",
+    collective: Annotated[Collective, typer.Option(help="Collective to simulate.")] = Collective.all_reduce,
     alpha_inside: Annotated[float, typer.Option(help="Latency of a message within a host, in us.", min=0)] = 3.0,
     alpha_between: Annotated[float, typer.Option(help="Latency of a message between hosts, in us.", min=0)] = 10.0,
     beta_inside: Annotated[float, typer.Option(help="Bandwidth of a rank within its host, in GB/s.")] = 100.0,
     beta_between: Annotated[float, typer.Option(help="Bandwidth of a rank to other hosts, in GB/s.")] = 12.5,
     gamma: Annotated[float, typer.Option(help="Rate at which a rank reduces, in GB/s.")] = 200.0,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="Simulate the training of this network of the zoo, or of PARAMETERS/LAYERS of equal layers, such as "
+            "25e6/50.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples of a device.", min=1, rich_help_panel=_TRAINING)] = 32,
+    speed: Annotated[
+        float, typer.Option(help="Samples per second of one device alone.", min=0.001, rich_help_panel=_TRAINING)
+    ] = 300.0,
+    devices: Annotated[int, typer.Option(help="Devices of a host.", min=1, rich_help_panel=_TRAINING)] = 8,
+    device_gbs: Annotated[
+        float, typer.Option(help="Rate of a device within its host, in GB/s.", rich_help_panel=_TRAINING)
+    ] = 10.0,
+    host_gbs: Annotated[
+        float, typer.Option(help="Rate of a host to the others, in GB/s.", rich_help_panel=_TRAINING)
+    ] = 1.25,
+    variation: Annotated[
+        float,
+        typer.Option(
+            help="Standard deviation of a device's computing time over its mean.", min=0, rich_help_panel=_TRAINING
+        ),
+    ] = 0.03,
     json: Json = None,
 ) -> None:
     """Predict the time of every algorithm of a collective on a cluster, fastest first; nothing is sent.
@@ -77,86 +59,20 @@ def simulate(
     A message takes alpha plus its bytes / beta and occupies a port of its sender and one of its receiver; a reduction
     takes bytes / gamma. Pipelined algorithms use their best number of segments. algbw is size / time, busbw as in
     nccl-tests.
+
+    With --network, predict the speed of training for each store and number of hosts. efficiency is samples/s over those
+    of one device and over the number of devices.
     """
     check_outputs(json)
-    cluster = Cluster(ranks, hosts, alpha_inside, alpha_between, beta_inside, beta_between, gamma)
-    rows = measure(cluster, collective.value, size_in_bytes(size, "--size"))
-    _print(rows)
-    if json is not None:
-        write_json(command_line(), rows, json)
+    numbers = counts(hosts, "--hosts")
+    if network is not None:
+        from gangline.bench.algorithms.training import Machines, predict
 
-
-def measure(cluster: Cluster, collective: str, nbytes: int) -> list[Row]:
-    """Return a row for each algorithm, fastest first.
-
-    Args:
-        cluster: the simulated cluster.
-        collective: name of the collective; its root, if it has one, is rank 0.
-        nbytes: bytes of the tensor, with all its rows where it has one for each rank.
-
-    Raises:
-        ValueError: if there is no such collective.
-    """
-    from gangline.collectives import algorithms
-
-    rows = [_row(cluster, collective, algorithm, nbytes) for algorithm in algorithms.names(collective)]
-    return sorted(rows, key=lambda row: float(row["seconds"]))
-
-
-def _print(rows: Sequence[Row]) -> None:
-    row = rows[0]
-    print(f"# {row['collective']} of {format_size(row['size'])}, {row['ranks']} ranks on {row['hosts']} hosts")
-    numbers = {
-        "segments": [str(row["segments"]) for row in rows],
-        "rounds": [str(row["steps"]) for row in rows],
-        "sent per rank": [format_size(row["bytes_a_rank"]) for row in rows],
-        "time": [format_seconds(row["seconds"]) for row in rows],
-        "algbw GB/s": [format_number(row["algbw_gbs"], 3) for row in rows],
-        "busbw GB/s": [format_number(row["busbw_gbs"], 3) for row in rows],
-    }
-    columns = [(name, cells, False) for name, cells in numbers.items()]
-    print_columns([("algorithm", [row["algorithm"] for row in rows], True), *columns])
-
-
-def _row(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> Row:
-    segments, schedule, seconds = _best(cluster, collective, algorithm, nbytes)
-    algbw = nbytes / seconds / 1e9 if seconds else 0.0
-    return {
-        "who": "gangline",
-        "collective": collective,
-        "algorithm": algorithm,
-        "ranks": cluster.ranks,
-        "hosts": cluster.hosts,
-        "size": nbytes,
-        "segments": segments,
-        "steps": schedule.steps(),
-        "bytes_a_rank": schedule.bytes_on_wire(nbytes),
-        "seconds": seconds,
-        "algbw_gbs": algbw,
-        "busbw_gbs": algbw * bus_factor(collective, cluster.ranks),
-        **spread([seconds]),
-    }
-
-
-def _best(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> tuple[int, Schedule, float]:
-    """Return segments, schedule and seconds; the segments double while that makes it faster."""
-    best: tuple[int, Schedule, float] | None = None
-    for power in count():
-        schedule = _schedule(cluster, collective, algorithm, segments=1 << power)
-        if best is not None and schedule.chunks == best[1].chunks:
-            break  # the algorithm has no segments
-        seconds = cluster.seconds(schedule, nbytes)
-        if best is not None and seconds >= best[2]:
-            break
-        best = (1 << power, schedule, seconds)
-    assert best is not None
-    return best
-
-
-def _schedule(cluster: Cluster, collective: str, algorithm: str, segments: int) -> Schedule:
-    from gangline.collectives import algorithms
-    from gangline.collectives.schedule import ROOTED
-
-    root = 0 if collective in ROOTED else None
-    hosts = cluster.host_of_rank
-    return algorithms.build(collective, algorithm, cluster.ranks, root=root, segments=segments, hosts=hosts)
+        machines = Machines(1, devices, device_gbs, host_gbs, variation)
+        publish(command_line(), predict(network, batch_size, speed, machines, numbers), json)
+        return
+    clusters = [
+        Cluster(ranks, number, alpha_inside, alpha_between, beta_inside, beta_between, gamma) for number in numbers
+    ]
+    nbytes = size_in_bytes(size, "--size")
+    publish(command_line(), [row for each in clusters for row in measure(each, collective.value, nbytes)], json)

@@ -1,23 +1,14 @@
-"""Hosts made of network namespaces, to measure and test on one machine what runs between several.
-
-`gangline bench hosts COUNT COMMAND...` runs a command on each of them.
-"""
+"""Hosts made of network namespaces, to measure and test on one machine what runs between several."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
 import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 _CLONE_NEWNET = 0x40000000
 _BURST = "128kb"
@@ -190,27 +181,3 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
-
-
-def hosts(
-    count: Annotated[int, typer.Argument(min=1, max=250, help="Number of hosts.")],
-    command: Annotated[list[str], typer.Argument(help="Command to run on each host, with its arguments.")],
-) -> None:
-    """Run a command on each of several hosts made of network namespaces (needs root).
-
-    The command's environment contains HOST, the index of its host, and ADDRESSES, the addresses of all hosts.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
-    with contextlib.suppress(KeyboardInterrupt), Hosts(count) as created:
-        for line in _on_each(created, command):
-            print(line)
-
-
-def _on_each(created: Hosts, command: Sequence[str]) -> Iterator[str]:
-    env = {"ADDRESSES": ",".join(created.addresses)}
-    started = [created.start(index, command, {**env, "HOST": str(index)}) for index in range(len(created.names))]
-    for index, process in enumerate(started):
-        output, errors = process.communicate()
-        yield from (f"host {index}: {line}" for line in (output + errors).splitlines())
-        if process.returncode:
-            raise RuntimeError(f"host {index} exited with code {process.returncode}")

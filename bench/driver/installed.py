@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gangline
-from gangline.bench.driver.candidates import say
-from gangline.bench.driver.processes import PEERS as _FOLDER
+from gangline.bench.driver.harness import say
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.collectives.errors import UsageError
@@ -25,6 +24,14 @@ _ROOT = Path(gangline.__file__).resolve().parent.parent
 PEERS = ("mxnet", "torch", "ddp", "gloo", "mpi")
 """torch is plain torch code, ddp torch's DistributedDataParallel, gloo torch.distributed, mpi the fastest of Open MPI,
 MPICH and Intel MPI. MXNet and each MPI have their own virtual environments."""
+_OF_BENCH = {
+    "backend": ("gloo", "mpi"),
+    "kvstore": ("mxnet", "torch"),
+    "parameter_server": ("mxnet",),
+    "ranks": ("gloo", "mpi"),
+    "training": ("mxnet", "torch", "ddp"),
+}
+"""The peers of each folder of bench/peers; an MPI has its program in ranks/ for both benches."""
 
 
 def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Sequence[str] = PEERS) -> list[str]:
@@ -32,7 +39,7 @@ def available_peers(names: str, bench: str, *, on_gpus: bool = False, among: Seq
 
     Args:
         names: value of ``--peers``, with commas, such as "mxnet,torch"; empty: none.
-        bench: folder of bench/peers: a peer takes part if it has a file there.
+        bench: folder of bench/peers.
         on_gpus: the bench runs on GPUs.
         among: the peers that the bench can measure.
 
@@ -57,11 +64,11 @@ def interpreter(peer: str) -> Path | None:
 
 
 def _why_not(peer: str, bench: str, on_gpus: bool) -> str | None:
-    if not (_FOLDER / bench / f"{peer}.py").exists():
+    if peer not in _OF_BENCH[bench]:
         return f"it does not take part in the {bench} bench"
     if on_gpus and peer != "torch":
         return "it is measured on CPU contexts only; leave --gpus out"
-    if peer == "mpi" and not _mpi(1, f"{bench}/mpi"):
+    if peer == "mpi" and not _mpi(1):
         return (
             "none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers` (Open MPI after "
             "`apt-get install openmpi-bin libopenmpi-dev`)"
@@ -104,7 +111,7 @@ def ddp(ranks: int) -> list[Candidate]:
     return [_named(Candidate("training/ddp", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
 
 
-def collective_ranks(who: str, ranks: int, bench: str = "collectives") -> list[Candidate]:
+def collective_ranks(who: str, ranks: int, bench: str = "ranks") -> list[Candidate]:
     """Return the settings in which ranks of a collective are tried.
 
     Args:
@@ -113,7 +120,7 @@ def collective_ranks(who: str, ranks: int, bench: str = "collectives") -> list[C
         bench: folder of bench/peers.
     """
     if who == "mpi":
-        return _mpi(ranks, f"{bench}/mpi")
+        return _mpi(ranks)
     if who == "gangline":
         threads = max(1, (os.cpu_count() or 1) // ranks)
         return [Candidate(f"{bench}/gangline", ranks, env={"OMP_NUM_THREADS": str(threads)})]
@@ -121,30 +128,35 @@ def collective_ranks(who: str, ranks: int, bench: str = "collectives") -> list[C
 
 
 def peer_groups(
-    stack: ExitStack, peer: str, ranks: int, bench: str = "collectives", hosts: Hosts | None = None
+    stack: ExitStack, peer: str, ranks: int, bench: str = "ranks", hosts: Hosts | None = None
 ) -> list[RankGroup]:
     """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
     if hosts is not None and peer != "gloo":
         say(f"skipping {peer}: it is measured on one host only")
         return []
-    say(f"starting {peer}, {ranks} ranks")
     interface = {} if hosts is None else {"GLOO_SOCKET_IFNAME": "eth0"}
+    candidates = [replace(each, env={**each.env, **interface}) for each in collective_ranks(peer, ranks, bench)]
+    return started(stack, peer, candidates, hosts)
+
+
+def started(
+    stack: ExitStack, peer: str, candidates: Sequence[Candidate], hosts: Hosts | None = None
+) -> list[RankGroup]:
+    """Start a peer's groups; none if it cannot be started, with the reason on stderr."""
+    say(f"starting {peer}, {candidates[0].ranks} ranks")
     try:
-        return [
-            stack.enter_context(RankGroup(replace(candidate, env={**candidate.env, **interface}), hosts))
-            for candidate in collective_ranks(peer, ranks, bench)
-        ]
+        return [stack.enter_context(RankGroup(candidate, hosts)) for candidate in candidates]
     except GroupError as error:
         say(f"skipping {peer}: {error}")
         return []
 
 
-def _mpi(ranks: int, file: str) -> list[Candidate]:
+def _mpi(ranks: int) -> list[Candidate]:
     """Return Open MPI, MPICH and Intel MPI, where they are installed, bound to cores and not.
 
     With more ranks than cores Intel MPI is tried with waiting ranks that yield their core and with such that do not.
     """
-    found = []
+    found, file = [], "ranks/mpi"
     crowded = ranks > (os.cpu_count() or 1)
     bindings = ("none",) if crowded else ("none", "core")
     python = _python_of("mpi")

@@ -1,20 +1,18 @@
-"""Processes of a rank group: programs started afresh, or children of the fork server."""
+"""Processes of a rank group."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import gangline
 from gangline.collectives.processes.parent_death import die_with_parent
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 PEERS = _ROOT / "gangline" / "bench" / "peers"
 _SERVE = PEERS / "serve.py"
+SERVER = "from gangline.kvstore.parameter_server.roles import serve_if_assigned; serve_if_assigned()"
+"""Code of gangline's scheduler and servers."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Candidate:
     """A program to measure, and one way to run it."""
 
     file: str
-    """A file of bench/peers without ``.py``, such as "collectives/gloo", or the path of any other file."""
+    """A file of bench/peers without ``.py``, such as "ranks/gloo", or the path of any other file."""
     ranks: int = 1
     servers: int = 0
     """Servers of a parameter-server job, which then has a scheduler too; 0: neither."""
@@ -48,10 +48,7 @@ class Candidate:
     """A command that starts all ranks, such as mpirun; "{size}" in it becomes their number. Empty: every rank is
     started by itself and gets RANK and the like, or DMLC_*, in its environment."""
     server_code: str = ""
-    """A line of Python that scheduler and servers run, where they are started afresh."""
-    forked: bool = False
-    """Fork the processes from the fork server. They start sooner, and small messages between them are a fifth faster
-    because they share memory, and so processor caches: only for comparisons where every candidate is forked."""
+    """A line of Python that scheduler and servers run."""
 
     @property
     def path(self) -> Path:
@@ -94,23 +91,8 @@ class Address:
         }
 
 
-class Processes(Protocol):
-    """The processes of a group."""
-
-    pids: dict[str, int]
-    """By name, such as "rank 0"."""
-
-    def last_words(self) -> str:
-        """Return the last line that the processes printed."""
-        ...
-
-    def close(self) -> None:
-        """Kill the processes that still run."""
-        ...
-
-
-class Programs:
-    """Processes started afresh, each in a session of its own."""
+class Processes:
+    """The processes of a group, each in a session of its own."""
 
     def __init__(self, candidate: Candidate, address: Address, hosts: Hosts | None) -> None:
         """Start the processes.
@@ -122,6 +104,7 @@ class Programs:
                 the first and the ranks on the second. None: on this host.
         """
         self.pids: dict[str, int] = {}
+        """By name, such as "rank 0"."""
         self._started: list[subprocess.Popen[bytes]] = []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         try:
@@ -180,72 +163,3 @@ class Programs:
         )
         self._started.append(process)
         return process.pid
-
-
-class Forked:
-    """Children of the fork server, which has imported torch."""
-
-    def __init__(self, candidate: Candidate, address: Address) -> None:
-        """Start the processes."""
-        from gangline.collectives.processes.spawning import Ranks
-
-        roles = candidate.roles()
-        threads = int(candidate.env.get("OMP_NUM_THREADS", "1"))
-        self._ranks = Ranks(_run, len(roles), (candidate, address), threads=threads, opener=_Number)
-        names = (f"{role} {number}" for role, number in roles)
-        self.pids = dict(zip(names, self._ranks.pids, strict=True))
-
-    def last_words(self) -> str:
-        """Return why a process may have ended: errors are reported through the socket."""
-        return "it was killed, or it exited"
-
-    def close(self) -> None:
-        """Kill the processes that still run."""
-        self._ranks.close()
-
-
-class _Number:
-    """Object that `Ranks` opens in a process in place of a communicator."""
-
-    def __init__(self, rank: int, *_: object, **__: object) -> None:
-        self.rank = rank
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def _run(own: _Number, candidate: Candidate, address: Address) -> None:
-    """Run one process of a group."""
-    role, number = candidate.roles()[own.rank]
-    os.environ.update({**candidate.env, **address.environment(candidate, role, number)})
-    if role == "rank":
-        from gangline.bench.peers.serve import serve
-
-        serve(str(candidate.path), address.socket)
-        return
-    try:
-        _serve_parameters(role)
-    except Exception as error:
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as driver:  # the driver may have ended
-            driver.connect(address.socket)
-            driver.sendall(json.dumps({"failed": f"{role}: {type(error).__name__}: {error}"}).encode() + b"\n")
-        raise
-
-
-def _serve_parameters(role: str) -> None:
-    if role == "server":
-        from gangline.kvstore.parameter_server import environment
-        from gangline.kvstore.parameter_server.server import server
-
-        server.serve(environment.from_environment())
-    else:
-        from gangline.kvstore.parameter_server.scheduler import scheduler
-
-        scheduler.main()
-
-
-def start(stack: ExitStack, candidate: Candidate, address: Address, hosts: Hosts | None) -> Processes:
-    """Start the processes of a group; closing ``stack`` kills those that still run."""
-    processes: Any = Forked(candidate, address) if candidate.forked else Programs(candidate, address, hosts)
-    stack.callback(processes.close)
-    return processes  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gangline.bench.driver.processes import Address, Candidate, Processes, start
+from gangline.bench.driver.processes import Address, Candidate, Processes
 
 if TYPE_CHECKING:
     from gangline.bench.driver.hosts import Hosts
@@ -64,7 +64,8 @@ class RankGroup:
             self._listener.bind(str(Path(folder, "driver")))
             self._listener.listen(candidate.ranks + candidate.servers + 1)
             address = Address(hosts.addresses[0] if hosts else "127.0.0.1", _free_port(), str(Path(folder, "driver")))
-            self._processes: Processes = start(self._stack, candidate, address, hosts)
+            self._processes = Processes(candidate, address, hosts)
+            self._stack.callback(self._processes.close)
             for name, pid in self._processes.pids.items():
                 pidfd = os.pidfd_open(pid)
                 self._stack.callback(os.close, pidfd)
@@ -165,7 +166,9 @@ class RankGroup:
         joined: dict[int, socket.socket] = {}
         deadline = time.monotonic() + _START_TIMEOUT
         with selectors.DefaultSelector() as selector:
-            self._register_exits(selector)
+            selector.register(self._listener, selectors.EVENT_READ)
+            for pidfd in self._exits:
+                selector.register(pidfd, selectors.EVENT_READ)
             while len(joined) < self.candidate.ranks:
                 ready = [key.fileobj for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
                 if not ready:
@@ -187,12 +190,6 @@ class RankGroup:
         self._ranks = [joined[rank] for rank in range(self.candidate.ranks)]
         self._joined = True
 
-    def _register_exits(self, selector: selectors.DefaultSelector) -> None:
-        """Watch for processes that end, and for servers that report an error."""
-        selector.register(self._listener, selectors.EVENT_READ)
-        for pidfd in self._exits:
-            selector.register(pidfd, selectors.EVENT_READ)
-
     def _hello(self, connection: socket.socket) -> dict[str, Any]:
         hello: dict[str, Any] = json.loads(_line(connection) or b'{"failed": ""}')
         if "failed" in hello:
@@ -210,14 +207,12 @@ class RankGroup:
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         missing = set(range(self.candidate.ranks))
         with selectors.DefaultSelector() as selector:
-            self._register_exits(selector)
+            for pidfd in self._exits:
+                selector.register(pidfd, selectors.EVENT_READ)
             for rank, connection in enumerate(self._ranks):
                 selector.register(connection, selectors.EVENT_READ, rank)
             while missing and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
                 for key, _ in ready:
-                    if key.fileobj is self._listener:  # a server reports an error
-                        with self._listener.accept()[0] as connection:
-                            raise GroupError(f"{self._name}: {json.loads(_line(connection))['failed']}")
                     if key.data is None:
                         continue
                     line = _line(self._ranks[key.data])

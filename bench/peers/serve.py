@@ -6,7 +6,6 @@ socket at the path SOCKET, and answers go back, a line of JSON each; all ranks o
     (unasked, once)                            -> {"who": "Open MPI 4.1.4", "rank": 0, "transport": null}
     {"prepare": options, "as": name}           -> {"seconds": of one step}
     {"measure": name, "steps": n, "warmup": w} -> {"seconds": of a step}, the mean over n steps after w unmeasured ones
-    {"latencies": name, "steps": n}            -> {"seconds": [of each step]}
     {"check": name}                            -> {"wrong": number of wrong elements} or {"error": largest deviation}
     {"report": name}                           -> what the program reports
     {"release": true}                          -> {}, after the memory of everything prepared is freed
@@ -33,7 +32,6 @@ import socket
 import sys
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,9 +103,6 @@ class Server:
             _, prepared = self._prepared[request["measure"]]
             self._seconds(prepared, request["warmup"])
             return {"seconds": self._seconds(prepared, request["steps"])}
-        if "latencies" in request:
-            _, prepared = self._prepared[request["latencies"]]
-            return {"seconds": self._latencies(prepared, request["steps"])}
         if "check" in request:
             return self._check(*self._prepared[request["check"]])
         if "report" in request:
@@ -145,15 +140,6 @@ class Server:
         self._group["barrier"]()
         prepared["undo"]()
         return seconds
-
-    def _latencies(self, prepared: dict[str, Any], steps: int) -> list[float]:
-        step, clock = prepared["step"], time.perf_counter
-        self._group["barrier"]()
-        times = [clock()]
-        for _ in range(steps):
-            step()
-            times.append(clock())
-        return [after - before for before, after in pairwise(times)]
 
     def _check(self, options: dict[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
         if "check" in prepared:

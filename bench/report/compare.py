@@ -11,9 +11,7 @@ import typer
 
 from gangline.bench.report.fields import describing, figure
 from gangline.bench.report.rows import Row, is_noisy
-from gangline.bench.report.tables import LEGEND, case_label, formatter, print_columns, print_matrix
-
-_INDEX = "size"
+from gangline.bench.report.tables import print_table
 
 
 def compare(
@@ -25,7 +23,7 @@ def compare(
     rows, alone = ratios(first["rows"], second["rows"])
     if not rows:
         raise ValueError(f"{before} ({first['command']}) and {after} ({second['command']}) have no row in common")
-    _print(f"times as fast: {after} over {before}", rows)
+    print_table(f"times as fast: {after} over {before}", rows)
     for path, unmatched in ((before, alone[0]), (after, alone[1])):
         for row in unmatched:
             print(f"only in {path}: {_sentence(describing(row))}")
@@ -59,41 +57,6 @@ def ratios(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Row], tupl
             }
         )
     return found, (list(missing.values()), unmatched)
-
-
-def _print(title: str, rows: Sequence[Row]) -> None:
-    """Print a line for each size and a column for each case; without sizes a line for each row."""
-    fields = list(dict.fromkeys(name for row in rows for name in describing(row) if name not in ("figure", "noisy")))
-    constant = {name: rows[0].get(name) for name in fields if len({str(row.get(name)) for row in rows}) == 1}
-    telling = _telling([name for name in fields if name not in constant and name != "count"], rows)
-    if constant:
-        print(f"# {_sentence(constant)}")
-    if _INDEX in telling:
-        telling.remove(_INDEX)
-        cells = {(row[_INDEX], tuple(case_label(name, row.get(name)) for name in telling)): _ratio(row) for row in rows}
-        print_matrix(title, _INDEX, cells)
-        return
-    print(f"# {title}" + (f" ({LEGEND})" if any(row["noisy"] for row in rows) else ""))
-    columns = [(name.replace("_", " "), [case_label(name, row.get(name)) for row in rows], True) for name in telling]
-    columns += [(name, [formatter(row["figure"])(row[name]) for row in rows], False) for name in ("A", "B")]
-    print_columns([*columns, ("times as fast", [_ratio(row) for row in rows], False)])
-
-
-def _ratio(row: Row) -> str:
-    return f"{row['times_as_fast']:.3g}{'~' if row['noisy'] else ''}"
-
-
-def _telling(fields: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the fields that are needed to tell rows apart: without those that another field determines."""
-    found = list(fields)
-    for name in fields:
-        others = [other for other in found if other != name]
-        for other in others:
-            pairs = {(str(row.get(other)), str(row.get(name))) for row in rows}
-            if name != _INDEX and len(pairs) == len({first for first, _ in pairs}):
-                found.remove(name)
-                break
-    return found
 
 
 def _sentence(row: Row) -> str:

@@ -11,25 +11,11 @@ from gangline.bench.report.rows import Row
 from gangline.bench.report.tables import print_table
 
 
-def publish(
-    command: str, rows: Sequence[Row], json_path: Path | None, plot: Path | None = None, group_by: Sequence[str] = ()
-) -> None:
-    """Print the rows as a table; write and draw them where a path is given.
-
-    Args:
-        command: what repeats the measurement.
-        rows: the results.
-        json_path: file for the rows, the command and the machine; None: none.
-        plot: file for a bar chart; None: none.
-        group_by: fields by which the bars are grouped.
-    """
+def publish(command: str, rows: Sequence[Row], json_path: Path | None) -> None:
+    """Print the rows as a table, and write them where a path is given, with the command that repeats them."""
     print_table(command, rows)
     if json_path is not None:
         write_json(command, rows, json_path)
-    if plot is not None:
-        from gangline.bench.report.plots import draw_bars
-
-        draw_bars(command, rows, plot, group_by)
 
 
 def write_json(command: str, rows: Sequence[Row], path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Tables as wide as the terminal: constant fields are in the title, empty ones are left out."""
+"""Tables: constant fields are in the title, empty ones are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gangline.bench.report.fields import RATES, RUNS, TIMES, figure
@@ -24,20 +24,6 @@ _HEADERS = {
     "p50": "median",
 }
 _SIZES = ("size", "payload", "bytes_a_rank")
-_BY_VALUE = (
-    "collective",
-    "algorithm",
-    "transport",
-    "dtype",
-    "redop",
-    "network",
-    "store",
-    "mode",
-    "call",
-    "setting",
-    "who",
-)
-"""Fields whose value speaks for itself."""
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
@@ -52,11 +38,13 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
         print(f"# {', '.join(words)}")
     columns = {name: [_cell(name, row.get(name)) for row in rows] for name in fields if name not in constant}
     headers = {name: _HEADERS.get(name, name.replace("_", " ")) for name in columns}
-    if rows and figure(rows[0])[0] == "p50":
+    if rows and "p50" in rows[0] and figure(rows[0])[0] == "p50":
         columns["p50"], headers["p50"] = [_cell("p50", row.get("p50")) for row in rows], _HEADERS["p50"]
     noisy = [is_noisy(row) for row in rows]
     if runs > 1:
-        columns["min..max"] = [_range(row) + ("~" if mark else "") for row, mark in zip(rows, noisy, strict=True)]
+        shown = formatter(figure(rows[0])[0])
+        ends = [f"{shown(row['min'])}..{shown(row['max'])}" if "min" in row else "" for row in rows]
+        columns["min..max"] = [end + "~" * mark for end, mark in zip(ends, noisy, strict=True)]
         headers["min..max"] = "min..max"
     text = {name for name in columns if any(isinstance(row.get(name), str) for row in rows)}
     print_columns([(headers[name], values, name in text) for name, values in columns.items()])
@@ -80,35 +68,16 @@ def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
         peer = name.removeprefix("ratio_to_")
         for row in own:
             if row.get(name) is not None:
-                label = (*((peer,) if len(peers) > 1 else ()), *(case_label(case, row.get(case)) for case in telling))
+                label = (*((peer,) if len(peers) > 1 else ()), *(_word(case, row.get(case)) for case in telling))
                 noisy = is_noisy(row) or any(is_noisy(other) for other in _peer_rows(rows, row, peer, index, cases))
                 cells[row[index], label] = f"{row[name]:.3g}{'~' if noisy else ''}"
-    if cells:
-        whom = f" as {peers[0].removeprefix('ratio_to_')}" if len(peers) == 1 else ""
-        print_matrix(f"times as fast{whom}", index, cells)
-
-
-def print_matrix(title: str, index: str, cells: Mapping[tuple[Any, tuple[str, ...]], str]) -> None:
-    """Print cells as a table, in several parts where the terminal is too narrow.
-
-    Args:
-        title: of the table.
-        index: field of the lines.
-        cells: texts by the value of ``index`` and the labels of the column.
-    """
-    lines = list(dict.fromkeys(value for value, _ in cells))
-    labels = list(dict.fromkeys(label for _, label in cells))
-    print(f"# {title}" + (f" ({LEGEND})" if any(cell.endswith("~") for cell in cells.values()) else ""))
-    first = (index, [_cell(index, value) for value in lines], False)
-    columns = [("\n".join(label), [cells.get((value, label), "") for value in lines], False) for label in labels]
-    left = _terminal_width() - _width(first)
-    part: list[tuple[str, list[str], bool]] = []
-    for column in columns:
-        if part and _width(column) > left - sum(map(_width, part)):
-            print_columns([first, *part])
-            part = []
-        part.append(column)
-    print_columns([first, *part])
+    if not cells:
+        return
+    whom = f" as {peers[0].removeprefix('ratio_to_')}" if len(peers) == 1 else ""
+    print(f"# times as fast{whom}" + (f" ({LEGEND})" if any(cell.endswith("~") for cell in cells.values()) else ""))
+    lines, labels = (list(dict.fromkeys(keys)) for keys in zip(*cells, strict=True))
+    columns = [("\n".join(label), [cells.get((line, label), "") for line in lines], False) for label in labels]
+    print_columns([(index, [_cell(index, line) for line in lines], False), *columns])
 
 
 def print_columns(columns: Iterable[tuple[str, Sequence[str], bool]]) -> None:
@@ -125,10 +94,8 @@ def print_columns(columns: Iterable[tuple[str, Sequence[str], bool]]) -> None:
     )
     for cells in zip(*(cells for _, cells, _ in given), strict=True):
         table.add_row(*cells)
-    console = Console(highlight=False)
-    if not console.is_terminal:  # files and pipes have no width
-        console = Console(highlight=False, width=max(80, *(sum(map(_width, given)),)))
-    console.print(table)
+    width = None if Console().is_terminal else 10_000  # files and pipes have none
+    Console(highlight=False, width=width).print(table)
 
 
 def format_size(nbytes: float) -> str:
@@ -141,7 +108,8 @@ def format_size(nbytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return seconds as text, such as "4.28 ms"."""
-    return _with_unit(*_time_unit(seconds), seconds)
+    scale, unit = (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+    return f"{format_number(seconds * scale, 3)} {unit}"
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -160,15 +128,6 @@ def formatter(name: str) -> Callable[[float], str]:
     if name in TIMES:
         return lambda value: format_seconds(value * TIMES[name])
     return format_size if name in _SIZES else format_number
-
-
-def case_label(name: str, value: Any) -> str:
-    """Return a field and its value as a column's label, such as "2 ranks" or "in place"."""
-    if name == "in_place":
-        return "in place" if value else "out of place"
-    if name == "registered":
-        return "registered" if value else "ordinary"
-    return "" if value is None else _word(name, value)
 
 
 def _is_shown(name: str, rows: Sequence[Row]) -> bool:
@@ -195,37 +154,13 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _word(name: str, value: Any) -> str:
+    """Return a field and its value in words."""
     shown = name.replace("_", " ")
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return shown if value else f"not {shown}"
-    if name in _BY_VALUE:
-        return str(value)
-    return f"{_cell(name, value)} {shown}" if _is_count(name, value) else f"{shown} {_cell(name, value)}"
-
-
-def _is_count(name: str, value: Any) -> bool:
-    """Return whether a field counts things, as in "2 ranks"."""
-    return isinstance(value, int) and name in ("ranks", "hosts", "contexts", "workers", "servers", "devices", "wrong")
-
-
-def _range(row: Row) -> str:
-    """Return min..max, both in the unit of the maximum."""
-    if "min" not in row:
-        return ""
-    name, _ = figure(row)
-    if name not in TIMES:
-        return f"{formatter(name)(row['min'])}..{formatter(name)(row['max'])}"
-    scale, unit = _time_unit(row["max"] * TIMES[name])
-    return f"{format_number(row['min'] * TIMES[name] * scale, 3)}..{_with_unit(scale, unit, row['max'] * TIMES[name])}"
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    """Return the units in a second, and the unit, for a time."""
-    return (1e6, "us") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
-
-
-def _with_unit(scale: float, unit: str, seconds: float) -> str:
-    return f"{format_number(seconds * scale, 3)} {unit}"
+    return f"{shown} {_cell(name, value)}"
 
 
 def _peer_rows(rows: Sequence[Row], own: Row, peer: str, index: str, cases: Sequence[str]) -> list[Row]:
@@ -238,15 +173,3 @@ def _peer_rows(rows: Sequence[Row], own: Row, peer: str, index: str, cases: Sequ
         if name in str(row["who"]).lower().partition(",")[0]
         and all(row.get(field) == own.get(field) for field in fields)
     ]
-
-
-def _width(column: tuple[str, Sequence[str], bool]) -> int:
-    header, cells, _ = column
-    return max(len(line) for line in (*header.split("\n"), *cells)) + 2
-
-
-def _terminal_width() -> int:
-    from rich.console import Console
-
-    console = Console()
-    return console.width if console.is_terminal else 100

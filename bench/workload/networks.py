@@ -6,10 +6,15 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gangline.bench.workload.sizes import counts as parse_counts
 from gangline.collectives.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import nn
+
+_CHANNELS = 24
 _IMAGE_SIZE = 64  # pixels, in place of 224, with which networks for ImageNet take minutes on a CPU
 
 
@@ -92,3 +97,15 @@ def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]
 def distinct_devices(words: str) -> int:
     """Return the number of devices of some contexts; all CPU contexts are one device, the host."""
     return len({"cpu" if word.startswith("cpu") else word for word in words.split(",")})
+
+
+def convolutions() -> nn.Module:
+    """Return a network of ten classes whose time is in its samples, not in its parameters."""
+    from torch import nn
+
+    layers: list[nn.Module] = []
+    channels = 3
+    for _ in range(4):
+        layers += [nn.Conv2d(channels, _CHANNELS, 3, padding=1), nn.ReLU()]
+        channels = _CHANNELS
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_CHANNELS, 10))

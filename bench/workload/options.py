@@ -20,82 +20,22 @@ MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="Smallest size i
 MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="Largest size in bytes, such as 256M.")]
 StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", help="Factor between sizes.", min=2)]
 
-
-class DataType(StrEnum):
-    """Data types of collectives."""
-
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    INT8 = "int8"
-    INT16 = "int16"
-    INT32 = "int32"
-    INT64 = "int64"
-    UINT8 = "uint8"
-    BOOL = "bool"
-    COMPLEX64 = "complex64"
-    COMPLEX128 = "complex128"
-
-
-class ReduceOp(StrEnum):
-    """Reductions of collectives."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    PRODUCT = "product"
-    MIN = "min"
-    MAX = "max"
-
-
-class Transport(StrEnum):
-    """Transports between the ranks of a collective."""
-
-    AUTO = "auto"
-    SHARED_MEMORY = "shared_memory"
-    IPC = "ipc"
-    TCP = "tcp"
-
-
-class ServerTransport(StrEnum):
-    """Transports between workers and servers."""
-
-    AUTO = "auto"
-    TCP = "tcp"
-
-
-class DistStore(StrEnum):
-    """Stores with servers."""
-
-    SYNC = "dist_sync"
-    ASYNC = "dist_async"
-    DEVICE_SYNC = "dist_device_sync"
-    DEVICE_ASYNC = "dist_device_async"
-
-
-class Compression(StrEnum):
-    """Compression of what is pushed."""
-
-    TWO_BIT = "2bit"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class HostCount(StrEnum):
-    """Hosts of a parameter-server job."""
-
-    ONE = "1"
-    TWO = "2"
-
-
-class Collective(StrEnum):
-    """Collectives with several algorithms."""
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    GATHER = "gather"
-    SCATTER = "scatter"
+DataType = StrEnum(
+    "DataType",
+    "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool complex64 complex128",
+)
+ReduceOp = StrEnum("ReduceOp", ["sum", "mean", "product", "min", "max"])
+Transport = StrEnum("Transport", ["auto", "shared_memory", "ipc", "tcp"])
+"""Transports between the ranks of a collective."""
+ServerTransport = StrEnum("ServerTransport", ["auto", "tcp"])
+"""Transports between workers and servers."""
+DistStore = StrEnum("DistStore", ["dist_sync", "dist_async", "dist_device_sync", "dist_device_async"])
+Compression = StrEnum("Compression", ["2bit", "fp16", "bf16"])
+"""Compression of what is pushed."""
+HostCount = StrEnum("HostCount", ["1", "2"])
+"""Hosts of a parameter-server job."""
+Collective = StrEnum(
+    "Collective",
+    ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"],
+)
+"""Collectives with several algorithms."""

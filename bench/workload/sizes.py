@@ -43,3 +43,18 @@ def counts(words: str, flag: str) -> list[int]:
     if not all(word.isdecimal() and int(word) for word in found):
         raise UsageError(f"{flag} is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
     return list(dict.fromkeys(int(word) for word in found))
+
+
+def factors(words: str, flag: str, most: float) -> list[float]:
+    """Parse factors from 1 to ``most`` with commas.
+
+    Raises:
+        ValueError: if ``words``, the value of ``flag``, are not such numbers.
+    """
+    try:
+        found = [float(word) for word in words.split(",")]
+    except ValueError:
+        raise UsageError(f"{flag} is {words!r}; expected numbers with commas, such as 1,3,10") from None
+    if not all(1 <= factor <= most for factor in found):
+        raise UsageError(f"{flag} is {words!r}; expected numbers from 1 to {most:g}")
+    return found

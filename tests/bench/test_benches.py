@@ -64,7 +64,7 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["training", "--network", "nosuch"], "network 'nosuch' is unknown"),
         (["kvstore", "--network", "nosuch"], "network 'nosuch' is unknown"),
         (["kvstore", "--gpus", "77"], "not on this machine"),
-        (["kvstore", "--plot", "rows.gif"], "ends in .png"),
+        (["ps", "--plot", "rows.gif"], "ends in .png"),
         (["kvstore", "--peers", "tensorflow"], "--peers has 'tensorflow'; expected names out of"),
         (["all_to_all", "--algo", "ring"], "all_to_all has no algorithm 'ring'"),
         (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
@@ -93,6 +93,10 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["training", "--scaling", "2", "--gpus", "0"], "leave --contexts and --gpus out"),
         (["training", "--scaling", "2", "--network", "nosuch"], "network 'nosuch' is unknown"),
         (["training", "--scaling", "2", "--peers", "horovod"], "--peers has 'horovod'"),
+        (["training", "--transfer", "-n", "0"], "--workers is '0'"),
+        (["training", "--transfer", "--network", "nosuch"], "network 'nosuch' is unknown"),
+        (["training", "--transfer", "--network", "mlp"], "the network has no layer 'classifier.6'"),
+        (["training", "--transfer", "--lr", "-1"], "learning rate is -1.0"),
     ],
 )
 def test_wrong_options_are_errors_before_anything_is_measured(words: list[str], message: str) -> None:
@@ -175,7 +179,7 @@ def test_choices_are_those_of_the_communicator() -> None:
 
 def test_every_bench_is_a_subcommand() -> None:
     help_text = CliRunner().invoke(bench, ["--help"]).output
-    names = ("balance", "unequal-ranks", "compression", "transfer", "startup", "hosts", "simplicity", "device-group")
+    names = ("balance", "unequal-ranks", "compression", "device-group", "faults")
     for name in (*names, "unequal-hosts", "all_reduce"):
         assert f" {name} " in help_text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gangline.bench.driver import installed
-from gangline.bench.driver.candidates import Entry, fastest_candidates, measure_in_turn
+from gangline.bench.driver.harness import Entry, fastest_candidates, measure_in_turn
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.report.rows import times_as_fast

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.faults.cases import PHASES, cases
 from gangline.cli.bench import bench
 from gangline.collectives.faults import parse
+from tests.bench.faults.cases import PHASES, cases
 
 
 def test_the_cases_are_valid_and_differ() -> None:

@@ -1,4 +1,4 @@
-"""`gangline bench ps`, small: real jobs, whose processes come from the fork server."""
+"""`gangline bench ps`, small: real jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from gangline.bench.driver import installed
 from gangline.bench.driver.hosts import Hosts, obstacle
-from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.processes import SERVER, Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.parameter_server import Case, measure
 from gangline.bench.peers.checks import pushed_value
@@ -86,7 +86,8 @@ def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
 
 
 def job(workers: int, store: str = "dist_sync") -> RankGroup:
-    return RankGroup(Candidate("parameter_server/gangline", workers, 1, env={"BENCH_STORE": store}, forked=True))
+    env = {"BENCH_STORE": store, "OMP_NUM_THREADS": "1"}
+    return RankGroup(Candidate("parameter_server/gangline", workers, 1, env=env, server_code=SERVER))
 
 
 @pytest.mark.slow
@@ -95,8 +96,13 @@ def test_a_store_that_cannot_be_created_is_reported() -> None:
         job(2, "nosuch")
 
 
-def test_a_server_that_is_killed_is_reported_and_nothing_is_left() -> None:
-    with job(2) as group:
+def test_a_failed_request_names_the_worker_a_killed_server_is_reported_and_nothing_is_left() -> None:
+    with job(1) as group:
+        with pytest.raises(GroupError, match="rank 0 failed: KeyError: 'nothing'"):
+            group.seconds(1, "nothing")
+        group.prepare({"count": 10, "call": "pushpull", "workers": 1, "compression": None})
+        assert group.error() == 0.0
+        assert group.seconds(2) > 0
         pids = group._processes.pids
         ends = [os.pidfd_open(pid) for pid in pids.values()]
         os.kill(pids["server 0"], signal.SIGKILL)
@@ -105,15 +111,6 @@ def test_a_server_that_is_killed_is_reported_and_nothing_is_left() -> None:
     for end in ends:
         assert select.select([end], [], [], 0)[0]
         os.close(end)
-
-
-def test_a_failed_request_names_the_worker_and_the_job_lives_on() -> None:
-    with job(1) as group:
-        with pytest.raises(GroupError, match="rank 0 failed: KeyError: 'nothing'"):
-            group.seconds(1, "nothing")
-        group.prepare({"count": 10, "call": "pushpull", "workers": 1, "compression": None})
-        assert group.error() == 0.0
-        assert group.seconds(2) > 0
 
 
 def test_a_wrong_sum_shows_with_its_deviation() -> None:

@@ -11,7 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gangline.bench.algorithms.simulate import Cluster, measure, simulate
+from gangline.bench.algorithms.cluster import Cluster, measure
+from gangline.bench.algorithms.simulate import simulate
 from gangline.bench.report.compare import ratios
 from gangline.collectives import algorithms
 

@@ -1,4 +1,4 @@
-"""`gangline bench simulate-training`: predicted steps on paper."""
+"""`gangline bench simulate --network`: predicted steps on paper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.algorithms.simulate_training import Layer, Machines, _compared, layers_of, step_seconds
+from gangline.bench.algorithms.training import Layer, Machines, layers_of, row_of, step_seconds
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
 
@@ -51,15 +51,25 @@ def test_a_network_that_is_no_number_of_parameters_is_refused() -> None:
         layers_of("many/4")
 
 
-def test_published_scaling_is_reproduced_within_ten_points() -> None:
-    found = {str(row["network"]): float(row["efficiency"]) - float(row["published"]) for row in _compared()}
-    assert found.keys() == {"ResNet-152", "Inception-v3", "AlexNet"}
-    assert all(abs(points) < 0.1 for points in found.values()), found
+@pytest.mark.parametrize(
+    ("layers", "batch_size", "alone", "together"),
+    [("resnet152", 32, 20.08, 4630), ("23800000/94", 32, 30.4, 6661), ("alexnet", 512, 457.07, 61938)],
+    ids=["ResNet-152", "Inception-v3", "AlexNet"],
+)
+def test_published_scaling_is_reproduced_within_ten_points(
+    layers: str, batch_size: int, alone: float, together: float
+) -> None:
+    """Samples/s of one GPU and of 256, from MXNet 0.9's example/image-classification, 16 x p2.16xlarge."""
+    # 16 GPUs of a host behind PCIe switches, of which CUDA lets 8 reach each other; others copy through host memory.
+    # 20 Gbit/s between hosts, of which ps-lite, whose threads copy each message, uses a sixth. All three are assumed.
+    k80 = Machines(hosts=16, devices=16, device_gbs=4.0, host_gbs=0.4, variation=0.04)
+    row = row_of(layers_of(layers), batch_size, alone, k80, "dist_sync")
+    assert row["efficiency"] == pytest.approx(together / alone / 256, abs=0.1)
 
 
 def test_the_command_prints_a_row_for_each_store_and_number_of_hosts() -> None:
-    words = ["bench", "simulate-training", "--network", "10e6/4", "--hosts", "1,2", "--devices", "2"]
+    words = ["bench", "simulate", "--network", "10e6/4", "--hosts", "1,2", "--devices", "2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    stores = [line.split()[0] for line in done.output.splitlines()[1:]]
+    stores = [line.split()[0] for line in done.output.splitlines()[3:]]
     assert stores == ["device", "dist_sync", "allreduce", "dist_sync", "allreduce"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gangline.bench.driver import sshd
 from gangline.kvstore.launch.engines.ssh_agent import find_address
+from tests.clusters import sshd
 from tests.kvstore.test_launch import PYTHON, ROOT, Launch
 
 pytestmark = [

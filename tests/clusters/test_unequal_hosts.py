@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gangline.bench.unequal.host_program import OPTIMIZER, problem
-from gangline.bench.unequal.unequal_hosts import deviation, job, obstacle
+from tests.clusters.host_program import OPTIMIZER, problem
+from tests.clusters.unequal_hosts import deviation, job, obstacle
 
 BATCH, BATCHES = 40, 6
 QUOTAS = (0.45, 0.15, 0.15)

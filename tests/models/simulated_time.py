@@ -1,4 +1,4 @@
-"""Time that passes only where `bench.workload.waiting_network` waits, so that measured speeds are exact."""
+"""Time that passes only where `bench.unequal.waiting_network` waits, so that measured speeds are exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gangline.bench.workload import waiting_network
+from gangline.bench.unequal import waiting_network
 from gangline.models.executor import executor
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, spawn, torch_backend
-from gangline.bench.unequal.rank_program import network
 from gangline.bench.unequal.slow_process import CrowdedProcess, SlowProcess, slow_process
+from gangline.bench.workload.networks import convolutions
 from gangline.models.balance import speed_model
 
 speed_model._MIN_SECONDS = 0.0  # in processes of jobs
@@ -61,13 +61,13 @@ def images(batches: int) -> TensorDataset:
 
 def wrapped(kind: str) -> nn.Module:
     if kind == "FSDP2":
-        model = network()
+        model = convolutions()
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.children():
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    return DistributedDataParallel(network()) if kind == "DDP" else network()
+    return DistributedDataParallel(convolutions()) if kind == "DDP" else convolutions()
 
 
 def train(model: nn.Module, loader: Any, pause: float = 0.0) -> list[list[int]]:

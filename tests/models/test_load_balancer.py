@@ -18,7 +18,7 @@ from simulated_time import simulated_time
 from torch import nn
 
 from gangline import Module, cpu
-from gangline.bench.workload.waiting_network import WaitingNetwork, slow_down
+from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
 from gangline.collectives.workload import split_batch
 from gangline.models.checkpoint import checkpoint
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from gangline import Checkpoint, Module, cpu
-from gangline.bench.workload.waiting_network import WaitingNetwork, slow_down
+from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
 from gangline.collectives import spawn
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError

@@ -1,0 +1,171 @@
+"""Programs measured in turn, each at the fastest of its settings."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import GroupError, RankGroup
+from gangline.bench.report.rows import times_as_fast
+
+TRIALS = 2
+"""Runs of a setting that is tried; the faster one counts, because noise only adds time."""
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program before its setting is chosen."""
+
+    candidates: Sequence[Candidate]
+    """The ways to run it; the fastest is measured."""
+    options: Mapping[str, Any]
+    """Options for its ``prepare``."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of a candidate, run by run."""
+
+    who: str
+    setting: str
+    seconds: list[float]
+    """Of a step; run n of each candidate was next to run n of the others."""
+    error: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A group of ranks with prepared work."""
+
+    who: str
+    """"gangline", or the peer's short name."""
+    group: RankGroup
+    options: Mapping[str, Any]
+    """What it prepared."""
+    name: str
+    """Name under which it is prepared."""
+    steps: int
+    """Steps of a run."""
+    warmup: int | None = None
+    """Unmeasured steps before a run; None: a fifth."""
+
+    def seconds(self) -> float:
+        """Return the mean seconds of a step in a run, on the slowest rank."""
+        return self.group.seconds(self.steps, self.name, self.warmup)
+
+
+def fastest(
+    peers: Sequence[str], groups: dict[str, list[RankGroup]], prepare: Callable[[str, RankGroup], Side]
+) -> list[Side]:
+    """Prepare work in all groups of some peers and return each peer's fastest; one that fails is removed and ended.
+
+    Args:
+        peers: the peers that take part.
+        groups: groups of each peer, one for each of its settings.
+        prepare: prepares the work in a group of a peer.
+    """
+    found = []
+    for peer in peers:
+        try:
+            sides = [prepare(peer, group) for group in groups[peer]]
+            trials = {side: min(side.seconds() for _ in range(TRIALS)) for side in sides if len(sides) > 1}
+            found.append(min(sides, key=lambda side: trials.get(side, 0.0)))
+        except GroupError as error:
+            say(f"skipping {peer}: {error}")
+            for group in groups.pop(peer):
+                group.close()
+    return found
+
+
+def ratios_to_peers(side: Side, seconds: Mapping[Side, Sequence[float]]) -> dict[str, float]:
+    """Return how many times as fast gangline's side is as each peer; nothing for a peer's side."""
+    if side.who != "gangline":
+        return {}
+    peers = {other.who: theirs for other, theirs in seconds.items() if other.who != "gangline"}
+    return {f"ratio_to_{peer}": times_as_fast(seconds[side], theirs) for peer, theirs in peers.items()}
+
+
+def in_turn(measurements: Mapping[_Key, Callable[[], float]], runs: int) -> dict[_Key, list[float]]:
+    """Measure one after another, ``runs`` times over: A B A B."""
+    found: dict[_Key, list[float]] = {key: [] for key in measurements}
+    for _ in range(runs):
+        for key, measure in measurements.items():
+            found[key].append(measure())
+    return found
+
+
+def fastest_candidates(entries: Sequence[Entry], run_seconds: float) -> list[Candidate]:
+    """Return the fastest candidate of each entry.
+
+    One process group serves all entries that try the same program in the same environment.
+
+    Args:
+        entries: of any programs.
+        run_seconds: about how long a run takes.
+
+    Raises:
+        GroupError: if a candidate fails.
+    """
+    trials: dict[str, list[tuple[int, Candidate]]] = {}
+    for number, entry in enumerate(entries):
+        if len(entry.candidates) > 1:
+            for candidate in entry.candidates:
+                process = f"{candidate.file} {candidate.ranks} {sorted(candidate.env.items())}"
+                trials.setdefault(process, []).append((number, candidate))
+    best = [(math.inf, entry.candidates[0]) for entry in entries]
+    for of_process in trials.values():
+        _, first = of_process[0]
+        say(f"trying {first.file} with {' '.join(f'{name}={value}' for name, value in first.env.items())}")
+        with RankGroup(replace(first, options={})) as group:
+            for number, candidate in of_process:
+                group.prepare({**entries[number].options, **candidate.options})
+                seconds = min(group.seconds(group.steps_in(run_seconds)) for _ in range(TRIALS))
+                if seconds < best[number][0]:
+                    best[number] = (seconds, candidate)
+    return [candidate for _, candidate in best]
+
+
+def measure_in_turn(
+    entries: Sequence[Entry], chosen: Sequence[Candidate], runs: int, run_seconds: float, *, check: bool = False
+) -> list[Measured]:
+    """Measure a candidate of each entry, one after another, ``runs`` times over: A B A B.
+
+    All process groups exist, and are idle, while one of them runs.
+
+    Args:
+        entries: what to measure.
+        chosen: the candidate of each.
+        runs: of each candidate.
+        run_seconds: about how long a run takes.
+        check: ask for the results' error too.
+
+    Raises:
+        GroupError: if a candidate fails, ends or does not answer.
+    """
+    with ExitStack() as stack:
+        groups = [stack.enter_context(RankGroup(candidate)) for candidate in chosen]
+        for group, entry in zip(groups, entries, strict=True):
+            group.prepare(entry.options)
+        say(f"measuring {', '.join(dict.fromkeys(group.who for group in groups))}, {runs} runs each, in turn")
+        seconds = in_turn({group: partial(_run, group, run_seconds) for group in groups}, runs)
+        errors = [group.error() if check else None for group in groups]
+        return [
+            Measured(group.who, group.candidate.setting, seconds[group], error)
+            for group, error in zip(groups, errors, strict=True)
+        ]
+
+
+def say(progress: str) -> None:
+    """Report progress on stderr."""
+    print(progress, file=sys.stderr, flush=True)
+
+
+def _run(group: RankGroup, run_seconds: float) -> float:
+    return group.seconds(group.steps_in(run_seconds, least=2))

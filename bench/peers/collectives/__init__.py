@@ -1,1 +1,0 @@
-"""Programs of one bench: a rank of a collective."""

@@ -1,0 +1,1 @@
+"""Programs of two benches: a rank that runs collectives, or connects, splits its group and waits in barriers."""

@@ -1,0 +1,140 @@
+"""A rank of a gangline `Communicator`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gangline import collectives
+
+_PAGE = 4096
+
+
+def join() -> dict[str, Any]:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, over BENCH_TRANSPORT."""
+    own = _Rank()
+    return {
+        "who": "gangline",
+        "rank": own.comm.rank,
+        "size": own.comm.size,
+        "transport": own.comm.transport,
+        "barrier": lambda: own.comm.barrier(),
+        "prepare": own.prepare,
+        "leave": lambda: own.comm.close(),
+    }
+
+
+class _Rank:
+    """A communicator, and its registered memory, which is only freed with it."""
+
+    def __init__(self) -> None:
+        self._algorithm: str | None = None
+        self._memory: torch.Tensor | None = None
+        self.comm = collectives.connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
+
+    def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a ``call``, or allocate tensors for a collective.
+
+        Args:
+            options: beside those of any rank ``registered`` (use tensors of ``comm.empty``; registered tensors prepared
+                before must not be used again) and ``algorithm`` (a value for GANGLINE_ALGO; None: use the table).
+        """
+        if "call" in options:
+            return self._prepare_call(options["call"])
+        self._select(options["algorithm"])
+        dtype = getattr(torch, options["dtype"])
+        counts = [options["inputs"]] if options["in_place"] else [options["inputs"], options["outputs"]]
+        allocate = self._registered if options["registered"] else _ordinary
+        given, *others = allocate(counts, dtype)
+        given.zero_()  # sums in place stay finite, however often they are repeated
+        out = others[0] if others else given
+        step = _step(self.comm, options, given, out)
+
+        def write(start: int, values: Any) -> None:
+            given[start : start + len(values)].copy_(torch.from_numpy(values))
+
+        def read(start: int, stop: int) -> Any:
+            part = out[start:stop]
+            wide = (
+                torch.float64 if part.is_floating_point() else torch.bool if part.dtype == torch.bool else torch.int64
+            )
+            return part.to(wide).numpy()
+
+        return {"step": step, "write": write, "read": read}
+
+    def _prepare_call(self, call: str) -> dict[str, Any]:
+        if call == "barrier":
+            return {"step": self.comm.barrier}
+        opened: list[collectives.Communicator] = []
+        calls: dict[str, Callable[[], Any]] = {
+            "connect": lambda: opened.append(collectives.connect()),
+            "split": lambda: opened.extend(filter(None, [self.comm.split(0)])),
+        }
+
+        def undo() -> None:
+            while opened:
+                opened.pop().close()
+
+        return {"step": calls[call], "undo": undo}
+
+    def _select(self, algorithm: str | None) -> None:
+        """Open a communicator that uses an algorithm, unless the present one does."""
+        if algorithm == self._algorithm:
+            return
+        self._algorithm = algorithm
+        if algorithm is None:
+            os.environ.pop("GANGLINE_ALGO", None)
+        else:
+            os.environ["GANGLINE_ALGO"] = algorithm
+        self._memory = None
+        self.comm.close()
+        self.comm = collectives.connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
+
+    def _registered(self, counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return tensors in registered memory: always the same memory, replaced only by more, as none is freed."""
+        sizes = [-(-count * dtype.itemsize // _PAGE) * _PAGE for count in counts]
+        if self._memory is None or self._memory.numel() < sum(sizes):
+            self._memory = self.comm.empty((sum(sizes),), torch.uint8)
+        ends = itertools.accumulate(sizes)
+        parts = [self._memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [part[: count * dtype.itemsize].view(dtype) for part, count in zip(parts, counts, strict=True)]
+
+
+def _ordinary(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(count, dtype=dtype) for count in counts]
+
+
+def _step(
+    comm: collectives.Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor
+) -> Callable[[], Any]:
+    collective, op, root, count = options["collective"], options["op"], options["root"], options["count"]
+    rank, size = comm.rank, comm.size
+    if collective == "all_reduce":
+        return (lambda: comm.all_reduce(given, op)) if out is given else (lambda: comm.all_reduce(given, op, out=out))
+    if collective == "reduce":
+        if out is given:
+            return lambda: comm.reduce(given, root, op)
+        return lambda: comm.reduce(given, root, op, out=out)
+    if collective == "broadcast":
+        return lambda: comm.broadcast(given, root)
+    if collective == "all_gather":
+        rows = out.view(size, count)
+        return lambda: comm.all_gather(given, out=rows)
+    if collective == "reduce_scatter":
+        rows = given.view(size, count)
+        return lambda: comm.reduce_scatter(rows, op, out=out)
+    if collective == "all_to_all":
+        rows, gathered = given.view(size, count), out.view(size, count)
+        return lambda: comm.all_to_all(rows, out=gathered)
+
+    def exchange() -> None:
+        sent = comm.send(given, (rank + 1) % size, async_op=True)
+        comm.recv(out, (rank - 1) % size)
+        assert sent is not None
+        sent.wait()
+
+    return exchange

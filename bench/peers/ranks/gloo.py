@@ -1,0 +1,135 @@
+"""A rank of torch.distributed over gloo, which can initialise its default group and new ones again and again."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_TIMEOUT = timedelta(minutes=5)
+_OPS = {
+    "sum": distributed.ReduceOp.SUM,
+    "product": distributed.ReduceOp.PRODUCT,
+    "min": distributed.ReduceOp.MIN,
+    "max": distributed.ReduceOp.MAX,
+}
+
+
+def join() -> dict[str, Any]:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe."""
+    own = _Rank()
+    return {
+        "who": f"gloo, torch {torch.__version__.partition('+')[0]}",
+        "rank": own.rank,
+        "size": own.size,
+        "transport": "tcp",
+        "barrier": own.wait,
+        "prepare": own.prepare,
+        "leave": own.leave,
+    }
+
+
+class _Rank:
+    """A process group for the clock's barrier, beside the default group, which is measured."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        self.store = TCPStore(self.host, port, self.size, self.rank == 0, _TIMEOUT)
+        self.group = distributed.ProcessGroupGloo(self.store, self.rank, self.size, _TIMEOUT)
+        self.connections = 0
+
+    def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a ``call``, or tensors for a collective; all but connecting need the default group."""
+        call = options.get("call")
+        if call == "connect":
+            self.undo()
+            return {"step": self.connect, "undo": self.undo}
+        if not distributed.is_initialized():
+            if not self.connections:
+                self.undo()
+            self.connect()
+        if call is None:
+            return prepare(options)
+        if call == "barrier":
+            return {"step": distributed.barrier}
+        groups: list[Any] = []
+
+        def undo() -> None:
+            while groups:
+                distributed.destroy_process_group(groups.pop())
+
+        return {"step": lambda: groups.append(distributed.new_group(list(range(self.size)))), "undo": undo}
+
+    def connect(self) -> None:
+        """Initialise the default group, at a port that `undo` has chosen."""
+        distributed.init_process_group(
+            "gloo", init_method=f"tcp://{self.host}:{self.port}", rank=self.rank, world_size=self.size, timeout=_TIMEOUT
+        )
+
+    def undo(self) -> None:
+        """Destroy the default group, if there is one, and agree on the next one's port."""
+        self.leave()
+        self.connections += 1
+        key = f"port{self.connections}"
+        if self.rank == 0:
+            with socket.create_server((self.host, 0)) as server:
+                self.store.set(key, str(server.getsockname()[1]))
+        self.port = int(self.store.get(key))
+
+    def wait(self) -> None:
+        """Wait for all ranks, in the group that is not measured."""
+        self.group.barrier().wait()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Destroy the default group, if there is one."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def prepare(options: dict[str, Any]) -> dict[str, Any]:
+    """Allocate tensors for a collective; where gloo works in place only, out of place is a copy first."""
+    if options["op"] not in _OPS and options["collective"] in ("all_reduce", "reduce", "reduce_scatter"):
+        raise ValueError(f"gloo has no {options['op']}")
+    dtype = getattr(torch, options["dtype"])
+    given = torch.zeros(options["inputs"], dtype=dtype)
+    out = given if options["in_place"] else torch.zeros(options["outputs"], dtype=dtype)
+    collective, op, root = options["collective"], _OPS.get(options["op"]), options["root"]
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+
+    def step() -> None:
+        if collective in ("all_reduce", "reduce") and out is not given:
+            out.copy_(given)
+        if collective == "all_reduce":
+            distributed.all_reduce(out, op)
+        elif collective == "reduce":
+            distributed.reduce(out, root, op)
+        elif collective == "broadcast":
+            distributed.broadcast(out, root)
+        elif collective == "all_gather":
+            distributed.all_gather_into_tensor(out, given)
+        elif collective == "reduce_scatter":
+            distributed.reduce_scatter_tensor(out, given, op)
+        elif collective == "all_to_all":
+            distributed.all_to_all_single(out, given)
+        else:
+            sent = distributed.isend(given, (rank + 1) % size)
+            distributed.recv(out, (rank - 1) % size)
+            assert sent is not None
+            sent.wait()
+
+    def write(start: int, values: Any) -> None:
+        given[start : start + len(values)].copy_(torch.from_numpy(values))
+
+    def read(start: int, stop: int) -> Any:
+        part = out[start:stop]
+        wide = torch.float64 if part.is_floating_point() else torch.bool if part.dtype == torch.bool else torch.int64
+        return part.to(wide).numpy()
+
+    return {"step": step, "write": write, "read": read}

@@ -1,0 +1,1 @@
+"""Programs of one bench: a rank that trains alone, under DistributedDataParallel, or with a balanced loader."""
