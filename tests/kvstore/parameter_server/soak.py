@@ -1,4 +1,4 @@
-"""Soak of a job of a scheduler, a server and two workers: exact sums and flat memory under a fault every few seconds.
+"""Soak of a scheduler, a server and two workers: exact sums, flat memory and descriptors, a fault every few seconds.
 
 `make soak` runs it; `python -m tests.kvstore.parameter_server.soak --minutes 2` runs a shorter one.
 """
@@ -42,6 +42,9 @@ KINDS = (
     "worker 0 swap at push-sent",
 )
 """Faults in turn; their event number is that of about the round in which they are due."""
+
+ROLES = {"scheduler": "scheduler", "server": "server", "soak": "worker"}
+"""Roles by a word of the module that a process runs; a server's standby counts with it."""
 
 
 def script(seconds: float) -> tuple[str, int]:
@@ -93,21 +96,22 @@ def work(rounds: int) -> None:
         print(f"worker {kv.rank} ends with {expected}; its longest round took {longest:.2f} s", flush=True)
 
 
-def memory(mark: bytes) -> dict[str, int]:
-    """Return the resident bytes of the processes with this word in their environment, by role, without mapped files."""
-    found: Counter[str] = Counter()
+def usage(mark: bytes) -> dict[str, tuple[int, int]]:
+    """Return resident bytes without mapped files, and descriptors, by role, of processes with this environment."""
+    found: dict[str, tuple[int, int]] = {}
     for child in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError, ValueError, IndexError):
             if mark not in Path(f"/proc/{child}/environ").read_bytes():
                 continue
             words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            role = words[2].rpartition(".")[2] if words[1] == "-m" else ""
-            role = "worker" if role == "soak" else role
-            if role in ("scheduler", "server", "worker"):
+            module = words[2].split(".") if words[1] == "-m" else []
+            role = next((role for word, role in ROLES.items() if word in module), None)
+            if role is not None:
                 rollup = Path(f"/proc/{child}/smaps_rollup").read_text()
-                found[role] += sum(
-                    int(size) << 10 for size in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+)", rollup, re.M)
-                )
+                size = sum(int(size) << 10 for size in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+)", rollup, re.M))
+                descriptors = len(os.listdir(f"/proc/{child}/fd"))
+                before = found.get(role, (0, 0))
+                found[role] = before[0] + size, before[1] + descriptors
     return found
 
 
@@ -128,13 +132,13 @@ def main() -> int:
     environment = {**os.environ, "GANGLINE_FAULT": text, **dict([mark.split("=")])}
     before = set(os.listdir("/dev/shm"))
     output = Path(f"/tmp/gangline-soak-{os.getpid()}.log")
-    samples: list[dict[str, int]] = []
+    samples: list[dict[str, tuple[int, int]]] = []
     with output.open("wb") as log:
         job = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             while job.poll() is None:
                 time.sleep(SAMPLE_SECONDS)
-                samples.append(memory(mark.encode()))
+                samples.append(usage(mark.encode()))
         finally:
             if job.poll() is None:
                 job.send_signal(signal.SIGTERM)
@@ -149,13 +153,15 @@ def main() -> int:
     print(*[line for line in lines if " ends with " in line], sep="\n")
     is_flat = True
     fifth = max(1, len(samples) // 5)
-    for role in ("scheduler", "server", "worker"):
-        early, late = (
-            statistics.median(one[role] for one in part if role in one)
-            for part in (samples[fifth : 2 * fifth], samples[-fifth:])
+    for role in ROLES.values():
+        parts = [[one[role] for one in part if role in one] for part in (samples[fifth : 2 * fifth], samples[-fifth:])]
+        early, late = (statistics.median(size for size, _ in part) for part in parts)
+        opened, open_late = (statistics.median(descriptors for _, descriptors in part) for part in parts)
+        is_flat &= late <= GROWTH * early and open_late <= opened
+        print(
+            f"all of role {role}: {early / 2**20:.1f} MiB, at the end {late / 2**20:.1f} MiB ({late / early:.3f}); "
+            f"{opened:g} descriptors, at the end {open_late:g}"
         )
-        is_flat &= late <= GROWTH * early
-        print(f"memory of role {role}: {early / 2**20:.1f} MiB, at the end {late / 2**20:.1f} MiB ({late / early:.3f})")
     left = sorted(set(os.listdir("/dev/shm")) - before)
     print(f"exit code {job.returncode}; left behind: {left or 'nothing'}; output: {output}")
     return int(bool(job.returncode or left or not is_flat or sum(happened.values()) < 0.9 * count))
