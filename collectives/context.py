@@ -43,7 +43,7 @@ class Context:
 
 
 Device = str | Context | torch.device
-"""What names a device: a context, a torch device, or a string such as "gpu(0)" or "cuda:0"."""
+"""Name of a device: a context, a torch device, or a string such as "gpu(0)" or "cuda:0"."""
 
 
 def cpu(device_id: int = 0) -> Context:

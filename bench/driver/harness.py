@@ -48,7 +48,7 @@ class Side:
     """"gangline", or the peer's short name."""
     group: RankGroup
     options: Mapping[str, Any]
-    """What it prepared."""
+    """Options of the work that it prepared."""
     name: str
     """Name under which it is prepared."""
     steps: int

@@ -23,7 +23,7 @@ class SlowProcess(Protocol):
     """A process whose speed can be reduced."""
 
     name: str
-    """What limits it, for a table."""
+    """Name of its limit, for a table."""
 
     def slow_down(self, factor: float) -> None:
         """Leave the process one part in ``factor`` of its core's time; 1: all of it."""

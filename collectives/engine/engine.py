@@ -83,7 +83,7 @@ class Engine:
         """Held by the thread that runs a collective."""
         self.queue = WorkQueue()
         self.is_inherited = False
-        """Whether this process was forked from the one that opened the communicator, whose sockets it must not use."""
+        """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
         self.bytes = 0
         """Bytes that this rank has passed to collectives."""
         self._number_of_hosts = len(set(resources.hosts))

@@ -38,7 +38,7 @@ class LinkReport:
     address: str
     problem: str = ""
     kind: str = ""
-    """Kind of the problem, a key of `REMEDIES`."""
+    """Key of `REMEDIES` for the problem."""
     latency: float = 0.0
     """Seconds of a round trip."""
     skew: float = 0.0
