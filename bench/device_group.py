@@ -60,11 +60,11 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
         runs: number of runs of each implementation.
         run_seconds: approximate length of a run.
     """
-    from gangline import collectives
+    import gangline
 
     rows: list[Row] = []
     for count, words in contexts.items():
-        groups = _groups(collectives.contexts(words))
+        groups = _groups(gangline.contexts(words))
         for size in sizes:
             rows += _measured(groups, count, size, runs, run_seconds)
     return rows

@@ -65,8 +65,8 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
         numbers: numbers of workers.
         scale_batch: multiply batch and learning rate by the number of workers.
     """
+    from gangline import spawn
     from gangline.bench.driver.harness import say
-    from gangline.collectives import spawn
     from gangline.models.zoo.transfer import scale_batch as scaled
 
     plan.check()
@@ -105,7 +105,7 @@ def pretrain(plan: Plan, weights: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from gangline.collectives import cpu
+    from gangline import cpu
     from gangline.models import zoo
     from gangline.models.module import Module
 
@@ -133,7 +133,7 @@ def train_worker(comm: Communicator, plan: Plan, weights: Path) -> tuple[float, 
     """
     import torch
 
-    from gangline.collectives import cpu
+    from gangline import cpu
     from gangline.kvstore import create
     from gangline.models.module import Module
     from gangline.models.zoo.transfer import freeze_until, learning_rate_factors, pretrained

@@ -114,7 +114,7 @@ def in_process(size: int, *, timeout: float | None = None) -> list[Communicator]
 class Communicator:
     """A group of ranks that move and reduce tensors together, on the CPU or on GPUs.
 
-    Created by `collectives.connect`, `collectives.spawn` or `split`. All ranks must make the same calls in the same
+    Created by `connect`, `spawn` or `split`. All ranks must make the same calls in the same
     order, with tensors of the same number of elements and dtype; a difference raises a `MismatchError` on all ranks. A
     rank that dies or does not join a call raises an error that names it. After a failed collective the contents of its
     tensors are undefined, and every later call raises the same error. A communicator is not thread-safe.

@@ -100,7 +100,7 @@ def register(*names: str) -> Callable[[Store], Store]:
 
     For example:
 
-        @gangline.register("my_store")
+        @gangline.kvstore.register("my_store")
         class MyStore(gangline.KVStore): ...
     """
     if not names:

@@ -13,9 +13,9 @@ import sweep_options
 import torch
 from language_model import main as train_language_model
 
-from gangline import cpu, sweep
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, cpu, spawn
 from gangline.kvstore.launch.job import free_ports
+from gangline.trials import sweep
 from tests.kvstore.parameter_server.processes import run_job
 
 ROOT = Path(__file__).parent.parent

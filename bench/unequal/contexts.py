@@ -106,8 +106,8 @@ def measure(
 def _module(loads: Sequence[float] | str, slowness: Sequence[float]) -> Iterator[Module]:
     from torch import nn
 
+    from gangline import cpu
     from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
-    from gangline.collectives import cpu
     from gangline.models.module import Module
 
     contexts = [cpu(index) for index in range(len(slowness))]

@@ -49,7 +49,7 @@ def find_rank_info(rank: int | None, size: int | None, address: str | None, vari
             raise RuntimeError(
                 "no launcher has set this process's rank (RANK and WORLD_SIZE, or those of an engine that `gangline "
                 f"env` names){_hint(variables)}: start it with torchrun, mpirun or srun, run a function with "
-                "collectives.spawn, or pass rank, size and address"
+                "gangline.spawn, or pass rank, size and address"
             )
         rank = launcher.rank() if rank is None else rank
         size = launcher.size() if size is None else size

@@ -102,7 +102,7 @@ def _of_entry_points() -> tuple[type[LauncherEnvironment], ...]:
 def _check(environment: object, origin: str) -> None:
     if not (isinstance(environment, type) and issubclass(environment, LauncherEnvironment)):
         raise TypeError(
-            f"{origin} is {environment!r}; expected a subclass of gangline.environments.LauncherEnvironment"
+            f"{origin} is {environment!r}; expected a subclass of gangline.collectives.environments.LauncherEnvironment"
         )
     if not environment.name:
         raise ValueError(f"{origin} is {environment.__qualname__}, which has no name; set its attribute `name`")

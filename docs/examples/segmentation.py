@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gangline import Augmentation, ImagePatches, Module, class_weights, cpu, raw_digits
+from gangline import Module, cpu
+from gangline.data import Augmentation, ImagePatches, class_weights, raw_digits
 from PIL import Image
 from torch import nn
 from torchmetrics.classification import MulticlassJaccardIndex

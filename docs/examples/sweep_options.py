@@ -9,7 +9,8 @@ import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from gangline import Trial, cpu, sweep
+from gangline import cpu
+from gangline.trials import Trial, sweep
 
 GRID = {"network": ["mlp"], "num-epochs": [2], "lr": [0.1, 0.01], "mom": [0, 0.9]}
 

@@ -7,7 +7,8 @@ from queue import SimpleQueue
 
 import optuna
 import torch
-from gangline import Module, cpu, create_network, digits
+from gangline import Module, cpu, create_network
+from gangline.data import digits
 
 
 def main(num_trials: int = 16, num_epochs: int = 5) -> optuna.Study:

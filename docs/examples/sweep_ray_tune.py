@@ -5,7 +5,8 @@ On nodes with GPUs write {"gpu": 1} as the resources of a trial.
 
 import ray
 import torch
-from gangline import Module, cpu, create_network, digits, gpu
+from gangline import Module, cpu, create_network, gpu
+from gangline.data import digits
 from ray import tune
 from ray.tune.schedulers import MedianStoppingRule
 

@@ -7,7 +7,7 @@ import torch
 from gangline import Trainer
 
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-(images, labels), (held_out, held_out_labels), _ = gangline.digits((1, 8, 8), torch.float64)
+(images, labels), (held_out, held_out_labels), _ = gangline.data.digits((1, 8, 8), torch.float64)
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(

@@ -22,7 +22,7 @@ class ElasticBatches:
     push every key once in each step, the gradients with the number of indices as their weight, and pull:
 
         kv = trainer.kvstore
-        for indices in gangline.ElasticBatches(len(data), 64, kv, epochs=10):
+        for indices in gangline.data.ElasticBatches(len(data), 64, kv, epochs=10):
             trainer.zero_grad()
             if len(indices):
                 loss_function(model(data[indices]), label[indices]).backward()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gangline.collectives import Communicator
+from gangline import Communicator
 from gangline.collectives.errors import GanglineError
 
 

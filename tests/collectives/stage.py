@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
-from gangline.collectives import Communicator
+from gangline import Communicator
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.processes import process_pool

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from gangline.collectives import Communicator, communicator, spawn
+from gangline import Communicator, spawn
+from gangline.collectives import communicator
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.collectives.call_signature import OPS
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.engine.reduction import OPERATIONS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.collectives import Context, contexts, cpu, gpu, num_gpus
+from gangline import Context, contexts, cpu, gpu, num_gpus
 from gangline.collectives.environments import local_rank
 
 ABSENT = num_gpus()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.collectives import cpu, gpu, num_gpus
+from gangline import cpu, gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings, selection
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.backends.peer_to_peer import PeerToPeer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import gpu, num_gpus
+from gangline import gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import kernels, peers
 from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot, two_shot

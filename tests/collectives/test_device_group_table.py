@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import Context, cpu, gpu, num_gpus
+from gangline import Context, cpu, gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import selection, staged
 from gangline.collectives.devices.backends.base import even_slices

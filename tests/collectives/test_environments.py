@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gangline import environments
+from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_rank_info
 from gangline.collectives.environments import registry
 
@@ -362,7 +362,7 @@ def test_only_named_environments_are_registered() -> None:
 
 SHOW = """
 import json, os
-from gangline import environments
+from gangline.collectives import environments
 found = environments.all_found()
 first = found[0]
 line = [[one.name.split(" (")[0] for one in found], first.rank(), first.size(), environments.local_rank()]
@@ -379,7 +379,7 @@ def shown(command: list[str], variables: Mapping[str, str] = os.environ) -> list
 
 
 PLUGIN = """
-from gangline import environments
+from gangline.collectives import environments
 
 class Grid(environments.LauncherEnvironment):
     name = "Grid (GRID_TASK)"

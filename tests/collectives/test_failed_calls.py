@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gangline.collectives import Communicator, spawn, torch_backend
+from gangline import Communicator, spawn
+from gangline.collectives import torch_backend
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.transports.base import MessageTag

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gangline.collectives import Communicator
+from gangline import Communicator
 from gangline.collectives.transports.shm.slots import SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport

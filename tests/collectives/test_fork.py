@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gangline.collectives import Communicator, in_process, spawn, torch_backend
+from gangline import Communicator, in_process, spawn
+from gangline.collectives import torch_backend
 from gangline.collectives.liveness import status_socket
 from tests.collectives.processes import Processes, Rank
 from tests.collectives.situations import all_reduce, error_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import Communicator, num_gpus, spawn
+from gangline import Communicator, num_gpus, spawn
 from gangline.collectives.devices import nccl_selection
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine.host_collectives import HostCollectives

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives import connect
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.environments.job_key import FILE, JobKey, write_file

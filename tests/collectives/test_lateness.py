@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import StallError
 from gangline.collectives.liveness import status_socket

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import gpu, num_gpus
+from gangline import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives import connect
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from gangline.collectives import Communicator
+from gangline import Communicator
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.processes.spawning import Ranks, spawn
 from tests.collectives.processes import Bare, bare_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.collectives.errors import MismatchError
 
 

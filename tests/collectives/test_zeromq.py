@@ -447,8 +447,8 @@ def test_a_cut_between_two_hosts_that_heals_within_the_limit_loses_nothing() -> 
 def test_processes_that_do_not_close_their_communicator_end_without_a_word() -> None:
     program = """
 import torch
-from gangline import collectives
-comm = collectives.connect(transport="tcp")
+from gangline import connect
+comm = connect(transport="tcp")
 comm.all_reduce(torch.ones(1 << 20))
 """
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from gangline import in_process
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives import in_process
 from gangline.doctor import gpus, links
 from gangline.doctor.finding import Check, Outcome, Status, findings_of, run
 from gangline.doctor.job import job

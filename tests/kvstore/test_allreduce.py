@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.buckets import Bucket, plan
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gangline import Context, Module, cpu, gpu
-from gangline.collectives import Communicator, context, num_gpus, spawn
+from gangline import Communicator, Context, Module, cpu, gpu, num_gpus, spawn
+from gangline.collectives import context
 from gangline.collectives.devices import device_group
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.kvstore import DistributedOptimizer, RowSparse, create

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gangline.collectives import Work
+from gangline import Work
 from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, create
 from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from gangline import kvstore
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, kvstore, spawn
 from gangline.kvstore import KVStore, RowSparse, Trainer
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.interface import read_optimizer_states

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gangline import DistributedOptimizer
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.reducer import reducer
 from tests.kvstore.parameter_server.processes import run_job

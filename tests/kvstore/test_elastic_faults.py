@@ -24,7 +24,7 @@ def train(optimizer, kvstore, waits):
     model, mean = network(), torch.nn.CrossEntropyLoss()
     trainer = gangline.Trainer(model, *optimizer, kvstore=kvstore)
     kv = trainer.kvstore
-    batches = gangline.ElasticBatches(len(DATA), 16, kv, epochs=4)
+    batches = gangline.data.ElasticBatches(len(DATA), 16, kv, epochs=4)
     for indices in batches:
         if kv.rank == 0 and batches.step in waits:
             print("at", batches.step, flush=True)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from gangline import DistributedOptimizer
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import KVStore, Trainer, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.reducer import reducer

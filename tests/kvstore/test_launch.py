@@ -136,8 +136,8 @@ def test_every_worker_gets_its_rank() -> None:
 @pytest.mark.slow
 def test_workers_join_by_connect_without_arguments() -> None:
     code = (
-        "import torch\nfrom gangline import collectives\n"
-        "with collectives.connect() as comm:\n"
+        "import torch\nfrom gangline import connect\n"
+        "with connect() as comm:\n"
         "    print(comm.rank, comm.all_reduce(torch.arange(3) * 10 + comm.rank).tolist(), torch.get_num_threads())\n"
     )
     with launch("-n", "2", "-s", "0", "--", sys.executable, "-c", code) as run:

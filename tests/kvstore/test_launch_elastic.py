@@ -26,7 +26,7 @@ trainer = gangline.Trainer({"w": torch.nn.Parameter(torch.zeros(1000, dtype=torc
                            {"learning_rate": 1.0}, kvstore="dist_sync")
 kv, weight = trainer.kvstore, trainer._parameters["w"]
 seen = []
-for indices in (batches := gangline.ElasticBatches(48, 12, kv, epochs=3)):
+for indices in (batches := gangline.data.ElasticBatches(48, 12, kv, epochs=3)):
     if kv.rank == 0 and batches.step in waits:
         print("at", batches.step, flush=True)
         until(*waits[batches.step])

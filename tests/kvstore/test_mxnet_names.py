@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.kvstore import Trainer, create
 from gangline.kvstore.parameter_server.store import DistStore
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gangline.collectives import Work
+from gangline import Work
 from gangline.kvstore import KVStore, create, register
 from gangline.kvstore import registry as stores
 from gangline.kvstore.local import LocalStore

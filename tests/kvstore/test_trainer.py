@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.kvstore import Trainer, create
 
 OPTIMIZERS = [

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline import kvstore
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, kvstore, spawn
 from gangline.kvstore import KVStore
 from tests.collectives.stage import Actor, Stage
 from tests.kvstore.parameter_server.processes import run_job

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Checkpoint, Module, cpu, stop_on
+from gangline import Module, cpu
+from gangline.callback import Checkpoint, stop_on
 from gangline.collectives.environments.restart import restart_number
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import received_signal

@@ -16,7 +16,8 @@ from measure import distance
 from torch import nn
 from torch.nn import functional as F
 
-from gangline import Checkpoint, Module, Speedometer, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint, Speedometer
 from gangline.models.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

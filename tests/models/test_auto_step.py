@@ -17,8 +17,7 @@ from measure import distance
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gangline import Module, cpu
-from gangline.collectives import spawn
+from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.models.executor.device_threads import DeviceThreads

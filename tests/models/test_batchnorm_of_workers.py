@@ -11,8 +11,7 @@ from measure import distance
 from test_promise_batchnorm import residual, with_dropout
 from torch import nn
 
-from gangline import Module, cpu
-from gangline.collectives import spawn
+from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create

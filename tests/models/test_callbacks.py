@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from gangline import Checkpoint, Module, ProgressBar, Speedometer, cpu, module_checkpoint
+from gangline import Module, cpu
+from gangline.callback import Checkpoint, ProgressBar, Speedometer, module_checkpoint
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric, create

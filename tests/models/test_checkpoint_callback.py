@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create

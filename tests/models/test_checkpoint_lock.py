@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Module, collectives, cpu
-from gangline.collectives import Communicator
+from gangline import Communicator, Module, cpu, spawn
+from gangline.callback import Checkpoint
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import epochs
@@ -77,8 +77,8 @@ def test_blocks_of_one_process_overlap(tmp_path: Path) -> None:
         with writing(prefix):
             pass
         with pytest.raises(RuntimeError, match=f"process {os.getpid()} on"):
-            collectives.spawn(_holds, 1, str(prefix))
-    assert collectives.spawn(_holds, 1, str(prefix)) == [True]
+            spawn(_holds, 1, str(prefix))
+    assert spawn(_holds, 1, str(prefix)) == [True]
 
 
 def _holds(_: Communicator, prefix: str) -> bool:
@@ -89,7 +89,7 @@ def _holds(_: Communicator, prefix: str) -> bool:
 def test_of_many_that_begin_at_once_one_holds(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     for _ in range(4):
-        assert sum(collectives.spawn(_try, 3, str(prefix))) == 1
+        assert sum(spawn(_try, 3, str(prefix))) == 1
     assert not Path(f"{prefix}.lock").exists()
 
 

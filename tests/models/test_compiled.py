@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Module, Monitor, cpu, load_weights
+from gangline import Module, Monitor, cpu, load_weights
+from gangline.callback import Checkpoint
 
 Network = Callable[[], nn.Module]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Context, Module, cpu
+from gangline import Context, Module, cpu
+from gangline.callback import Checkpoint
 from gangline.cli.main import main
 from gangline.models.checkpoint import checkpoint
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam

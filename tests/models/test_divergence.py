@@ -12,7 +12,8 @@ import torch
 from command import gangline_command
 from torch import nn
 
-from gangline import Checkpoint, Module, cpu, spawn
+from gangline import Module, cpu, spawn
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Module, cpu, create
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, Module, cpu, create, spawn
+from gangline.callback import Checkpoint
 from gangline.collectives.errors import DiskFullError
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint

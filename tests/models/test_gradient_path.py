@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, cpu
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, Module, cpu, spawn
 from gangline.collectives.work import WorkQueue
 from gangline.kvstore import KVStore, create, local
 from gangline.kvstore.reducer import reducer

@@ -23,8 +23,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from gangline import Module, cpu
-from gangline.collectives import spawn
+from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.models.data.datasets import image_folder, raw_digits

@@ -16,7 +16,7 @@ from command import gangline_command
 from test_checkpoint_lock import start_holder
 from test_parallel import free_port
 
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, spawn
 from gangline.models.checkpoint.retention import epochs
 
 Result = tuple[int, str, str]

@@ -14,7 +14,8 @@ from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.models.metrics.metric import EvalMetric, create
 
 SIZES = (5, 1, 7, 3)

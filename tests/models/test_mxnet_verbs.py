@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, Monitor, Speedometer, cpu, do_checkpoint
+from gangline import Module, Monitor, cpu
+from gangline.callback import Speedometer, do_checkpoint
 from gangline.models.metrics.metric import create as create_metric
 
 CONTEXTS = [cpu(0), cpu(1)]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, collectives
-from gangline.collectives import Communicator, cpu
+from gangline import Communicator, Module, cpu, spawn
 from tests.models.test_workers_together import as_launched, free_port
 
 
@@ -36,7 +35,7 @@ def worker(comm: Communicator, port: int) -> tuple[str | None, int, dict[str, to
 
 def test_all_processes_of_a_job_train_as_one_does() -> None:
     _, _, expected = trained("cpu")
-    for store, count, params in collectives.spawn(worker, 2, free_port()):
+    for store, count, params in spawn(worker, 2, free_port()):
         assert (store, count) == ("allreduce", 2)
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-11)

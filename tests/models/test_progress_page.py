@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Checkpoint, Module, Speedometer, cpu, split_batch
-from gangline.collectives import Work, spawn
+from gangline import Module, Work, cpu, spawn, split_batch
+from gangline.callback import Checkpoint, Speedometer
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create, register
 from gangline.kvstore.local import LocalStore

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gangline import Module, cpu
-from gangline.collectives import Work
+from gangline import Module, Work, cpu
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.device import DeviceStore

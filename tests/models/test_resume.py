@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.datasets import digits

@@ -11,7 +11,8 @@ from measure import distance
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create

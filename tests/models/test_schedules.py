@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gangline import Checkpoint, MismatchError, Module, cpu
+from gangline import MismatchError, Module, cpu
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create

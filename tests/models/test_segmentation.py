@@ -11,13 +11,8 @@ from PIL import Image
 from segmentation import digit_scenes, main, predict_image, unet, write_scenes
 from torch import nn
 
-from gangline import (
-    Augmentation,
-    ImagePatches,
-    Module,
-    class_weights,
-    cpu,
-)
+from gangline import Module, cpu
+from gangline.data import Augmentation, ImagePatches, class_weights
 
 OUTSIDE = -100
 TURNS = Augmentation(flip=True, flip_vertical=True, rotate=(-20, 20), scale=(0.9, 1.1), mean=[0.3], std=[0.3])

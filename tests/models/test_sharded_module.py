@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline import Checkpoint, Module, cpu, create, spawn
+from gangline import Module, cpu, create, spawn
+from gangline.callback import Checkpoint
 from gangline.collectives.errors import GanglineError
 from gangline.models.balance import speed_model
 from gangline.models.checkpoint import checkpoint as checkpoints

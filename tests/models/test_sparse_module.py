@@ -14,7 +14,8 @@ from measure import distance, replicas_are_equal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.kvstore import create
 
 ROWS, WIDTH, LENGTH, CLASSES = 12, 5, 3, 4

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline import Module, cpu
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, Module, cpu, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.allreduce.negotiation import Negotiator
 from gangline.kvstore.group.worker_group import WorkerGroup

@@ -16,7 +16,8 @@ import torch
 from measure import same_bits
 from torch import nn
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
@@ -447,7 +448,8 @@ SCRIPT = """
 import signal, sys
 import torch
 from torch import nn
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu
+from gangline.callback import Checkpoint
 from gangline.models.loop.stopping import stop_on
 
 torch.set_num_threads(1)

@@ -15,13 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from gangline import Trial, cpu, sweep
-from gangline.trials import _folder_name
+from gangline import cpu
+from gangline.trials import Trial, _folder_name, sweep
 from tests.kvstore.test_launch import ROOT
 
 SCRIPT = """
 import time
-from gangline import cpu, sweep
+from gangline import cpu
+from gangline.trials import sweep
 
 def train(trial):
     with open("begun.txt", "a") as file:
@@ -134,7 +135,8 @@ def test_a_sweep_that_is_killed_or_interrupted_goes_on_without_doing_any_trial_t
 
 @pytest.mark.slow
 def test_a_script_without_a_main_part_is_told_so_and_no_trial_is_recorded(tmp_path: Path) -> None:
-    text = "from gangline import cpu, sweep\ndef f(trial): return 1.0\nsweep(f, {'x': [1]}, cpu())\n"
+    imports = "from gangline import cpu; from gangline.trials import sweep"
+    text = f"{imports}\ndef f(trial): return 1.0\nsweep(f, {{'x': [1]}}, cpu())\n"
     with run_script(tmp_path, text) as script:
         errors = script.communicate(timeout=60)[1]
     assert script.returncode == 1

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, cpu
-from gangline.collectives import spawn
+from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.models.loop.callbacks import BatchEndParam

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gangline import connect, spawn
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
-from gangline.collectives import connect, spawn
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.collectives.errors import GanglineError
 from gangline.kvstore import create

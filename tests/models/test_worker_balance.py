@@ -25,9 +25,9 @@ from test_parallel import free_port
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from gangline import Checkpoint, Module, cpu
+from gangline import Module, cpu, spawn
 from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
-from gangline.collectives import spawn
+from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create

@@ -12,8 +12,7 @@ from measure import distance
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Module, cpu
-from gangline.collectives import spawn
+from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 

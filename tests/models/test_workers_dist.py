@@ -13,8 +13,7 @@ import torch
 from measure import distance
 from torch import Tensor, nn
 
-from gangline import Module
-from gangline.collectives import Communicator
+from gangline import Communicator, Module
 from gangline.kvstore import KVStore, create
 from gangline.models.data.datasets import digits
 from tests.kvstore.parameter_server.processes import run_job

@@ -20,9 +20,9 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from gangline import Checkpoint, DeadNodeError, MismatchError, Module, Speedometer, cpu
+from gangline import DeadNodeError, MismatchError, Module, cpu, spawn
+from gangline.callback import Checkpoint, Speedometer
 from gangline.cli.main import main
-from gangline.collectives import spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gangline import collectives
+from gangline import Communicator, connect
 
 _PAGE = 4096
 
@@ -34,7 +34,7 @@ class _Rank:
     def __init__(self) -> None:
         self._algorithm: str | None = None
         self._memory: torch.Tensor | None = None
-        self.comm = collectives.connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
+        self.comm = connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
         """Prepare a ``call``, or allocate tensors for a collective.
@@ -69,9 +69,9 @@ class _Rank:
     def _prepare_call(self, call: str) -> dict[str, Any]:
         if call == "barrier":
             return {"step": self.comm.barrier}
-        opened: list[collectives.Communicator] = []
+        opened: list[Communicator] = []
         calls: dict[str, Callable[[], Any]] = {
-            "connect": lambda: opened.append(collectives.connect()),
+            "connect": lambda: opened.append(connect()),
             "split": lambda: opened.extend(filter(None, [self.comm.split(0)])),
         }
 
@@ -92,7 +92,7 @@ class _Rank:
             os.environ["GANGLINE_ALGO"] = algorithm
         self._memory = None
         self.comm.close()
-        self.comm = collectives.connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
+        self.comm = connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
 
     def _registered(self, counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return tensors in registered memory: always the same memory, replaced only by more, as none is freed."""
@@ -108,9 +108,7 @@ def _ordinary(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.zeros(count, dtype=dtype) for count in counts]
 
 
-def _step(
-    comm: collectives.Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor
-) -> Callable[[], Any]:
+def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
     collective, op, root, count = options["collective"], options["op"], options["root"], options["count"]
     rank, size = comm.rank, comm.size
     if collective == "all_reduce":

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gangline import kvstore
-from gangline.collectives import faults, spawn
+from gangline import kvstore, spawn
+from gangline.collectives import faults
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import DeadNodeError, GanglineError
 from gangline.collectives.processes.spawning import Outcome

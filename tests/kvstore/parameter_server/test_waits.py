@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Module, cpu, kvstore
-from gangline.collectives import Communicator, spawn
+from gangline import Communicator, Module, cpu, kvstore, spawn
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
