@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-TRAINING = {"images", "timeline", "clusters"}  # pages whose examples take long
+TRAINING = {"images", "monitoring", "clusters"}  # pages whose examples take long
 
 
 def ids(pages: list[Path]) -> list[str]:

@@ -223,7 +223,7 @@ VARIABLES = (
     Variable(
         "GANGLINE_TIMELINE",
         "",
-        "File to which every process of the job appends a trace of what it does; see [timeline.md](timeline.md).",
+        "File to which every process of the job appends a trace of what it does; see [monitoring](monitoring.md).",
     ),
     Variable("GANGLINE_TIMELINE_JOB", "", "Set with it for child processes: name of the job whose trace it is."),
     Variable(

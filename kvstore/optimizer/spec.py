@@ -205,7 +205,7 @@ def _torch_arguments(name: str, given: Mapping[str, Any], defaults: Mapping[str,
         if argument == "lr_scheduler":
             raise ValueError(
                 "optimizer_params has 'lr_scheduler'; expected it as an argument of fit, such as fit(..., lr_scheduler="
-                "('piecewise', {'epochs': [30, 60], 'factor': 0.1})), see docs/schedules.md"
+                "('piecewise', {'epochs': [30, 60], 'factor': 0.1})), see docs/updates.md"
             )
         if argument not in known:
             raise ValueError(f"optimizer {name!r} has no argument {argument!r}; expected some of {known}")

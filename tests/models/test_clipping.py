@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -313,20 +312,6 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(store: str, name: 
     whole, *_ = run(begins=True)
     for found in run(begins=False):
         assert all(torch.equal(found[key], value) for key, value in whole.items())
-
-
-# The page
-
-
-def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "clipping.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "clipping.md", "exec"), {})
-    accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", capsys.readouterr().out)
-    assert accuracy
-    assert float(accuracy[1]) > 0.9
 
 
 def test_a_float16_loss_is_unscaled_before_the_clip_and_overflows_are_skipped() -> None:
