@@ -138,7 +138,7 @@ def test_ranks_of_srun_without_a_list_of_several_hosts(changes: dict[str, str], 
 
 
 def test_without_a_launcher_the_error_names_ways_to_start() -> None:
-    with pytest.raises(RuntimeError, match=r"torchrun, mpirun or srun, .* collectives\.spawn"):
+    with pytest.raises(RuntimeError, match=r"torchrun, mpirun or srun, .* gangline\.spawn"):
         rank_info({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
 
 
@@ -433,7 +433,7 @@ def test_a_broken_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.Monke
             environments.find({})
         assert environments.find(TORCHRUN) is not None  # not needed for it
         (info / "entry_points.txt").write_text("[gangline.environments]\ngrid = json:dumps\n")
-        with pytest.raises(TypeError, match=r"json:dumps of broken .* expected a subclass of gangline\.environments"):
+        with pytest.raises(TypeError, match=r"json:dumps of broken .* expected a subclass of gangline\.collectives\.environments"):
             environments.find({})
     finally:
         registry._of_entry_points.cache_clear()
