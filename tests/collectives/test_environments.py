@@ -433,7 +433,9 @@ def test_a_broken_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.Monke
             environments.find({})
         assert environments.find(TORCHRUN) is not None  # not needed for it
         (info / "entry_points.txt").write_text("[gangline.environments]\ngrid = json:dumps\n")
-        with pytest.raises(TypeError, match=r"json:dumps of broken .* a subclass of gangline\.collectives\.environments"):
+        with pytest.raises(
+            TypeError, match=r"json:dumps of broken .* a subclass of gangline\.collectives\.environments"
+        ):
             environments.find({})
     finally:
         registry._of_entry_points.cache_clear()
