@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from gangline.collectives.work import Work as Work
     from gangline.collectives.workload import split_batch as split_batch
     from gangline.kvstore.interface import KVStore as KVStore
-    from gangline.kvstore.launch.functions import launch as launch
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from gangline.kvstore.registry import create as create
     from gangline.kvstore.sparse import RowSparse as RowSparse
     from gangline.kvstore.trainer import Trainer as Trainer
+    from gangline.launcher.functions import launch as launch
     from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
     from gangline.models.balance.balanced_loader import balance as balance
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
@@ -67,7 +67,7 @@ _HOMES = {
     "collectives.work": ("Work",),
     "collectives.workload": ("split_batch",),
     "kvstore.interface": ("KVStore",),
-    "kvstore.launch.functions": ("launch",),
+    "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
     "kvstore.reducer.distributed_optimizer": ("DistributedOptimizer",),
     "kvstore.registry": ("create",),

@@ -84,6 +84,7 @@ SOURCES = [
         "gangline/cli",
         "gangline/doctor",
         "gangline/integrations",
+        "gangline/launcher",
         "gangline/status",
     )
     for file in (ROOT / folder).rglob("*.py")

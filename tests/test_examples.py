@@ -14,7 +14,7 @@ import torch
 from language_model import main as train_language_model
 
 from gangline import Communicator, cpu, spawn
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from gangline.trials import sweep
 from tests.kvstore.parameter_server.processes import run_job
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.errors import UsageError
-from gangline.kvstore.launch.binding import Host, bind
+from gangline.launcher.binding import Host, bind
 
 if TYPE_CHECKING:
     from gangline.doctor.gpu_links import LinkMatrix

@@ -20,14 +20,14 @@ from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.workload import check_work_load_list
-from gangline.kvstore.launch.binding import Host
-from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
-from gangline.kvstore.launch.engines.kubernetes import KubernetesKind, KubernetesOptions
-from gangline.kvstore.launch.engines.mpi import detect, mpi_table
-from gangline.kvstore.launch.engines.slurm import batch_script, is_within_job, slurm_table
-from gangline.kvstore.launch.engines.ssh_options import SshOptions
-from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
-from gangline.kvstore.launch.topology import gpu_addresses, read_host
+from gangline.launcher.binding import Host
+from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
+from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions
+from gangline.launcher.engines.mpi import detect, mpi_table
+from gangline.launcher.engines.slurm import batch_script, is_within_job, slurm_table
+from gangline.launcher.engines.ssh_options import SshOptions
+from gangline.launcher.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.topology import gpu_addresses, read_host
 from gangline.status.metrics import serve_metrics
 
 
@@ -286,9 +286,9 @@ def launch(
         _print_table(table)
         return
     from gangline.collectives.environments.job_key import JobKey
-    from gangline.kvstore.launch.local import run
-    from gangline.kvstore.launch.restarts import Outcome, run_with_restarts
-    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+    from gangline.launcher.local import run
+    from gangline.launcher.restarts import Outcome, run_with_restarts
+    from gangline.launcher.supervisor import Reports, StopTimeouts
 
     def attempt(restart: int) -> Outcome:
         # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
@@ -319,7 +319,7 @@ def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: s
     if not is_slurm and (launcher is not Launcher.MPI or not entries):
         return None
     from gangline.collectives.transports.addresses import local_address, resolved
-    from gangline.kvstore.launch.engines.ssh_agent import find_address
+    from gangline.launcher.engines.ssh_agent import find_address
 
     if interface is not None:
         return Host(find_address(interface, "")[0])
@@ -339,9 +339,9 @@ def _on_hosts(
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
     from gangline.collectives.environments.job_key import JobKey
-    from gangline.kvstore.launch.engines.ssh import plan, run_on_hosts
-    from gangline.kvstore.launch.restarts import Outcome, run_with_restarts
-    from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+    from gangline.launcher.engines.ssh import plan, run_on_hosts
+    from gangline.launcher.restarts import Outcome, run_with_restarts
+    from gangline.launcher.supervisor import Reports, StopTimeouts
 
     try:
         planned = plan(job, entries, options)
@@ -364,7 +364,7 @@ def _on_hosts(
 
 def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> int:
     """Apply the manifests of a job by kubectl, or print them; return the exit code."""
-    from gangline.kvstore.launch.engines.kubernetes import manifests, text
+    from gangline.launcher.engines.kubernetes import manifests, text
 
     return _feed(["kubectl", "apply", "-f", "-"], text(manifests(job, options)), dry_run)
 
@@ -470,8 +470,8 @@ def resize(
     round.
     """
     from gangline.collectives.transports.unix_sockets import connect
-    from gangline.kvstore.launch.local import control_socket
-    from gangline.kvstore.launch.supervisor import ERROR
+    from gangline.launcher.local import control_socket
+    from gangline.launcher.supervisor import ERROR
 
     try:
         with connect(control_socket(launcher)) as connection:

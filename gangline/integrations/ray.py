@@ -16,7 +16,7 @@ from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.errors import DeadNodeError
 from gangline.collectives.limits import SPAWN_CAUSE_SECONDS
 from gangline.integrations.ray_members import Job, Placement, in_cluster
-from gangline.kvstore.launch.job import JobSpec
+from gangline.launcher.job import JobSpec
 
 _log = logging.getLogger("gangline")
 _COLOUR = re.compile(r"\x1b\[\d*m")

@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 
 from gangline.collectives.environments.job_key import JobKey
 from gangline.integrations.ray_members import Job, Placement, in_cluster
-from gangline.kvstore.launch.job import JobSpec
-from gangline.kvstore.launch.restarts import CHECKPOINTED, Outcome, run_with_restarts
+from gangline.launcher.job import JobSpec
+from gangline.launcher.restarts import CHECKPOINTED, Outcome, run_with_restarts
 
 _POLL_SECONDS = 0.2
 """Time within which a signal is noticed."""

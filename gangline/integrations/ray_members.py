@@ -19,9 +19,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gangline.collectives.environments.job_key import DESCRIPTOR, JobKey, open_descriptor
-from gangline.kvstore.launch.binding import Host
-from gangline.kvstore.launch.function_process import LAUNCHER, describe_job, search_path
-from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.binding import Host
+from gangline.launcher.function_process import LAUNCHER, describe_job, search_path
+from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 
 _LOOPBACK = "127.0.0.1"
 _OWN_TO_NODE = ("PATH", "OMP_NUM_THREADS")

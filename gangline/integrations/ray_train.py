@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 
 
 @dataclass

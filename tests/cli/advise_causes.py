@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.driver.hosts import Hosts
 from gangline.collectives.liveness.status_query import statuses
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from tests.kvstore.test_launch import ROOT
 
 SCRIPT = str(ROOT / "tests" / "cli" / "training_with_causes.py")

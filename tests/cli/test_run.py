@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from tests.cli.test_main import python
 
 SCRIPT = """\

@@ -12,7 +12,7 @@ import pytest
 
 from gangline.advise.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _value
 from gangline.advise.scaling import Check, Scaling, StepTimes, fitted_sizes, refined
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from tests.cli.test_main import python
 
 SCRIPT = """

@@ -19,7 +19,7 @@ import pytest
 
 from gangline.collectives.liveness import status_query
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from gangline.status.late import late_processes
 from gangline.status.metrics import serve_metrics
 from tests.kvstore.test_launch import ROOT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.kvstore.launch.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
+from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
 
 
 def test_a_hostfile_gives_slots_gpus_and_loads(tmp_path: Path) -> None:

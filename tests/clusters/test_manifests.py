@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.kvstore.launch.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests, text
-from gangline.kvstore.launch.job import JobSpec
+from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests, text
+from gangline.launcher.job import JobSpec
 from tests.clusters.schemas import JOBSET, RAYJOB
 
 

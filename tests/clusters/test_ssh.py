@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.kvstore.launch.engines.ssh_agent import find_address
+from gangline.launcher.engines.ssh_agent import find_address
 from tests.clusters import sshd
 from tests.kvstore.test_launch import PYTHON, ROOT, Launch
 

@@ -15,7 +15,7 @@ import pytest
 
 from gangline.advise.steps import read_events
 from gangline.collectives.timeline import recorder
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from tests.kvstore.test_launch import ROOT
 
 pytestmark = pytest.mark.timeout(90)

@@ -27,7 +27,7 @@ from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank
 from tests.collectives.ranks import with_exchange
 

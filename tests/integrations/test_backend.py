@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -27,7 +27,7 @@ from gangline.collectives.errors import DeadNodeError
 from gangline.integrations import ray_jobs
 from gangline.integrations.ray import run
 from gangline.integrations.ray_members import in_cluster
-from gangline.kvstore.launch.job import JobSpec
+from gangline.launcher.job import JobSpec
 from tests.kvstore.test_launch import MARK, ROOT, Launch, marked
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, SIZES, batch, network, plain_loop, play
 
@@ -209,7 +209,7 @@ def test_a_failed_command_starts_again(cluster: str, capfd: pytest.CaptureFixtur
 INTERRUPTED = """
 import sys
 from gangline.integrations import ray_jobs
-from gangline.kvstore.launch.job import JobSpec
+from gangline.launcher.job import JobSpec
 code = "import time; print('ready', flush=True); time.sleep(60)"
 placed = {"worker_resources": {"CPU": 0.6}, "server_resources": {"CPU": 0.2}, "strategy": "SPREAD"}
 sys.exit(ray_jobs.run(JobSpec((sys.executable, "-c", code), 2, 1), address=sys.argv[1], **placed))

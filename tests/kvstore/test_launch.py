@@ -93,9 +93,9 @@ def job(processes: dict[str, str], servers: float = 20, stop: float = 20, **opti
     """Launch shell commands as scheduler, servers and workers, with time limits in seconds."""
     code = (
         "import json, sys\n"
-        "from gangline.kvstore.launch.job import Process\n"
-        "from gangline.kvstore.launch.local import run\n"
-        "from gangline.kvstore.launch.supervisor import StopTimeouts\n"
+        "from gangline.launcher.job import Process\n"
+        "from gangline.launcher.local import run\n"
+        "from gangline.launcher.supervisor import StopTimeouts\n"
         "processes, servers, stop = json.loads(sys.argv[1])\n"
         "labels = [(label.partition(' '), command) for label, command in processes.items()]\n"
         "table = [Process(role, int(rank) if rank else None, ('sh', '-c', command), {})\n"
@@ -487,10 +487,7 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    code = (
-        "import sys, gangline.cli.launch, gangline.kvstore.launch.local\n"
-        "print({'torch', 'numpy', 'zmq'} & {*sys.modules})"
-    )
+    code = "import sys, gangline.cli.launch, gangline.launcher.local\nprint({'torch', 'numpy', 'zmq'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -502,8 +499,8 @@ def test_options_after_the_command_are_its_own() -> None:
 
 HOSTS = """
 import os, sys
-from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.local import run
+from gangline.launcher.job import Process
+from gangline.launcher.local import run
 if os.getuid() == 0:  # which has no limit
     os.setgroups([])
     os.setgid(65534)

@@ -14,8 +14,8 @@ import pytest
 from gangline import num_gpus
 from gangline.cli.devices import ranges, show_job
 from gangline.cli.main import main
-from gangline.kvstore.launch.binding import Binding, Cpu, Gpu, Host, bind
-from gangline.kvstore.launch.topology import gpu_addresses, numa_node, read_cpus, read_host
+from gangline.launcher.binding import Binding, Cpu, Gpu, Host, bind
+from gangline.launcher.topology import gpu_addresses, numa_node, read_cpus, read_host
 
 TWO_SOCKETS = tuple(Cpu(number, number, number // 4) for number in range(8))
 """Four cores on each of two NUMA nodes."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gangline.kvstore.launch.binding import Cpu, Gpu, Host
-from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.binding import Cpu, Gpu, Host
+from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 
 CPUS = tuple(Cpu(number, number) for number in range(8))
 

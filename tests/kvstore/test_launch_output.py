@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gangline.kvstore.launch import output
-from gangline.kvstore.launch.output import Output
+from gangline.launcher import output
+from gangline.launcher.output import Output
 
 
 class Log:

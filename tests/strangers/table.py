@@ -27,7 +27,7 @@ import gangline
 from gangline import Communicator
 from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Ranks
-from gangline.kvstore.launch.job import free_ports
+from gangline.launcher.job import free_ports
 
 process_pool.PRELOAD += (
     "torch._dynamo",

@@ -36,10 +36,10 @@ from gangline.collectives.context import Context, contexts
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
-from gangline.kvstore.launch.restarts import CHECKPOINTED, DIVERGED
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import read_metadata
 from gangline.models.checkpoint.retention import epochs, paths_of

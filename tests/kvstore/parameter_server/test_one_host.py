@@ -13,9 +13,9 @@ import pytest
 
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.transports import unix_sockets
-from gangline.kvstore.launch.job import free_ports
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
+from gangline.launcher.job import free_ports
 
 pytestmark = pytest.mark.timeout(110)
 ROOT = Path(__file__).parents[3]

@@ -19,20 +19,20 @@ from signal import Signals
 from typing import Any
 
 from gangline.collectives.environments.job_key import JobKey
-from gangline.kvstore.launch.binding import Cpu, Gpu, Host, bind
-from gangline.kvstore.launch.engines.hostfile import HostEntry
-from gangline.kvstore.launch.engines.ssh_options import SshOptions
-from gangline.kvstore.launch.job import JobSpec, Process, process_table
-from gangline.kvstore.launch.local import run
-from gangline.kvstore.launch.restarts import Outcome
-from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+from gangline.launcher.binding import Cpu, Gpu, Host, bind
+from gangline.launcher.engines.hostfile import HostEntry
+from gangline.launcher.engines.ssh_options import SshOptions
+from gangline.launcher.job import JobSpec, Process, process_table
+from gangline.launcher.local import run
+from gangline.launcher.restarts import Outcome
+from gangline.launcher.supervisor import Reports, StopTimeouts
 
 _OPTIONS = (
     *("-T", "-x", "-oBatchMode=yes", "-oConnectTimeout=15"),
     *("-oControlMaster=no", "-oForwardAgent=no", "-oEscapeChar=none"),
     *("-oServerAliveInterval=15", "-oServerAliveCountMax=4"),  # end when the host cannot be reached for a minute
 )
-_AGENT = "gangline.kvstore.launch.engines.ssh_agent"
+_AGENT = "gangline.launcher.engines.ssh_agent"
 _MOST_BYTES = 1 << 20
 """Largest document: it has to fit into the pipe to ssh."""
 

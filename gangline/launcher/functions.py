@@ -17,8 +17,8 @@ from typing import IO, Any, Literal, TextIO
 
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.workload import check_work_load_list
-from gangline.kvstore.launch import function_process
-from gangline.kvstore.launch.function_process import (
+from gangline.launcher import function_process
+from gangline.launcher.function_process import (
     HAS_CLOUDPICKLE,
     LAUNCHER,
     FunctionTask,
@@ -27,8 +27,8 @@ from gangline.kvstore.launch.function_process import (
     read_result,
     search_path,
 )
-from gangline.kvstore.launch.job import JobSpec, Process, free_ports, process_table
-from gangline.kvstore.launch.topology import read_host
+from gangline.launcher.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.topology import read_host
 
 _log = logging.getLogger("gangline")
 _READ = 1 << 16

@@ -6,8 +6,8 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from gangline.kvstore.launch.engines.mpi import Starter, substitute
-from gangline.kvstore.launch.job import Process
+from gangline.launcher.engines.mpi import Starter, substitute
+from gangline.launcher.job import Process
 
 _SCRIPT = """\
 #!/bin/sh

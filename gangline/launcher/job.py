@@ -25,7 +25,7 @@ from gangline.collectives.environments.restart import (
     SNAPSHOT_EVERY,
 )
 from gangline.collectives.transports import unix_sockets
-from gangline.kvstore.launch.binding import LOCALHOST, Binding, Host, bind
+from gangline.launcher.binding import LOCALHOST, Binding, Host, bind
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _LOADS = "GANGLINE_WORK_LOAD_LIST"

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from gangline.collectives.environments.job_key import JobKey, job_key
 from gangline.collectives.processes.parent_death import die_with_parent
-from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.local import run
-from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
+from gangline.launcher.job import Process
+from gangline.launcher.local import run
+from gangline.launcher.supervisor import Reports, StopTimeouts
 
 try:
     import cloudpickle

@@ -10,8 +10,8 @@ from dataclasses import replace
 from enum import Enum
 
 from gangline.collectives.transports.addresses import resolved
-from gangline.kvstore.launch.engines.hostfile import HostEntry
-from gangline.kvstore.launch.job import Process
+from gangline.launcher.engines.hostfile import HostEntry
+from gangline.launcher.job import Process
 
 _INHERITED = ("GANGLINE_JOB_KEY_FILE", "GANGLINE_JOB_ID", "GANGLINE_INSECURE")
 """Variables of the launcher that mpirun passes on to other hosts."""

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 
 from gangline.collectives.environments.job_key import JobKey
-from gangline.kvstore.launch.job import Process, free_ports
-from gangline.kvstore.launch.local import run
-from gangline.kvstore.launch.supervisor import Reports, StopTimeouts
-from gangline.kvstore.launch.topology import gpu_addresses, read_host
+from gangline.launcher.job import Process, free_ports
+from gangline.launcher.local import run
+from gangline.launcher.supervisor import Reports, StopTimeouts
+from gangline.launcher.topology import gpu_addresses, read_host
 
 
 def main() -> int:

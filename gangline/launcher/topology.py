@@ -9,10 +9,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gangline.kvstore.launch.binding import LOCALHOST, Cpu, Gpu, Host
+from gangline.launcher.binding import LOCALHOST, Cpu, Gpu, Host
 
 _SYS = Path("/sys")
-_QUERY = "import json; from gangline.kvstore.launch.topology import pci_addresses; print(json.dumps(pci_addresses()))"
+_QUERY = "import json; from gangline.launcher.topology import pci_addresses; print(json.dumps(pci_addresses()))"
 
 
 def read_host(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from gangline.kvstore.launch.job import JobSpec
+from gangline.launcher.job import JobSpec
 
 _PORT = 29500
 _KEY_FOLDER = "/var/run/gangline"

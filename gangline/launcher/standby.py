@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.process_tree import send_group
+from gangline.launcher.job import Process
+from gangline.launcher.process_tree import send_group
 
 _PIPE = 1 << 20
 """Bytes of variables that a process takes before it reads them."""

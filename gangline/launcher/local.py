@@ -19,10 +19,10 @@ from typing import NoReturn
 from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
-from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.process_tree import adopt_orphans, descendants, kill_descendants, send
-from gangline.kvstore.launch.restarts import Outcome
-from gangline.kvstore.launch.supervisor import ElasticWorkers, Reports, StopTimeouts, Supervisor
+from gangline.launcher.job import Process
+from gangline.launcher.process_tree import adopt_orphans, descendants, kill_descendants, send
+from gangline.launcher.restarts import Outcome
+from gangline.launcher.supervisor import ElasticWorkers, Reports, StopTimeouts, Supervisor
 
 
 def run(

@@ -26,11 +26,11 @@ from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, 
 from gangline.collectives.host_files import opener
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
-from gangline.kvstore.launch.job import Process
-from gangline.kvstore.launch.output import Output, Stream, write_what_fits
-from gangline.kvstore.launch.process_tree import descendants, send, send_group, send_program
-from gangline.kvstore.launch.restarts import CHECKPOINTED, FINAL
-from gangline.kvstore.launch.standby import Standby
+from gangline.launcher.job import Process
+from gangline.launcher.output import Output, Stream, write_what_fits
+from gangline.launcher.process_tree import descendants, send, send_group, send_program
+from gangline.launcher.restarts import CHECKPOINTED, FINAL
+from gangline.launcher.standby import Standby
 
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
