@@ -29,11 +29,6 @@ LOST = b"!"
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
 """Variable of a server: descriptor of the memory in which its state outlives it."""
 
-SNAPSHOT_DIR = "GANGLINE_SNAPSHOT_DIR"
-"""Variable with the folder of the servers' snapshots."""
-SNAPSHOT_EVERY = "GANGLINE_SNAPSHOT_EVERY"
-"""Variable with the number of rounds between two snapshots."""
-
 
 def incarnation() -> int:
     """Return how often this process was started again while its job ran on; 0 in its first start.

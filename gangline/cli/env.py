@@ -258,16 +258,6 @@ VARIABLES = (
         "Set by `gangline launch --elastic`: least and most workers of the job, such as 1:4.",
     ),
     Variable(
-        "GANGLINE_SNAPSHOT_DIR",
-        "",
-        "Set by `gangline launch --snapshot-dir`: folder of the servers' snapshots.",
-    ),
-    Variable(
-        "GANGLINE_SNAPSHOT_EVERY",
-        "100",
-        "Set by `gangline launch --snapshot-every`: number of rounds between snapshots of the servers.",
-    ),
-    Variable(
         "GANGLINE_RESTART_LIMIT",
         "120",
         "Seconds for a restarted process to take its place in the job before the job fails.",

@@ -58,7 +58,6 @@ _OF_LAUNCHERS = {
     "max_restarts": (Launcher.LOCAL, Launcher.SSH, Launcher.RAY),
     "restart_processes": (Launcher.LOCAL,),
     "elastic": (Launcher.LOCAL,),
-    "snapshot_dir": (Launcher.LOCAL, Launcher.SSH),
 }
 """Launchers that use an option; an option that is not here is for all."""
 _RESTARTS = {
@@ -146,17 +145,6 @@ def launch(
             "or by a SIGTERM to a worker.",
         ),
     ] = None,
-    snapshot_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for snapshots of the servers of a dist_sync store, on a disk that all of them reach. A job "
-            "resumes from the newest one in it, also by --max-restarts.",
-        ),
-    ] = None,
-    snapshot_every: Annotated[
-        int, typer.Option(metavar="ROUNDS", min=1, help="Number of rounds between snapshots.")
-    ] = 100,
     stop_signals: Annotated[
         str | None,
         typer.Option(
@@ -234,11 +222,6 @@ def launch(
     if metrics_port is not None:
         serve_metrics(metrics_port)
     bounds = _bounds(elastic, workers, servers, work_load_list)
-    if snapshot_dir is not None and (not servers or bounds):
-        raise UsageError(
-            f"--snapshot-dir {'with --elastic is not possible' if bounds else 'needs servers, -s 1 or more'}: "
-            "snapshots hold the rounds of servers with the same workers"
-        )
     stops = signals_of(stop_signals)
     if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
         raise UsageError(
@@ -255,7 +238,6 @@ def launch(
         idle_surplus=idle_surplus,
         restart_processes=restart_processes,
         elastic=bounds,
-        snapshots=None if snapshot_dir is None else (str(snapshot_dir.absolute()), snapshot_every),
     )
     if launcher is Launcher.K8S:
         if image is None:

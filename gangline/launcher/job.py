@@ -21,8 +21,6 @@ from gangline.collectives.environments.restart import (
     PROCESS_RESTARTS,
     RESTART,
     RUN_ID,
-    SNAPSHOT_DIR,
-    SNAPSHOT_EVERY,
 )
 from gangline.collectives.transports import unix_sockets
 from gangline.launcher.binding import LOCALHOST, Binding, Host, bind
@@ -64,8 +62,6 @@ class JobSpec:
     """Number of workers and servers that are started again, each alone, while the job runs."""
     elastic: tuple[int, int] | None = None
     """Least and most workers of a job whose workers may change; None: they do not."""
-    snapshots: tuple[str, int] | None = None
-    """Folder of the servers' snapshots and number of rounds between them; None: there are none."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job that is the same in all its starts."""
 
@@ -156,8 +152,6 @@ def process_table(
         common[ELASTIC] = "{}:{}".format(*job.elastic)
     if job.restart_processes:
         common[PROCESS_RESTARTS] = str(job.restart_processes)
-    if job.snapshots is not None:
-        common[SNAPSHOT_DIR], common[SNAPSHOT_EVERY] = job.snapshots[0], str(job.snapshots[1])
     supervised: list[tuple[str, int | None]] = []
     if job.servers:
         supervised = [("scheduler", None), *(("server", rank) for rank in range(job.servers))]

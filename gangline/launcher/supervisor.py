@@ -14,8 +14,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from gangline.launcher.job import Process
 from gangline.launcher.output import Output, Stream, write_what_fits
 from gangline.launcher.process_tree import descendants, send, send_group, send_program
 from gangline.launcher.restarts import CHECKPOINTED, FINAL
-from gangline.launcher.standby import Standby
 
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
@@ -140,8 +139,6 @@ class Supervisor:
         self._restarts = 0
         self._kept_memory: dict[str, int] = {}
         """Descriptors by label: a server or scheduler that starts again finds its state in this memory."""
-        self._standby: Standby | None = None
-        """Process that takes the place of the next server that dies."""
         self._from_scheduler: int | None = None
         """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended, or nothing is started again."""
         self._scheduler_line = b""
@@ -202,7 +199,6 @@ class Supervisor:
             listener = unix_sockets.listen(elastic.control)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         self._start_all([process for process in processes if not process.is_spare])
-        self._start_standby()
         while self._children or self._has_orphans():
             self._wait()
         for child in self._started:
@@ -268,7 +264,9 @@ class Supervisor:
         return done
 
     def _start_all(self, processes: Sequence[Process]) -> None:
-        with self._inherited() as (environment, descriptors):
+        with inherited_key(self._key) as (environment, descriptors):
+            if self._key is not None:
+                environment["GANGLINE_JOB_ID"] = self._key.job_id()
             for process in processes:
                 if self._code is not None:
                     return
@@ -287,22 +285,6 @@ class Supervisor:
                     self._start(process, more, [*descriptors, kept])
                 else:
                     self._start(process, environment, descriptors)
-
-    @contextmanager
-    def _inherited(self) -> Iterator[tuple[dict[str, str], list[int]]]:
-        """Return variables and descriptors by which a process started in the block gets the job's key."""
-        with inherited_key(self._key) as (environment, descriptors):
-            if self._key is not None:
-                environment["GANGLINE_JOB_ID"] = self._key.job_id()
-            yield environment, list(descriptors)
-
-    def _start_standby(self) -> None:
-        """Start the process that takes the place of the next server that dies, if one may be started again."""
-        self._standby = None
-        if self._kept_memory and self._restarts_left and self._code is None:
-            with self._inherited() as (environment, descriptors):
-                prepare = partial(_prepare, os.getpid(), ())
-                self._standby = Standby(environment, [*descriptors, *self._kept_memory.values()], prepare)
 
     def _kept_memory_of(self, process: Process) -> int:
         if process.label not in self._kept_memory:
@@ -340,15 +322,7 @@ class Supervisor:
         self._report(f"{child} {_how(code)}; it starts again (restart {self._restarts} of {total} of single processes)")
         send_group(child.popen.pid, signal.SIGKILL)  # what it has started works for nobody
         changed = {INCARNATION: str(number), **({LEAVING: "1"} if child.is_leaving else {})}
-        process = replace(child.process, environment={**child.process.environment, **changed})
-        if process.role != "server" or self._standby is None:
-            self._start_all([process])
-            return
-        if self._standby.become(process, {KEPT_MEMORY: str(self._kept_memory_of(process))}):
-            self._watch(process, self._standby.popen)
-        else:
-            self._start_all([process])
-        self._start_standby()
+        self._start_all([replace(child.process, environment={**child.process.environment, **changed})])
 
     def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
@@ -367,10 +341,6 @@ class Supervisor:
             code = 127 if error.errno == errno.ENOENT else 126
             self._fail(f"{process.label} cannot be started: {process.command[0]!r}: {error.strerror}", code)
             return
-        self._watch(process, popen)
-
-    def _watch(self, process: Process, popen: subprocess.Popen[bytes]) -> None:
-        """Watch a started process and its output."""
         child = self._children[popen.pid] = _Child(process, popen, is_leaving=LEAVING in process.environment)
         self._started.append(child)
         if process.document is not None:
@@ -624,9 +594,6 @@ class Supervisor:
 
     def _has_orphans(self) -> bool:
         """Return True if descendants of the ended processes still run; send each of them SIGTERM once."""
-        if self._standby is not None:
-            self._standby.end()
-            self._standby = None
         orphans = descendants()
         is_first = bool(orphans) and not self._terminated
         for pid in set(orphans) - self._terminated:  # some were forked since the last look

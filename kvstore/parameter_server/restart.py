@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgpack
 
-from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.workload import split_batch
@@ -27,8 +25,7 @@ _POLL_SECONDS = 0.02
 class Continuation:
     """Counts the pushes of a worker, by which its collectives are numbered, and continues those of a late one.
 
-    A late worker was started again, or joins an elastic job; with snapshots of the servers, all workers may be late. In
-    an elastic job and with snapshots a round is a step of all keys.
+    A late worker was started again, or joins an elastic job, in which a round is a step of all keys.
 
     Args:
         scheduler: this worker's membership.
@@ -54,8 +51,7 @@ class Continuation:
         self._is_async = is_async
         self._is_elastic = bool(scheduler.views)
         self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
-        self._has_snapshots = bool(os.environ.get(SNAPSHOT_DIR))
-        self._step: int | None = None if scheduler.is_restarted or self._has_snapshots else 0
+        self._step: int | None = None if scheduler.is_restarted else 0
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
         if self._is_elastic and not is_async:
@@ -66,7 +62,7 @@ class Continuation:
     @property
     def counts_steps(self) -> bool:
         """True if each key must be pushed once in each step, or never."""
-        return self._is_elastic or self._has_snapshots
+        return self._is_elastic
 
     def first_step(self) -> int:
         """Return the number of pushes of each key that servers have of this worker, and continue after them.
@@ -85,8 +81,7 @@ class Continuation:
             self._continue(pushed)
             if self._is_elastic:
                 self._scheduler.continue_after(self._step, may_have_begun_next=True)
-            if self._scheduler.is_restarted:
-                _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
+            _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
         return self._step
 
     def before_pull(self) -> None:
@@ -135,12 +130,10 @@ class Continuation:
 
     def count(self, keys: Iterable[Key]) -> None:
         """Count a call that pushes keys; the first one of a late worker leaves earlier collectives behind."""
-        if not self._scheduler.keeps_positions and not self._has_snapshots:
+        if not self._scheduler.keeps_positions:
             return
         step = self.first_step()
         keys = list(keys)
-        if self._has_snapshots and keys:
-            self._check_in_step(keys)
         if self._is_elastic and keys:
             self._continue(key for key in keys if self._pushes[key] < step)  # that nobody had pushed before
             number = max(self._pushes[key] + 1 for key in keys)
@@ -182,26 +175,12 @@ class Continuation:
             if count not in (0, number - 1):
                 raise RuntimeError(
                     f"key {key!r} was pushed {count} times before step {number - 1}; expected one push of each key in "
-                    "each step of an elastic job or a job with snapshots"
-                )
-
-    def _check_in_step(self, keys: Sequence[Key]) -> None:
-        """Check that keys are pushed in the step of the others, or all in the next one; see `_check_step`."""
-        last = max(self._pushes.values())
-        for key in keys:
-            if self._pushes[key] == last:
-                self._check_step(last + 1)
-                return
-            if self._pushes[key] < last - 1:
-                self._check_step(last)
-                raise RuntimeError(
-                    f"key {key!r} is pushed for the first time in step {last - 1}; expected it in the first step, in a "
-                    "job with snapshots"
+                    "each step of an elastic job"
                 )
 
     def repeat(self, key: Key) -> None:
         """Correct the count of a key whose push repeats one that has failed."""
-        if self._scheduler.keeps_positions or self._has_snapshots:
+        if self._scheduler.keeps_positions:
             self._pushes[key] -= 1
 
     def set_counts(self, rounds: Mapping[Key, int]) -> None:
@@ -215,18 +194,10 @@ class Continuation:
             RuntimeError: if it does not, in an elastic job.
         """
         if self.counts_steps and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
-            raise RuntimeError(
-                f"{call}() comes after the first push or pull; expected it before, in an elastic job or a job with "
-                "snapshots"
-            )
+            raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
 
     def refuse(self, what: str) -> None:
         """Raise an error, also on the other workers, if workers may come late and ``what`` cannot go on then."""
-        if self._has_snapshots:
-            raise RuntimeError(
-                f"{what} is not possible in a job with snapshots of servers; use checkpoints and gangline launch "
-                "--max-restarts, without --snapshot-dir"
-            )
         if self._is_elastic:
             raise RuntimeError(
                 f"{what} is not possible in an elastic job; use gangline launch --max-restarts without --elastic, "

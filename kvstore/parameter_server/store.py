@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.environments.engines import Dmlc
-from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
@@ -102,11 +101,6 @@ class DistStore(KVStore):
         if max_staleness is not None and (not is_async or isinstance(max_staleness, bool) or max_staleness < 0):
             raise ValueError(
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
-            )
-        if is_async and os.environ.get(SNAPSHOT_DIR):
-            raise ValueError(
-                f"snapshots of servers need a sync store, whose rounds are equal on all servers, not {name!r}; "
-                f"expected {SNAPSHOT_DIR} not to be set"
             )
         self.max_staleness = max_staleness
         self._on_device = "device" in name

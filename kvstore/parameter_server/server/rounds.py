@@ -21,7 +21,6 @@ from gangline.collectives.timeline.recorder import Timeline
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
-from gangline.kvstore.parameter_server.server.snapshots import Snapshots
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
@@ -56,8 +55,6 @@ class ShardRounds:
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
         self.kept: KeptMemory | None = None
         """Memory that outlives this process, where rounds become final; None: there is none."""
-        self.snapshots: Snapshots | None = None
-        """Snapshots on disk; None: none are wanted."""
         self.is_held = False
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
         self.faults: Script | None = None
@@ -216,13 +213,10 @@ class ShardRounds:
         if kept is not None and not self.is_sync:
             rank = next(iter(this.pushes))
             kept.count(shard, rank, this.number, self.before(rank))
-        snapshots = self.snapshots if self.snapshots is not None and self.snapshots.is_due(shard.closed + 1) else None
         if problems or not pushes:
             self._note_problem(shard, this, "; ".join(problems))
             if kept is not None:
                 kept.save(shard, shard.closed + 1, optimizers)
-            if snapshots is not None:
-                snapshots.copy(shard, shard.closed + 1, optimizers)
             self._closed(shard, this)
             return
         into_stored = optimizers is None and self.is_sync
@@ -259,19 +253,11 @@ class ShardRounds:
             finally:
                 kept.commit(shard, shard.closed + 1, optimizers)
 
-        def update_and_copy() -> None:
-            assert snapshots is not None
-            try:
-                final()
-            finally:
-                snapshots.copy(shard, shard.closed + 1, optimizers)
-
         def then(problem: str) -> None:
             self._note_problem(shard, this, problem)
             self._closed(shard, this)
 
-        final = update if kept is None else final_update
-        work = final if snapshots is None else update_and_copy
+        work = update if kept is None else final_update
         if recorder.current is not None:
             work = _recorded(work, f"update of {shard.key!r}", recorder.current)
         self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
@@ -326,8 +312,6 @@ class ShardRounds:
         for one in this.pushes.values():
             one.release()
         self._changed.add(shard)
-        if self.snapshots is not None:
-            self.snapshots.write_complete(self.shards.values(), self.optimizers)
         if self.faults is not None:
             self.faults.reach("close")
 

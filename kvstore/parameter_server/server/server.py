@@ -13,7 +13,6 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gangline.collectives.environments.restart import SNAPSHOT_DIR
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
@@ -46,7 +45,6 @@ from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, ope
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
-from gangline.kvstore.parameter_server.server.snapshots import Snapshots, open_snapshots
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -83,7 +81,6 @@ class Server:
         listener: sockets that workers connect to.
         thread_pool: threads that sum and update.
         kept: memory that outlives this process; None: there is none.
-        snapshots: snapshots on disk; None: none are wanted.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class Server:
         listener: Listener,
         thread_pool: ThreadPool,
         kept: KeptMemory | None = None,
-        snapshots: Snapshots | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._listener = listener
@@ -113,8 +109,6 @@ class Server:
         """Number of invalid messages."""
         self._received_bytes = 0  # of pushes
         self._kept = self._rounds.kept = kept
-        self._snapshots = self._rounds.snapshots = snapshots
-        self._resumed: set[int] = set()  # workers that know the round of the snapshot
         self._repeated: set[bytes] = set()  # identities of workers that have repeated their requests
         try:
             self._pool: SharedMemoryPool | None = SharedMemoryPool() if kept is None else kept.pool
@@ -152,8 +146,6 @@ class Server:
             if not shard.pushed:  # pushes of all workers are in the closed rounds, or come again
                 self._set_closed(shard, shard.closed)
         rounds.is_held = kept.was_used
-        if self._snapshots is not None and rounds.shards:
-            self._snapshots.leave_out()
         if kept.was_used:
             closed = max((shard.closed for shard in rounds.shards.values()), default=0)
             text = "server %d goes on with %d shards at round %d; %d interrupted updates were undone"
@@ -178,12 +170,8 @@ class Server:
                     self._sessions.send_to_rank(waiter.rank, Blocked(waiter.sequence, number, text))
                 self._rounds.warn_of_stalls()
                 self._advance()
-            if self._snapshots is not None and self._scheduler.is_over:
-                self._snapshots.write_complete(self._rounds.shards.values(), self._rounds.optimizers, is_end=True)
         finally:
             withdraw(self)
-            if self._snapshots is not None:
-                self._snapshots.close()
             if self._pool is not None:
                 self._pool.close()
 
@@ -391,24 +379,12 @@ class Server:
                 shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
                 self._rounds.shards[one.number] = shard
                 new.append(shard)
-                if self._snapshots is not None and (found := self._snapshots.take_value(one)) is not None:
-                    stored.copy_(found[0])
-                    self._set_closed(shard, found[1])
-                    continue
             elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
             shard.flat.view(torch.uint8).copy_(data)
         if self._kept is not None:
             self._kept.add(new)
-        self._resume_state()
         self._bound_backlogs()
-
-    def _resume_state(self) -> None:
-        """Take the optimizer's state of the snapshot, once both shards and optimizer are there."""
-        if self._snapshots is not None:
-            self._snapshots.announce()
-            self._snapshots.restore_state(self._rounds.optimizers, self._rounds.shards)
-            self._save(self._rounds.shards.values())
 
     def _set_closed(self, shard: Shard, closed: int) -> None:
         """Set the rounds of a shard, of which no push is missing: sync mode."""
@@ -436,11 +412,6 @@ class Server:
         return shard
 
     def _push(self, worker: WorkerSession, push: Push, frames: list[memoryview]) -> None:
-        if self._snapshots is not None and self._snapshots.round and worker.rank not in self._resumed:
-            raise MismatchError(
-                f"worker {worker.rank} pushes its first round, and server {self._scheduler.rank} has resumed from "
-                f"round {self._snapshots.round}; expected {SNAPSHOT_DIR} in the environment of workers, too"
-            )
         datas = self._data(worker, push.entries, push.region, frames)
         self._received_bytes += sum(data.nbytes for data in datas)
         shards = [self._shard(entry[0]) for entry in push.entries]
@@ -570,7 +541,6 @@ class Server:
                 self._set_optimizer(payload)
                 if self._kept is not None:
                     self._kept.set_optimizer(payload)
-                self._resume_state()
             case "compression":
                 self._set_compression(payload)
                 if self._kept is not None:
@@ -595,9 +565,6 @@ class Server:
                 rounds.optimizers.drop_kept()
                 self._save(dropped)
             case "rounds":
-                if self._snapshots is not None:
-                    self._snapshots.check_resumed()
-                    self._resumed.add(worker.rank)
                 return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
@@ -697,8 +664,7 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
         try:
             if scheduler.is_restarted and kept is None:
                 scheduler.leave("was started again, but the values that it held are lost")
-            snapshots = open_snapshots(scheduler.rank, job.servers)
-            yield Server(scheduler, listener, thread_pool, kept, snapshots)
+            yield Server(scheduler, listener, thread_pool, kept)
         except Exception as error:
             scheduler.leave(f"ended with an error: {type(error).__name__}: {error}")
             raise

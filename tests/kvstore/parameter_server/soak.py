@@ -44,7 +44,7 @@ KINDS = (
 """Faults in turn; their event number is that of about the round in which they are due."""
 
 ROLES = {"scheduler": "scheduler", "server": "server", "soak": "worker"}
-"""Roles by a word of the module that a process runs; a server's standby counts with it."""
+"""Roles by a word of the module that a process runs."""
 
 
 def script(seconds: float) -> tuple[str, int]:

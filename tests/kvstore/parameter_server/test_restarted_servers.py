@@ -339,22 +339,3 @@ def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatc
         found += [line.partition("] ")[2] for line in out]
     assert len(found) == 4
     assert len(set(found)) == 1
-
-
-STANDBYS = """\
-from pathlib import Path
-paths = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"server.standby" in path.read_bytes()]
-print("standbys", *(path.parts[2] for path in paths), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_has_imported_all_takes_the_place_of_a_killed_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_FAULT", "server 0 kill at update 4; server 0.1 kill at update 2")
-    words = ("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", STANDBYS + LOOP)
-    with launch(*words) as job:
-        status, out, errors = job.end(100)
-    assert status == 0, errors
-    killed = [line.split("pid ")[1].split(")")[0] for line in errors if "it starts again" in line]
-    assert len(killed) == 2
-    assert any(killed[1] in line.split() for line in out if "standbys" in line)
