@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from difflib import get_close_matches
-from types import MappingProxyType
 
 
 class GanglineError(RuntimeError):
     """Communication between processes failed; the message names the ranks and the call."""
-
-    fates: Mapping[str | int, str] = MappingProxyType({})
-    """Of a push to servers: "applied", "not applied", "partly applied" or "unknown" for each key."""
 
 
 class DeadNodeError(GanglineError):

@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -544,8 +544,6 @@ class Failed(Message):
     error: String
     """Name of a class in `remote_errors.ERRORS`."""
     text: Text
-    shards: Counts = field(default_factory=list)
-    """Shards of a `Push` that the error is about, which has no effect on them; empty: all of its shards."""
     number: Count = 0
     """Number to confirm by `ValuesRead`; the error is sent again if the request is repeated before. 0: none."""
 

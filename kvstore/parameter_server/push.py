@@ -16,7 +16,7 @@ from gangline.kvstore.arguments import Value
 from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.client.request import PushFates, Request
+from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Message, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
@@ -113,19 +113,14 @@ class PushEncoder:
             weight: see docs/protocol.md, Push.
         """
         requests = []
-        fates = PushFates()
         for server, group in grouped_by_server([(one, one.shard, one.nbytes) for one in values], _MESSAGE_BYTES):
             entries: list[list[int]] = []
             nbytes = 0
             for one in group:
                 shard, size = one.shard, one.nbytes
                 entries.append([shard.number, rounds[shard.layout.key], one.kind, size])
-                fates.keys[shard.number] = shard.layout.key
                 nbytes += aligned(size)
-            shards = [entry[0] for entry in entries]
-            request = Request(
-                server, _no_message, what, nbytes=nbytes or 1, priority=priority, shards=shards, fates=fates
-            )
+            request = Request(server, _no_message, what, nbytes=nbytes or 1, priority=priority)
             region = None
             owns_data = True
             if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
@@ -150,7 +145,7 @@ class PushEncoder:
                 request.completes_when_sent = owns_data
             else:
                 request.wants_values = True
-                request.on_answer = targets.handler(server, shards)
+                request.on_answer = targets.handler(server, [entry[0] for entry in entries])
             requests.append(request)
         return requests
 

@@ -178,11 +178,6 @@ class Continuation:
                     "each step of an elastic job"
                 )
 
-    def repeat(self, key: Key) -> None:
-        """Correct the count of a key whose push repeats one that has failed."""
-        if self._scheduler.keeps_positions:
-            self._pushes[key] -= 1
-
     def set_counts(self, rounds: Mapping[Key, int]) -> None:
         """Set the counts of keys to their rounds."""
         self._pushes.update(rounds)

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.environments.engines import Dmlc
-from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
@@ -41,9 +40,8 @@ from gangline.kvstore.parameter_server.client.server_client import (
     ServerClient,
 )
 from gangline.kvstore.parameter_server.client.server_commands import command, request_all
-from gangline.kvstore.parameter_server.protocol import CODED
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder, ShardValue, definition_request
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
@@ -128,13 +126,10 @@ class DistStore(KVStore):
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
-        # rounds of pushes that failed and may be repeated, with their compressed values
-        self._failed: dict[Key, dict[int, list[ShardValue]]] = {}
-        self._failed_lock = threading.Lock()
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
-        self._end_of_join: Exception | None = None  # error of all calls after a join() that was given up
+        self._final_error: Exception | None = None  # of all calls after a push that may be lost, or a join() given up
         self._encoder = PushEncoder(
             self._servers.shares_memory,
             self._pool,
@@ -210,7 +205,7 @@ class DistStore(KVStore):
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
-        if error in (self._servers.told_error, self._end_of_join):  # the other workers know of it
+        if error in (self._servers.told_error, self._final_error):  # the other workers know of it
             return
         if call in _PUSHES:
             known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
@@ -249,7 +244,7 @@ class DistStore(KVStore):
         except BaseException as error:  # rounds have closed without this worker, so it cannot push any more
             why = f"has given up join(): {str(error) or type(error).__name__}"
             kind = type(error) if isinstance(error, GanglineError) else GanglineError
-            self._late_error = self._end_of_join = kind(f"worker {self.rank} {why}; only close() can follow")
+            self._final_error = kind(f"worker {self.rank} {why}; only close() can follow")
             if not isinstance(error, DeadNodeError):  # else the others have the error of that death
                 self._scheduler.leave(why)
             raise
@@ -257,7 +252,6 @@ class DistStore(KVStore):
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
         self._continuation.set_counts(self._rounds)
-        self._failed.clear()
         command(self._servers, "resume")
         self.barrier()
         return result.last
@@ -344,51 +338,30 @@ class DistStore(KVStore):
         def push(work: PendingRequests) -> None:
             self._servers.wait_for_room()
             targets = None if merged_outs is None else self._targets(merged_outs, work)
-            coded = self._repeated([key for key, _ in pairs]) if self._failed else {}
+            rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             try:
                 sources = on_host() if on_host else pairs
-                new = [(key, own, self._shards[key]) for key, own in sources if key not in coded]
-                values = self._encoder.encode(new, weight)
+                values = self._encoder.encode([(key, own, self._shards[key]) for key, own in sources], weight)
+                requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
             except Exception as error:
                 self._refuse_rounds([key for key, _ in pairs], error)
                 raise
-            rounds = self._next_rounds([key for key, _ in pairs])
-            if self.compresses:
-                values += [value for of_key in coded.values() for value in of_key]
-                coded = _coded(values)
-            try:
-                requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
-            except Exception as error:
-                self._keep_rounds(rounds, coded, error, dict.fromkeys(rounds, "not applied"))
-                raise
-            work.on_push_error = partial(self._keep_rounds, rounds, coded)
-            if targets is not None:
-                work.on_success = partial(self._drop_rounds, rounds)
+            self._begin_rounds(rounds)
+            work.on_error = self._end_after_loss
             work.submit(requests, self._servers)
 
         return self._start(name, push, [*pairs, *(outs or ())], priority, async_op)
 
-    def _next_rounds(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Return the rounds of the next push of keys: of each key the first one whose push failed, or a new one."""
+    def _begin_rounds(self, rounds: Mapping[Key, int]) -> None:
         self._calls_begun += 1
-        with self._failed_lock:
-            rounds = {key: min(self._failed.get(key, ()), default=self._rounds[key] + 1) for key in keys}
-            for key, number in rounds.items():
-                if number <= self._rounds[key]:
-                    self._continuation.repeat(key)
-                self._rounds[key] = max(self._rounds[key], number)
-                self._failed.get(key, {}).pop(number, None)
-        return rounds
+        self._rounds.update(rounds)
 
-    def _repeated(self, keys: Iterable[Key]) -> dict[Key, list[ShardValue]]:
-        """Return the compressed values of keys whose next push repeats a failed one.
-
-        The servers may have the failed push, and count one of the two. So both must be equal, and their rounding errors
-        enter the residuals once.
-        """
-        with self._failed_lock:
-            first = {key: failed[min(failed)] for key in keys if (failed := self._failed.get(key))}
-        return {key: values for key, values in first.items() if values}
+    def _end_after_loss(self, error: BaseException) -> None:
+        """Leave the job after a push that servers may not have: its round could never close."""
+        if isinstance(error, (StallError, DeadNodeError)) and self._final_error is None:
+            self._final_error = error
+            if isinstance(error, StallError):  # else the others have the error of that death
+                self._scheduler.leave(f"has given up a push: {error}")
 
     def _refuse_rounds(self, keys: Sequence[Key], error: Exception) -> None:
         """Close the next rounds of keys with an error for all workers, which would wait for this worker's push."""
@@ -396,37 +369,16 @@ class DistStore(KVStore):
         if self.is_async or not keys:
             return
         values = self._encoder.refusals((shard for key in keys for shard in self._shards[key]), error_text(error))
-        requests = self._encoder.requests(values, self._next_rounds(keys), None, None, "push", 0)
+        rounds = {key: self._rounds[key] + 1 for key in keys}
+        requests = self._encoder.requests(values, rounds, None, None, "push", 0)
+        self._begin_rounds(rounds)
         PendingRequests(Work("push"), "push").submit(requests, self._servers)
-
-    def _keep_rounds(
-        self,
-        rounds: Mapping[Key, int],
-        coded: Mapping[Key, list[ShardValue]],
-        error: BaseException,
-        fates: Mapping[Key, str],
-    ) -> None:
-        """Let the next push of each key repeat this failed one, of which servers count one."""
-        is_open = isinstance(error, (StallError, DeadNodeError))
-        with self._failed_lock:
-            for key, number in rounds.items():
-                # a mismatch has closed the round
-                if is_open or (fates.get(key) == "not applied" and not isinstance(error, MismatchError)):
-                    self._failed.setdefault(key, {})[number] = coded.get(key, [])
-
-    def _drop_rounds(self, pulled: Mapping[Key, int]) -> None:
-        """Repeat no push up to these rounds: servers have sent their results, so they have counted it."""
-        with self._failed_lock:
-            for key in pulled.keys() & self._failed.keys():
-                kept = {number: values for number, values in self._failed[key].items() if number > pulled[key]}
-                self._failed[key] = kept
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
         merged_outs = _merged_outs(pairs)
 
         def pull(work: PendingRequests) -> None:
-            work.on_success = partial(self._drop_rounds, {key: self._rounds[key] for key, _ in merged_outs})
             work.submit(self._targets(merged_outs, work).requests(self._rounds, work.name, priority), self._servers)
 
         return self._start("pull", pull, pairs, priority, async_op)
@@ -496,7 +448,7 @@ class DistStore(KVStore):
         self._late_error = self._late_error or error
 
     def _raise_late_error(self) -> None:
-        error, self._late_error = self._late_error, self._end_of_join
+        error, self._late_error = self._late_error or self._final_error, None
         if error is not None:
             raise error
 
@@ -545,9 +497,6 @@ class DistStore(KVStore):
         self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
         self._rounds.update(dict.fromkeys(split, 0))
         self._continuation.set_counts(dict.fromkeys(split, 0))
-        with self._failed_lock:
-            for key in split:
-                self._failed.pop(key, None)
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
@@ -646,8 +595,6 @@ class DistStore(KVStore):
         packed = msgpack.packb(params)
         self._workers.run_on_rank(lambda: command(self._servers, "compression", packed), "set_gradient_compression")
         self._encoder.compressed = None if compression is None else CompressedPushes(compression)
-        with self._failed_lock:  # values of another compression could not be decoded
-            self._failed = {key: {number: [] for number in failed} for key, failed in self._failed.items()}
 
     @property
     def compresses(self) -> bool:  # noqa: D102  inherited
@@ -677,7 +624,7 @@ class DistStore(KVStore):
             _, _, resources, _ = detached
             seconds = min(self._timeout, CLOSE_SECONDS) if is_failing else self._timeout
             error = _finish(*resources, seconds=seconds) or self._late_error
-            if error is None or error is self._end_of_join:
+            if error is None:
                 return
             if not is_failing:
                 raise error
@@ -688,15 +635,6 @@ def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[K
     """Return the values of every key of a bucket; an empty list for keys that are not among ``keys``."""
     present = dict(by_key(bucket, values, keys))
     return [(key, present.get(key, [])) for key in bucket.keys]
-
-
-def _coded(values: Iterable[ShardValue]) -> dict[Key, list[ShardValue]]:
-    """Return the compressed values of each key."""
-    found: dict[Key, list[ShardValue]] = {}
-    for value in values:
-        if value.kind == CODED:
-            found.setdefault(value.shard.layout.key, []).append(value)
-    return found
 
 
 def _merged_outs(pairs: Pairs) -> Pairs:

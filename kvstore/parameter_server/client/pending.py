@@ -1,21 +1,20 @@
-"""Work of several requests to servers, with the first error among them and the fate of a push."""
+"""Work of several requests to servers, with the first error among them."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
-from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
+from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.compression import Codec
-from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.client.request import PushFates, Request, describe_fates
+from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import Message
 
 
@@ -66,11 +65,8 @@ class PendingRequests:
         self.name = name
         self.codec = codec
         self._on_late_error = on_late_error
-        self.on_success: Callable[[], None] = lambda: None
-        """Called when all requests have succeeded."""
-        self.on_push_error: Callable[[BaseException, Mapping[Key, str]], None] = lambda *_: None
-        """Called with the first error of a push and the fate of the push for each key."""
-        self._fates: PushFates | None = None
+        self.on_error: Callable[[BaseException], None] = lambda _: None
+        """Called with the first error."""
         self._on_streams = on_streams
         self._work = work
         self._open = 1
@@ -83,7 +79,6 @@ class PendingRequests:
         with self._lock:
             self._open += len(requests)
         for request in requests:
-            self._fates = self._fates or request.fates
             request.is_awaited = self._is_awaited
             if request.completes_when_sent:
                 request.on_sent = partial(self._end, None)
@@ -119,7 +114,7 @@ class PendingRequests:
 
     def _fail(self, request: Request, error: Exception) -> None:
         if request.sequence:  # it was sent, so it has completed already
-            self._explain(error)
+            self.on_error(error)
             self._on_late_error(error)
         else:
             self._end(error)
@@ -133,18 +128,5 @@ class PendingRequests:
             self._ended |= ends
         if ends:
             if self._error is not None:
-                self._explain(self._error)
-            else:
-                self.on_success()
+                self.on_error(self._error)
             self._work.complete(self._error)
-
-    def _explain(self, error: BaseException) -> None:
-        """Add to the first error of a push what has become of the push."""
-        pushed, self._fates = self._fates, None
-        if pushed is None:
-            return
-        fates = pushed.of_keys()
-        if isinstance(error, GanglineError):
-            error.fates = fates
-            error.args = (f"{error.args[0]}; {describe_fates(fates)}", *error.args[1:])
-        self.on_push_error(error, fates)

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import Message
-
-_SHOWN = 8
-
-
-class PushFates:
-    """Fate of a push on each of its shards, shared by all its requests."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Key] = {}
-        """Key of each shard."""
-        self.of_shard: dict[int, str] = {}
-        """"applied" or "not applied" for each shard of which that is known."""
-
-    def of_keys(self) -> dict[Key, str]:
-        """Return "applied", "not applied", "partly applied" or "unknown" for each key."""
-        found: dict[Key, set[str]] = {}
-        for shard, key in self.keys.items():
-            found.setdefault(key, set()).add(self.of_shard.get(shard, "unknown"))
-        return {
-            key: "unknown" if "unknown" in fates else "partly applied" if len(fates) > 1 else fates.pop()
-            for key, fates in found.items()
-        }
 
 
 @dataclass(eq=False)
@@ -60,8 +37,6 @@ class Request:
     priority: int = 0
     shards: Sequence[int] = ()
     """Shards of a push; empty for other requests."""
-    fates: PushFates | None = None
-    """Fate of the push of which this is a part; None: it is not part of a push."""
     wants_values: bool = False
     """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
     is_awaited: Callable[[], bool] = lambda: False
@@ -73,23 +48,3 @@ class Request:
     packed: bytes = field(default=b"", init=False)
     received: bool = field(default=False, init=False)
     """True once the server has received it."""
-
-    def mark(self, fate: str, shards: Iterable[int] | None = None) -> None:
-        """Record the fate of a push on some of its shards; None: on all of those whose fate is unknown."""
-        if self.fates is None:
-            return
-        of_shard = self.fates.of_shard
-        unknown = [shard for shard in self.shards if shard not in of_shard]
-        of_shard.update(dict.fromkeys(unknown if shards is None else set(self.shards) & set(shards), fate))
-
-
-def describe_fates(fates: Mapping[Key, str]) -> str:
-    """Return text such as "applied: 'a'; unknown: 'b'", with at most eight keys for each fate."""
-    of_fate: dict[str, list[Key]] = {}
-    for key, fate in fates.items():
-        of_fate.setdefault(fate, []).append(key)
-    words = []
-    for fate, keys in sorted(of_fate.items()):
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-        words.append(f"{fate}: {', '.join(map(repr, keys[:_SHOWN]))}{more}")
-    return "; ".join(words)

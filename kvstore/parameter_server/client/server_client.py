@@ -161,7 +161,6 @@ class ServerClient:
         """Queue a request; its callbacks run in the thread that drives the sockets then."""
         lost = self._lost(request.server)
         if lost or self._failure is not None:
-            request.mark("not applied")
             request.on_error(self._failure or self._dead(request, lost))
             return
         with self._lock:
@@ -500,9 +499,7 @@ class ServerClient:
                     if request.on_release is not None:
                         request.on_release()
                         request.on_release = None
-            case Values(sequence, number, entries, _):
-                if request := connection.pending.get(sequence):
-                    request.mark("applied", [entry[0] for entry in entries])
+            case Values(sequence, number, _, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
                 self._confirm(connection, number)
             case CommandResult(sequence, _):
@@ -510,12 +507,8 @@ class ServerClient:
             case Blocked(sequence, number, text):
                 if sequence in connection.pending:
                     connection.pending[sequence].blocked = number, text
-            case Failed(sequence, kind, text, shards, number):
+            case Failed(sequence, kind, text, number):
                 error = make_error(kind, text)
-                if request := connection.pending.get(sequence):
-                    request.mark("not applied", shards or None)
-                    if isinstance(error, DeadNodeError):
-                        request.mark("applied")
                 self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
@@ -556,7 +549,6 @@ class ServerClient:
         if request is not None:
             self._mark_received(connection, request)
             if not request.wants_values:
-                request.mark("applied")
                 self._settle(connection, sequence, Ack([sequence]), [])
 
     def _mark_received(self, connection: _ServerConnection, request: Request) -> None:
@@ -640,7 +632,6 @@ class ServerClient:
             heapq.heapify(self._outbox)
             self._queued -= sum(request.nbytes for _, _, request in unsent)
         for _, _, request in unsent:
-            request.mark("not applied")
             request.on_error(self._dead(request, why))
 
     def _fail_all(self, error: Exception) -> None:
@@ -650,5 +641,4 @@ class ServerClient:
         with self._lock:
             unsent, self._outbox, self._queued = self._outbox, [], 0
         for _, _, request in unsent:
-            request.mark("not applied")
             request.on_error(error)

@@ -44,7 +44,7 @@ class ShardRounds:
         workers: int,
         thread_pool: ThreadPool,
         send_value: Callable[[Waiter, Shard], None],
-        fail: Callable[[Waiter, str, str, Sequence[int], bool], None],
+        fail: Callable[[Waiter, str, str, bool], None],
     ) -> None:
         self.shards: dict[int, Shard] = {}
         """Shards by number."""
@@ -328,7 +328,7 @@ class ShardRounds:
                 continue
             del shard.waiters[place]
             if problem := self._take_problem(shard, waiter):
-                self._fail(waiter, MismatchError.__name__, problem, [shard.number], True)
+                self._fail(waiter, MismatchError.__name__, problem, True)
             else:
                 self._send_value(waiter, shard)
 
@@ -414,16 +414,16 @@ class ShardRounds:
         shard.waiters = {place: waiter for place, waiter in shard.waiters.items() if waiter.rank not in ranks}
 
     def _fail_waiters(self) -> None:
-        lost: dict[tuple[int, int], tuple[Waiter, str, list[int]]] = {}  # by rank and sequence of a request
+        lost: dict[tuple[int, int], tuple[Waiter, str]] = {}  # by rank and sequence of a request
         for shard in self.shards.values():
             for place, waiter in list(shard.waiters.items()):
                 why = self.why_lost(shard, waiter.round)
                 if why:
                     del shard.waiters[place]
                     text = f"{why} (key {shard.key!r}, round {waiter.round})"
-                    lost.setdefault((waiter.rank, waiter.sequence), (waiter, text, []))[2].append(shard.number)
-        for waiter, text, shards in lost.values():
-            self._fail(waiter, DeadNodeError.__name__, text, shards, False)
+                    lost.setdefault((waiter.rank, waiter.sequence), (waiter, text))
+        for waiter, text in lost.values():
+            self._fail(waiter, DeadNodeError.__name__, text, False)
 
     def warn_of_stalls(self) -> None:
         """Log the workers that others have waited for longer than the limit."""

@@ -422,13 +422,11 @@ class Server:
             release = partial(self._sessions.release, worker, push.sequence)
         use = _RegionUse(len(shards), release)
         lost = ""
-        lost_shards = []
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
             why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
             if why:
                 lost = lost or why
-                lost_shards.append(shard.number)
             before = self._rounds.before(worker.rank)
             if why or not shard.record_push(worker.rank, number, before):  # it cannot close, or the push is a repeat
                 use.release()
@@ -438,7 +436,7 @@ class Server:
             if push.wants_values:
                 self._wait(shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
-            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost, lost_shards))
+            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
             return
         is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)

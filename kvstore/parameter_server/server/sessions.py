@@ -304,17 +304,16 @@ class Sessions:
             for shard in shards:
                 shard.readers.discard((rank, number))
 
-    def fail(self, waiter: Waiter, error: str, text: str, shards: Sequence[int], once: bool) -> None:
+    def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:
         """Send an error to a waiter.
 
         Args:
             waiter: one waiter of a request.
             error: name of the error's class.
             text: text of the error.
-            shards: shards that the error is about.
             once: the error is known here only, so keep it until the worker confirms it.
         """
-        failed = Failed(waiter.sequence, error, text, list(shards))
+        failed = Failed(waiter.sequence, error, text)
         if once:
             self._number += 1
             failed.number = self._number

@@ -128,7 +128,7 @@ def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
     assert two.receive_acks(0, 3) == pushes[2:]
     sequence = two.push(0, 6)  # later pushes fail
     failed, _ = two.clients[0].receive()
-    assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job", [5])
+    assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job")
 
 
 def test_nothing_is_withheld_from_a_worker_that_others_wait_for(two: Two) -> None:

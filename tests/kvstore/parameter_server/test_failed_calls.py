@@ -96,20 +96,6 @@ def test_a_refused_push_is_reported_to_each_rank_once(call: str) -> None:
         job.each(stores, DistStore.close)
 
 
-def test_a_repeated_push_enters_the_residual_once(gate: threading.Event) -> None:
-    with Job(1) as job, job.stores(timeout=1)[0] as kv:
-        kv.init("w", torch.zeros(20_000))
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-        gate.clear()
-        out = torch.zeros(20_000)
-        with pytest.raises(StallError, match="unknown: 'w'"):
-            kv.pushpull("w", torch.full_like(out, 0.3), out)
-        gate.set()
-        kv.pushpull("w", torch.full_like(out, 0.3), out)
-        (residual,) = kv.compression_residuals().values()
-        torch.testing.assert_close(out + residual, torch.full_like(out, 0.3))
-
-
 def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
     monkeypatch.setattr(server_client, "_WINDOW", 1 << 16)
