@@ -136,6 +136,13 @@ def copy_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch
         out.index_copy_(0, rows.indices, rows.values)
 
 
+def of_gradient(gradient: torch.Tensor) -> torch.Tensor | RowSparse:
+    """Return a dense gradient without its graph, and a sparse one as rows without duplicates."""
+    if gradient.layout == torch.strided:
+        return gradient.detach()
+    return summed([RowSparse.from_coo(gradient)], gradient.device)
+
+
 def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """Return row numbers as an int64 tensor of their own shape.
 

@@ -19,7 +19,7 @@ from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
-from gangline.kvstore.sparse import RowSparse, summed
+from gangline.kvstore.sparse import RowSparse, of_gradient, summed
 
 _log = logging.getLogger("gangline")
 _REDUCTIONS = ("mean", "sum")
@@ -478,7 +478,7 @@ class Trainer:
         return {} if self._sharded is not None else kept  # then .grad is the mean over the workers
 
     def _own_gradients(self) -> dict[Key, Value]:
-        return {key: _value(p.grad) for key, p in self._parameters.items() if p.grad is not None}
+        return {key: of_gradient(p.grad) for key, p in self._parameters.items() if p.grad is not None}
 
     def _pull(self) -> None:
         self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
@@ -559,12 +559,6 @@ def _named(params: Any) -> dict[Key, torch.Tensor]:
     if not named:
         raise ValueError("params has no parameters; expected at least one")
     return named
-
-
-def _value(gradient: torch.Tensor) -> Value:
-    if gradient.layout == torch.strided:
-        return gradient.detach()
-    return summed([RowSparse.from_coo(gradient)], gradient.device)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
-from gangline.kvstore.sparse import RowSparse, summed
+from gangline.kvstore.sparse import of_gradient
 from gangline.models.names import plain_name
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
@@ -57,7 +57,7 @@ class OptimizerBinding:
             weight: as for `Reducer.finish`.
         """
         if weight != 0:
-            self._optimizer.update([(name, _as_value(grad)) for name, grad in self._replicas.gradients().items()])
+            self._optimizer.update([(name, of_gradient(grad)) for name, grad in self._replicas.gradients().items()])
 
     def state(self) -> OptimizerState:
         """Return a copy of the optimizer's state, on the host."""
@@ -405,10 +405,3 @@ def _check_no_max_norm(network: nn.Module) -> None:
 
 def _use_gpus(replicas: Replicas) -> bool:
     return any(replica.context.device_type == "gpu" for replica in replicas.all)
-
-
-def _as_value(gradient: torch.Tensor) -> torch.Tensor | RowSparse:
-    """Return a dense gradient unchanged, and a sparse one as rows without duplicates."""
-    if gradient.layout == torch.strided:
-        return gradient
-    return summed([RowSparse.from_coo(gradient)], gradient.device)
