@@ -22,9 +22,8 @@ from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallb
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.schedules import Schedule
+from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
-from gangline.models.loop.torch_schedulers import DrivenScheduler
 from gangline.models.loss.divergence import DIVERGED, LossRise, first_non_finite
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import parameters_of

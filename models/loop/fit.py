@@ -23,8 +23,7 @@ from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, c
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.improvement import check_metric
-from gangline.models.loop.schedules import Schedule
-from gangline.models.loop.torch_schedulers import DrivenScheduler, scheduler_of
+from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Stateful
