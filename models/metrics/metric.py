@@ -325,7 +325,9 @@ def _error(
         output, label = _tensors(name, output, label)
         if output.numel() != label.numel():
             raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
-        return error(output.reshape(-1).double() - label.reshape(-1)).sum(), label.numel()
+        dtype = torch.promote_types(torch.promote_types(output.dtype, label.dtype), torch.float32)
+        difference = output.reshape(-1).to(dtype) - label.reshape(-1).to(dtype)
+        return error(difference).sum(dtype=torch.float64), label.numel()
 
     return lambda _loss: _One(name, arguments, finish=finish)
 
