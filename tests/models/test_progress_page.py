@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from reported import RATE, arrays, fit, module_on, network
 from torch import nn
 
 from gangline import Context, Module, Work, cpu, spawn, split_batch
@@ -30,35 +31,7 @@ from gangline.models.reports.drawing import drawn
 from gangline.models.reports.page import FORMAT, TrainingProgress, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
-RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # as six digits show it
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
-
-
-def module_on(loads: list[float], store: str | None = "local", rate: dict[str, float] = RATE) -> Module:
-    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
-    module.init_optimizer(store, "sgd", rate)
-    return module
-
-
-def fit(module: Module, progress: TrainingProgress, *others: Any, epochs: int = 3, **options: Any) -> None:
-    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the page's own callback."""
-    request = module.optimizer_request
-    assert request is not None
-    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
-    callbacks = [*others, progress]
-    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": progress, "eval_end_callback": progress}
-    settings |= {"num_epoch": epochs, "batch_size": 8}
-    module.fit(arrays(), **{**settings, **options})
 
 
 class Seen:
