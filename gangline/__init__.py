@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
     from gangline.models.loop.monitor import Monitor as Monitor
-    from gangline.models.loop.torch_schedulers import TorchScheduler as TorchScheduler
+    from gangline.models.loop.schedules import TorchScheduler as TorchScheduler
     from gangline.models.loss.gather_rows import gather_rows as gather_rows
     from gangline.models.metrics.metric import create_metric as create_metric
     from gangline.models.module import Module as Module
@@ -76,7 +76,7 @@ _HOMES = {
     "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
     "models.checkpoint.checkpoint": ("load_weights",),
     "models.loop.monitor": ("Monitor",),
-    "models.loop.torch_schedulers": ("TorchScheduler",),
+    "models.loop.schedules": ("TorchScheduler",),
     "models.metrics.metric": ("create_metric",),
     "models.module": ("Module",),
     "models.pipelines.pipeline": ("Pipeline",),

@@ -31,7 +31,8 @@ from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.initializer import InitializerSpec, initialise
 from gangline.models.loop import evaluation
 from gangline.models.loop.callbacks import BatchCallback
-from gangline.models.loop.fit import BatchCallbacks, EpochCallbacks, FitOptions, Resume, fit
+from gangline.models.loop.epochs import BatchCallbacks, EpochCallbacks, FitOptions, Resume
+from gangline.models.loop.fit import fit
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
@@ -776,16 +777,8 @@ class Module:
             score_end_callback: one or several, called at the end.
             epoch: epoch passed to callbacks.
         """
-        return evaluation.score(
-            self,
-            eval_data,
-            eval_metric,
-            batch_size=batch_size,
-            num_batch=num_batch,
-            batch_end_callback=batch_end_callback,
-            score_end_callback=score_end_callback,
-            epoch=epoch,
-        )
+        on_batch, at_end = evaluation.as_list(batch_end_callback), evaluation.as_list(score_end_callback)
+        return evaluation.score(self, eval_data, eval_metric, batch_size, num_batch, on_batch, at_end, epoch)
 
     def predict(self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
         """Return the outputs for all samples, in order, on the host, in evaluation mode.
@@ -801,7 +794,7 @@ class Module:
         Raises:
             ValueError: if there is no batch.
         """
-        return evaluation.predict(self, data, batch_size=batch_size, num_batch=num_batch)
+        return evaluation.predict(self, data, batch_size, num_batch)
 
     def iter_predict(
         self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
@@ -811,7 +804,7 @@ class Module:
         In a job each worker gets its own part of each batch, and skips batches of which it has none. Arguments are
         those of `predict`. With ``shard="weights"`` all workers must iterate to the end, or to the same ``num_batch``.
         """
-        return evaluation.iter_predict(self, data, batch_size=batch_size, num_batch=num_batch)
+        return evaluation.iter_predict(self, data, batch_size, num_batch)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

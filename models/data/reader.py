@@ -51,11 +51,10 @@ class Reader:
 
     def __init__(self, dataset: Any, *, pin: bool = False) -> None:
         self._base, self._pin = base_dataset(dataset), pin
-        self._by_epoch = hasattr(self._base, "items_of_epoch")
-        self._dataset: Dataset[Any] = _EpochItems(dataset) if self._by_epoch else _Items(dataset)
+        self._dataset = _Items(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self._loader: DataLoader[Any] | None = None
-        self._sampler = _ReplaceableSampler()
+        self._sampler: Any = _ReplaceableSampler()
 
     @property
     def reads_ahead(self) -> int:
@@ -67,9 +66,10 @@ class Reader:
 
         With worker processes, a new call ends the iterator of the previous one.
         """
-        if self._by_epoch:
-            batches = ([epoch, *batch] for batch in batches)
-        for batch in self._worker_loader(batches) if self._num_workers else self._local_loader(batches):
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._sampler.batches = ([epoch, *batch] for batch in batches)
+        for batch in self._loader:
             if isinstance(batch, Exception):
                 raise batch
             if batch.unreadable:
@@ -80,27 +80,20 @@ class Reader:
         """End the worker processes; a later `read` starts new ones."""
         self._loader = None
 
-    def _local_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        sampler: Any = batches
-        return DataLoader(self._dataset, batch_sampler=sampler, collate_fn=_collate, pin_memory=self._pin)
-
-    def _worker_loader(self, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        self._sampler.batches = batches
-        if self._loader is None:
-            sampler: Any = self._sampler
-            self._loader = DataLoader(
-                self._dataset,
-                batch_sampler=sampler,
-                collate_fn=_collate,
-                num_workers=self._num_workers,
-                pin_memory=self._pin,
-                persistent_workers=True,
-                prefetch_factor=_PREFETCHED,
-                multiprocessing_context=_fork_server(),
-                worker_init_fn=partial(_follow_parent, os.getpid()),
-                generator=torch.Generator(),  # starting workers draws a seed: not from the stream that training uses
-            )
-        return self._loader
+    def _new_loader(self) -> DataLoader[Any]:
+        options: dict[str, Any] = {}
+        if self._num_workers:
+            options = {
+                "num_workers": self._num_workers,
+                "persistent_workers": True,
+                "prefetch_factor": _PREFETCHED,
+                "multiprocessing_context": _fork_server(),
+                "worker_init_fn": partial(_follow_parent, os.getpid()),
+                "generator": torch.Generator(),  # starting workers draws a seed: not from the stream of training
+            }
+        return DataLoader(
+            self._dataset, batch_sampler=self._sampler, collate_fn=_collate, pin_memory=self._pin, **options
+        )
 
 
 class _ReplaceableSampler:
@@ -113,22 +106,7 @@ class _ReplaceableSampler:
 
 
 class _Items(Dataset[Any]):
-    """Adapter: returns no items for a batch without indices, of which a dataset may know nothing."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        if not indices:
-            return []
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            items: list[Any] = self._dataset.__getitems__(indices)
-            return items
-        return [self._dataset[index] for index in indices]
-
-
-class _EpochItems(Dataset[Any]):
-    """Adapter: takes [epoch, *indices] and calls ``items_of_epoch`` of the dataset under the Subsets."""
+    """Adapter: takes [epoch, *indices]; a batch without indices, of which a dataset may know nothing, has no items."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -138,14 +116,16 @@ class _EpochItems(Dataset[Any]):
         if not indices:
             return []
         dataset = self._dataset
+        if not hasattr(base_dataset(dataset), "items_of_epoch"):
+            several = callable(getattr(dataset, "__getitems__", None))
+            return list(dataset.__getitems__(indices)) if several else [dataset[index] for index in indices]
         while type(dataset) is Subset:
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
         try:
-            items: list[Any] = dataset.items_of_epoch(indices, epoch)
+            return list(dataset.items_of_epoch(indices, epoch))
         except (ValueError, RuntimeError) as error:
             return [error]  # returned, because the DataLoader would replace its text by a worker's traceback
-        return items
 
 
 class _Batch(NamedTuple):

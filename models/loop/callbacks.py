@@ -6,7 +6,6 @@ A batch callback gets a `BatchEndParam`. An epoch callback gets (epoch, network,
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from gangline.collectives.errors import DiskFullError
+from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.retention import BEST, epochs, remove_older
 from gangline.models.loop.improvement import is_better, worst
 from gangline.models.metrics.metric import EvalMetric
@@ -63,10 +63,9 @@ class Speedometer:
             auto_reset: reset the metric after each line, so that a line covers its own batches only.
 
         Raises:
-            ValueError: if ``frequent`` is below 1.
+            ValueError: if ``frequent`` is below 1; TypeError if it is not an int.
         """
-        if frequent < 1:
-            raise ValueError(f"frequent is {frequent}; expected 1 or more")
+        check_int("frequent", frequent)
         self.batch_size, self.frequent, self.auto_reset = batch_size, frequent, auto_reset
         self._since = 0.0
         self._begin: tuple[int, int] | None = None  # epoch and batch at which counting began
@@ -176,12 +175,13 @@ class Checkpoint:
 
         Raises:
             ValueError: if ``period`` or ``keep`` is below 1, ``minutes`` is not above 0, or ``mode`` is unknown.
+            TypeError: if one of them has a wrong type.
         """
         for name, value in (("period", period), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more")
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise ValueError(f"minutes is {minutes}; expected a finite number above 0")
+            if value is not None:
+                check_int(name, value)
+        if minutes is not None:
+            check_number("minutes", minutes, excluded=True)
         self._module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
         self.period = 1 if period is None and minutes is None else period
         self.minutes, self.keep, self.keep_best, self.mode = minutes, keep, keep_best, mode

@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gangline.collectives.timeline import recorder
+from gangline.kvstore import KVStore
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import num_samples
 from gangline.models.data.sources import Source
@@ -19,9 +22,8 @@ from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallb
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import batch_end_param, score
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.schedules import Schedule
+from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
-from gangline.models.loop.torch_schedulers import DrivenScheduler
 from gangline.models.loss.divergence import DIVERGED, LossRise, first_non_finite
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import parameters_of
@@ -34,6 +36,41 @@ if TYPE_CHECKING:
 ALL_EPOCHS = "epochs"
 """Return value of a `fit` that was not stopped."""
 _CALLBACK = "callback"
+
+
+BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
+EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
+Resume = str | Path | tuple[str | Path, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Options of `Module.fit`; see there."""
+
+    num_epoch: int
+    batch_size: int | None
+    shuffle: bool
+    seed: int
+    begin_epoch: int
+    kvstore: str | KVStore | None
+    optimizer: Any
+    optimizer_params: Mapping[str, Any] | None
+    batch_end_callback: BatchCallbacks
+    epoch_end_callback: EpochCallbacks
+    eval_end_callback: BatchCallbacks
+    eval_batch_end_callback: BatchCallbacks
+    validation_metric: Any
+    resume: Resume | None
+    accumulate: int
+    lr_scheduler: Any
+    eval_frequency: Any
+    monitor: Monitor | None
+    initializer: Any
+    arg_params: Mapping[str, torch.Tensor] | None
+    aux_params: Mapping[str, torch.Tensor] | None
+    allow_missing: bool
+    force_init: bool
+    on_nan: str
 
 
 @dataclass(frozen=True)
@@ -69,14 +106,10 @@ class Epochs:
     validation: EvalMetric
     scheduler: Schedule | DrivenScheduler | None
     eval_frequency: EvalFrequency
-    num_epoch: int
-    accumulate: int
-    monitor: Monitor | None
     callbacks: Callbacks
     batches_per_epoch: int | None
     """Number of batches of the worker that has most; None if a worker does not know."""
-    on_nan: str = "stop"
-    """"stop" or "continue": what a loss that is not finite does."""
+    options: FitOptions
 
     def __post_init__(self) -> None:
         workers = self.module.workers
@@ -90,7 +123,7 @@ class Epochs:
     def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end."""
         self.eval_frequency.begin(begin_epoch, skip)
-        for epoch in range(begin_epoch, self.num_epoch):
+        for epoch in range(begin_epoch, self.options.num_epoch):
             began, waited = time.perf_counter(), self.module.seconds_waiting
             self.metric.reset()
             parts = self._begin_epoch(epoch, skip, saved)
@@ -104,10 +137,10 @@ class Epochs:
                 self._save_at_stop(epoch)
             else:
                 self._end_epoch(epoch, began, waited)
-            if self.module.workers.stop is not None and (stopped or epoch + 1 < self.num_epoch):
+            if self.module.workers.stop is not None and (stopped or epoch + 1 < self.options.num_epoch):
                 return self.module.workers.stop
         for saver in self.callbacks.savers:
-            saver.save_at_end(self.num_epoch)
+            saver.save_at_end(self.options.num_epoch)
         return ALL_EPOCHS
 
     def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> Iterator[Any]:
@@ -131,12 +164,12 @@ class Epochs:
         """Switch the module to ``grad_req="add"`` inside the block, if several batches make an update."""
         module, grad_req = self.module, self.module.grad_req
         try:
-            if self.accumulate > 1:
+            if self.options.accumulate > 1:
                 module.grad_req = "add"
             yield
         finally:
             module.grad_req = grad_req
-            if self.accumulate > 1:
+            if self.options.accumulate > 1:
                 module.drop_gradients()  # of an update that an error has interrupted
 
     def _train(self, parts: Iterable[tuple[int, Any]], epoch: int) -> bool:
@@ -148,15 +181,15 @@ class Epochs:
             data, label = part if part is not None else (None, None)
             if not accumulated:
                 self._set_rate(epoch, nbatch)
-                if self.monitor is not None:
-                    self.monitor.tic()
-            if self.accumulate == 1:
+                if self.options.monitor is not None:
+                    self.options.monitor.tic()
+            if self.options.accumulate == 1:
                 module.forward_backward_update(data, label)
             else:
                 module.forward_backward(data, label)
             accumulated += 1
-            is_due = accumulated == self.accumulate
-            if is_due and self.accumulate > 1:
+            is_due = accumulated == self.options.accumulate
+            if is_due and self.options.accumulate > 1:
                 module.update()
             if part is not None:
                 self.metric.update_from(module, label)
@@ -212,7 +245,7 @@ class Epochs:
     def _note_divergence(self, text: str, is_input: bool = False) -> None:
         """Record the first divergence of this worker, and request that all workers stop."""
         self._divergence = [not is_input, self.module.run_state.step, text]
-        if self.on_nan == "stop":
+        if self.options.on_nan == "stop":
             self.module.workers.ask_to_stop(DIVERGED)
         else:
             self.module.logger.warning("%s", text)
@@ -220,7 +253,7 @@ class Epochs:
     def _diverged(self, epoch: int) -> bool:
         """Return True if a loss or a weight of any worker is not finite; rank 0 logs the first one. Collective."""
         module, workers = self.module, self.module.workers
-        if self.on_nan != "stop":
+        if self.options.on_nan != "stop":
             return False
         name = module.bound.replicas.first_non_finite() if self._divergence is None else None
         if name is not None:
@@ -261,8 +294,8 @@ class Epochs:
         module = self.module
         module.run_state.position.batch = nbatch + 1
         self._step_scheduler("batch")
-        if self.monitor is not None:
-            self.monitor.toc_print()
+        if self.options.monitor is not None:
+            self.options.monitor.toc_print()
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
         callbacks = self.callbacks.batch_end
         if validates or callbacks:
@@ -296,7 +329,7 @@ class Epochs:
             arg_params = {name: value for name, value in params.items() if name in names}
             buffers = {name: value for name, value in params.items() if name not in names}
             self._call(before, epoch, module.network, arg_params, buffers)
-        ends = epoch + 1 == self.num_epoch
+        ends = epoch + 1 == self.options.num_epoch
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
         check_signals(self.module)
@@ -317,14 +350,9 @@ class Epochs:
         assert self.evaluation is not None
         module = self.module
         states = host_states(None)  # a loader used for scoring may draw random numbers, which must not affect training
-        values = score(
-            module,
-            self.evaluation,
-            self.validation,
-            batch_end_callback=self.callbacks.eval_batch_end,
-            score_end_callback=lambda param: self._call(self.callbacks.eval_end, param),
-            epoch=epoch,
-        )
+        at_end = [lambda param: self._call(self.callbacks.eval_end, param)]
+        after_batch = self.callbacks.eval_batch_end
+        values = score(module, self.evaluation, self.validation, None, None, after_batch, at_end, epoch)
         set_host_states(states, None)
         for name, value in values:
             log(module, "%s Validation-%s=%f", where, name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 def score(
     module: Module,
     eval_data: Any,
-    eval_metric: Any = "acc",
-    *,
-    batch_size: int | None = None,
-    num_batch: int | None = None,
-    batch_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    score_end_callback: BatchCallback | Iterable[BatchCallback] | None = None,
-    epoch: int = 0,
+    eval_metric: Any,
+    batch_size: int | None,
+    num_batch: int | None,
+    after_batch: Sequence[BatchCallback],
+    at_end: Sequence[BatchCallback],
+    epoch: int,
 ) -> list[tuple[str, float]]:
     """Evaluate a metric; see `Module.score`."""
     metric = create(eval_metric, module.loss.loss)
     metric.reset()
-    after_batch, at_end = as_list(batch_end_callback), as_list(score_end_callback)
     nbatch = -1
     is_ours = not isinstance(eval_data, Source)
     data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data") if is_ours else eval_data
@@ -50,7 +48,7 @@ def score(
 
 
 def iter_predict(
-    module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None
+    module: Module, data: Any, batch_size: int | None, num_batch: int | None
 ) -> Iterator[tuple[Any, int, Any]]:
     """Yield the outputs of each batch; see `Module.iter_predict`."""
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
@@ -61,7 +59,7 @@ def iter_predict(
                 yield module.get_outputs(), number, item[0]
 
 
-def predict(module: Module, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
+def predict(module: Module, data: Any, batch_size: int | None, num_batch: int | None) -> Any:
     """Return the outputs of all samples; see `Module.predict`."""
     host = torch.device("cpu")
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)

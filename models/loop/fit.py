@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.environments.restart import restart_number, run_id
-from gangline.kvstore import KVStore
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
@@ -21,14 +17,13 @@ from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.data.sources import Source, source
-from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
-from gangline.models.loop.epochs import Callbacks, Epochs, check_signals
+from gangline.models.import_by_name import has_batches
+from gangline.models.loop.callbacks import Checkpoint
+from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, check_signals
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.improvement import check_metric
-from gangline.models.loop.monitor import Monitor
-from gangline.models.loop.schedules import Schedule
-from gangline.models.loop.torch_schedulers import DrivenScheduler, scheduler_of
+from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Stateful
@@ -36,42 +31,9 @@ from gangline.models.run_state import Stateful
 if TYPE_CHECKING:
     from gangline.models.module import Module
 
-BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
-EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
-Resume = str | Path | tuple[str | Path, int]
 _fits: Counter[tuple[Path, ...]] = Counter()
 """Number of calls of `fit` in this process by the prefixes of their checkpoints."""
 _DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """Options of `Module.fit`; see there."""
-
-    num_epoch: int
-    batch_size: int | None
-    shuffle: bool
-    seed: int
-    begin_epoch: int
-    kvstore: str | KVStore | None
-    optimizer: Any
-    optimizer_params: Mapping[str, Any] | None
-    batch_end_callback: BatchCallbacks
-    epoch_end_callback: EpochCallbacks
-    eval_end_callback: BatchCallbacks
-    eval_batch_end_callback: BatchCallbacks
-    validation_metric: Any
-    resume: Resume | None
-    accumulate: int
-    lr_scheduler: Any
-    eval_frequency: Any
-    monitor: Monitor | None
-    initializer: Any
-    arg_params: Mapping[str, torch.Tensor] | None
-    aux_params: Mapping[str, torch.Tensor] | None
-    allow_missing: bool
-    force_init: bool
-    on_nan: str
 
 
 def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:
@@ -116,7 +78,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
 
 def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool) -> tuple[Source, Source | None]:
     """Return the sources of both data; ``batch_size`` goes to those that need it."""
-    needs_size = _needs_batch_size(train_data), _needs_batch_size(eval_data)
+    needs_size = not has_batches(train_data), not has_batches(eval_data)
     size = options.batch_size
     train_size = size if needs_size[0] or not needs_size[1] else None
     train = source(train_data, train_size, shuffle=options.shuffle, seed=options.seed, pin=pin)
@@ -207,21 +169,7 @@ def _run(
     _log_beginning(module, savers, options, saved, begin_epoch, skip)
     if options.monitor is not None:
         module.install_monitor(options.monitor)
-    loop = Epochs(
-        module,
-        train,
-        evaluation,
-        metric,
-        validation,
-        scheduler,
-        frequency,
-        options.num_epoch,
-        options.accumulate,
-        options.monitor,
-        callbacks,
-        per_epoch,
-        options.on_nan,
-    )
+    loop = Epochs(module, train, evaluation, metric, validation, scheduler, frequency, callbacks, per_epoch, options)
     with _locked_prefixes(module, savers):
         return loop.run(begin_epoch, skip, saved)
 
@@ -419,8 +367,3 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
             f"{plan}; give the same data, batch_size, shuffle and seed"
         )
     return position.epoch, position.batch
-
-
-def _needs_batch_size(data: Any) -> bool:
-    is_iterable = isinstance(data, torch.utils.data.IterableDataset)
-    return isinstance(data, (tuple, torch.utils.data.Dataset)) and not is_iterable

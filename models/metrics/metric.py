@@ -1,10 +1,12 @@
-"""Metrics with MXNet's interface and names, computed by torchmetrics."""
+"""Metrics with MXNet's interface and names: means over all samples, and the objects of torchmetrics."""
 
 from __future__ import annotations
 
 import abc
 import copy
 import logging
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gangline.models.metrics.sync import merged, value_over
+from gangline.models.arguments import check_int
+from gangline.models.metrics.counters import Mean, TorchMetric
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from gangline.models.module import Module
     from gangline.models.workers import Workers
 
@@ -69,8 +70,8 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
     A MetricCollection is a list of its metrics under the names it gives them.
 
     Args:
-        metric: one of MXNet's names: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, f1, mcc,
-            pcc, pearsonr, loss; or one of the other kinds.
+        metric: one of MXNet's names: acc, top_k_accuracy (top_k), ce, nll_loss, perplexity, mae, mse, rmse, loss; or
+            one of the other kinds.
         loss: loss of the training. ce and perplexity interpret outputs as it does: logits for CrossEntropyLoss,
             log-probabilities for NLLLoss, else probabilities. Labels that it ignores are not counted.
         unless_in: a metric, or a list of them, that counts something else: objects in it are copied.
@@ -79,15 +80,14 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
         ValueError: if a name or an argument is unknown.
         TypeError: if ``metric`` is none of these.
     """
-    import torchmetrics
-
     if isinstance(metric, EvalMetric):
         return copy.deepcopy(metric) if _is_in(metric, unless_in) else metric
     if isinstance(metric, list):
         return _Composite([create(one, loss, unless_in=unless_in) for one in metric])
-    if isinstance(metric, torchmetrics.MetricCollection):
+    torchmetrics = sys.modules.get("torchmetrics")  # whose import takes seconds; who has such an object has done it
+    if torchmetrics is not None and isinstance(metric, torchmetrics.MetricCollection):
         return _Composite([_torchmetric(one, name) for name, one in metric.items()])
-    if isinstance(metric, torchmetrics.Metric):
+    if torchmetrics is not None and isinstance(metric, torchmetrics.Metric):
         return _torchmetric(metric, type(metric).__name__)
     name, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, {})
     if isinstance(name, str):
@@ -102,7 +102,7 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
             raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
     if callable(name):
         words = getattr(name, "__name__", "custom")
-        return _OfBatches(words, lambda label, output, _: (float(name(label, output)), 1), _mean)
+        return _OfBatches(words, lambda label, output, _: (float(name(label, output)), 1))
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
 
 
@@ -142,40 +142,41 @@ class _Composite(EvalMetric):
 
 
 class _One(EvalMetric):
-    """One metric in a torchmetrics object per device; the first `reset_local` adds others for the local value."""
+    """One metric with a counter per device; the first `reset_local` adds others for the local value."""
 
     def __init__(
         self,
         name: str,
         arguments: Arguments,
-        make: Callable[[Any], torchmetrics.Metric],
+        make: Callable[[Any], Mean | TorchMetric] = lambda _: Mean(),
         finish: Callable[[float], float] = float,
     ) -> None:
         """Set up the metric.
 
         Args:
             name: name of the value.
-            arguments: function from (label, output, module) to the arguments of the torchmetrics object's update();
-                None if the batch has nothing to count.
-            make: function from the first of these arguments, in the first batch, to the torchmetrics object.
-            finish: function from the torchmetrics object's value to the metric's.
+            arguments: function from (label, output, module) to the arguments of the counter's update(); None if the
+                batch has nothing to count.
+            make: function from the first of these arguments, in the first batch, to the counter.
+            finish: function from the counter's value to the metric's.
         """
         self._name, self._arguments, self._make, self._finish = name, arguments, make, finish
-        self._global: dict[torch.device | None, torchmetrics.Metric] = {}
-        self._local: dict[torch.device | None, torchmetrics.Metric] | None = None
+        self._global: dict[torch.device | None, Mean | TorchMetric] = {}
+        self._local: dict[torch.device | None, Mean | TorchMetric] | None = None
         self._gathered: float | None = None  # the global value over all workers
 
+    @torch.no_grad()
     def update(self, label: Any, output: Any, module: Module) -> None:
         self._gathered = None
         arguments = self._arguments(label, output, module)
         if arguments is None:
             return
         device = output.device if isinstance(output, torch.Tensor) else None
-        for metrics in (self._global, self._local):
-            if metrics is not None:
-                if device not in metrics:
-                    metrics[device] = self._make(arguments[0])
-                metrics[device].update(*arguments)
+        for counters in (self._global, self._local):
+            if counters is not None:
+                if device not in counters:
+                    counters[device] = self._make(arguments[0])
+                counters[device].update(*arguments)
 
     def update_from(self, module: Module, label: Any) -> None:  # noqa: ARG002
         for labels, output in module.labelled_outputs():
@@ -187,29 +188,31 @@ class _One(EvalMetric):
     def get_global_name_value(self) -> list[tuple[str, float]]:
         return [(self._name, self._value(self._global) if self._gathered is None else self._gathered)]
 
-    def _value(self, metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> float:
-        counted = _counted(metrics)
-        return float("nan") if counted is None else self._finish(float(counted.compute()))
+    def _value(
+        self, counters: Mapping[torch.device | None, Mean | TorchMetric], workers: Workers | None = None
+    ) -> float:
+        """Return the value over this worker's devices, or over all workers, with the same bits on all."""
+        states = [(counter, state) for counter in counters.values() if (state := counter.state())]
+        everyones = [state for _, state in states]
+        if workers is not None:
+            everyones = [state for theirs in workers.all_gather(everyones, "metric") for state in theirs]
+        own = self._finish(states[0][0].value(everyones)) if states else None
+        values = [own] if workers is None else workers.all_gather(own, "metric")
+        return next((float(value) for value in values if value is not None), math.nan)
 
     def gather(self, workers: Workers) -> None:
         if workers.count > 1:
-            self._gathered = value_over(workers, _counted(self._global), self._finish)
+            self._gathered = self._value(self._global, workers)
 
     def reset(self) -> None:
         self._local, self._gathered = None, None
-        for metric in self._global.values():
-            metric.reset()
+        for counter in self._global.values():
+            counter.reset()
 
     def reset_local(self) -> None:
         self._local = self._local or {}
-        for metric in self._local.values():
-            metric.reset()
-
-
-def _counted(metrics: Mapping[torch.device | None, torchmetrics.Metric]) -> torchmetrics.Metric | None:
-    """Return the state of all metrics that have counted something; None if none has."""
-    counted = [metric for metric in metrics.values() if metric.update_called]
-    return merged(counted) if counted else None
+        for counter in self._local.values():
+            counter.reset()
 
 
 class _OfBatches(_One):
@@ -226,52 +229,23 @@ class _OfLoss(_One):
         self.update(label, None, module)
 
 
-def _torchmetric(metric: torchmetrics.Metric, name: str) -> EvalMetric:
-    """Return clones of the user's torchmetrics object, updated with (outputs, labels)."""
-
-    def make(output: torch.Tensor) -> torchmetrics.Metric:
-        clone = metric.clone().to(output.device)
-        clone.reset()
-        return clone
-
-    return _One(name, lambda label, output, _: _tensors(name, output, label), make)
-
-
-def _named(
-    name: str,
-    make: Callable[[torch.Tensor], torchmetrics.Metric],
-    prepare: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> EvalMetric:
-    """Return a torchmetrics metric under MXNet's name.
-
-    Args:
-        name: MXNet's name.
-        make: function from the first batch's prepared outputs to the torchmetrics object.
-        prepare: function from (outputs, labels) to the arguments of update(); it drops labels not to be counted.
-    """
-
-    def arguments(label: Any, output: Any, _: Module) -> tuple[Any, ...] | None:
-        prepared = prepare(*_tensors(name, output, label))
-        return prepared if prepared[1].numel() else None
-
-    return _One(name, arguments, lambda outputs: make(outputs).to(outputs.device))
+def _torchmetric(metric: Any, name: str) -> EvalMetric:
+    """Return a metric that copies of the user's torchmetrics object count, updated with (outputs, labels)."""
+    return _One(
+        name,
+        lambda label, output, _: _tensors(name, output, label),
+        lambda output: TorchMetric(metric, output.device),
+    )
 
 
 def _loss_metric(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all named metrics
     """Return the mean loss, weighted by its normalizer."""
-    return _OfLoss(
-        "loss",
-        lambda _label, _output, module: (float(module.get_loss()), module.normalizer) if module.normalizer else None,
-        _mean,
-    )
 
+    def arguments(_label: Any, _output: Any, module: Module) -> tuple[torch.Tensor, float] | None:
+        weight = module.normalizer
+        return (module.get_loss().double() * weight, weight) if weight else None
 
-def _mean(_: Any) -> torchmetrics.Metric:
-    """Return a weighted mean of numbers."""
-    from torchmetrics.aggregation import MeanMetric
-
-    metric = MeanMetric(nan_strategy=float("nan"))  # nan_strategy="disable" would drop the weights
-    return metric.set_dtype(torch.float64)
+    return _OfLoss("loss", arguments)
 
 
 def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,54 +257,35 @@ def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Te
     return output, label.to(output.device)
 
 
-def _by_class(name: str, loss: Any, two: bool = False) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that prepares (outputs, labels) for class metrics.
+def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
+    """Return the fraction of labels found, without those that the loss ignores.
 
-    It maps outputs of (N, C, ...) scores, or one number per label (a class, or the score of class 1), and labels of
-    (N, ...) to (M, C) scores or (M,) classes, and (M,) labels, without labels that the loss ignores.
+    Outputs are (N, C, ...) scores, or one number per label (a class, or the score of class 1), for labels of (N, ...).
     """
+    check_int("top_k", top_k)
+    name = "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}"
     ignored = _ignored(loss)
     threshold = 0.0 if isinstance(loss, nn.BCEWithLogitsLoss) else 0.5
 
-    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def arguments(label: Any, output: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        output, label = _tensors(name, output, label)
         if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
             label = label.argmax(1)
+        target = label.reshape(-1, 1).long()
         if output.numel() == label.numel():
-            found = (output > threshold if output.is_floating_point() else output).reshape(-1).long()
+            found = (output > threshold if output.is_floating_point() else output).reshape(-1, 1).long()
         elif output.dim() > 1 and output.numel() == label.numel() * output.shape[1]:
-            found = output.movedim(1, -1).reshape(-1, output.shape[1])
-            if two and output.shape[1] == 2:
-                found = found.argmax(1)
+            scores = output.movedim(1, -1).reshape(-1, output.shape[1])
+            several = top_k > 1
+            found = scores.topk(min(top_k, scores.shape[1])).indices if several else scores.argmax(1, keepdim=True)
         else:
             raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
-        if two and found.dim() > 1:
-            raise ValueError(f"metric {name!r} is for two classes, but the outputs are {tuple(output.shape)}")
-        target = label.reshape(-1).long()
         if ignored is None:
-            return found, target
-        keep = target != ignored
-        return found[keep], target[keep]
+            return (found == target).sum(), len(target)
+        counts = target != ignored
+        return ((found == target) & counts).sum(), counts.sum()
 
-    return prepare
-
-
-def _classes(prepared: torch.Tensor) -> int:
-    return prepared.shape[1] if prepared.dim() > 1 else 2
-
-
-def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-        raise ValueError(f"top_k is {top_k!r}; expected an int, 1 or more")
-    name = "accuracy" if top_k == 1 else f"top_k_accuracy_{top_k}"
-
-    def make(prepared: torch.Tensor) -> torchmetrics.Metric:
-        classes = max(_classes(prepared), 2)
-        k = min(top_k, classes) if prepared.dim() > 1 else 1
-        return MulticlassAccuracy(classes, top_k=k, average="micro", validate_args=False)
-
-    return _named(name, make, _by_class(name, loss))
+    return _One(name, arguments)
 
 
 def _log_likelihood(name: str, finish: Callable[[float], float] = float) -> Callable[[Any], EvalMetric]:
@@ -339,23 +294,20 @@ def _log_likelihood(name: str, finish: Callable[[float], float] = float) -> Call
     def make(loss: Any) -> EvalMetric:
         ignored = _ignored(loss)
 
-        def arguments(label: Any, output: Any, _: Any) -> tuple[float, int] | None:
+        def arguments(label: Any, output: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
             output, label = _tensors(name, output, label)
             if isinstance(loss, nn.CrossEntropyLoss):
                 output = output.double().log_softmax(1)
             elif not isinstance(loss, nn.NLLLoss):
                 output = output.double().clamp_min(1e-12).log()
             if isinstance(loss, nn.CrossEntropyLoss) and label.is_floating_point():  # probabilities of the classes
-                counted = output.numel() // output.shape[1]
-                total = -(output * label).sum()
-            else:
-                keep = -100 if ignored is None else ignored
-                target = label.long()
-                counted = int((target != keep).sum())
-                total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
-            return (float(total / counted), counted) if counted else None
+                return -(output * label).sum(), output.numel() // output.shape[1]
+            keep = -100 if ignored is None else ignored
+            target = label.long()
+            total = nn.functional.nll_loss(output, target, ignore_index=keep, reduction="sum")
+            return total, (target != keep).sum()
 
-        return _One(name, arguments, _mean, finish)
+        return _One(name, arguments, finish=finish)
 
     return make
 
@@ -364,39 +316,20 @@ def _exp(mean: float) -> float:
     return float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite where math.exp raises
 
 
-def _regression(name: str, torchmetrics_name: str, **options: Any) -> Callable[[Any], EvalMetric]:
-    def make(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all named metrics
-        import torchmetrics.regression as regression
+def _error(
+    name: str, error: Callable[[torch.Tensor], torch.Tensor], finish: Callable[[float], float] = float
+) -> Callable[[Any], EvalMetric]:
+    """Return a function that makes the mean of an error of each number, mapped by ``finish``."""
 
-        return _named(name, lambda _: getattr(regression, torchmetrics_name)(**options), _by_number(name))
-
-    return make
-
-
-def _by_number(name: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Return a function that flattens outputs and labels and promotes them to at least float32."""
-
-    def prepare(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def arguments(label: Any, output: Any, _: Any) -> tuple[torch.Tensor, int]:
+        output, label = _tensors(name, output, label)
         if output.numel() != label.numel():
             raise ValueError(f"metric {name!r} got outputs {tuple(output.shape)} for labels {tuple(label.shape)}")
         dtype = torch.promote_types(torch.promote_types(output.dtype, label.dtype), torch.float32)
-        return output.reshape(-1).to(dtype), label.reshape(-1).to(dtype)
+        difference = output.reshape(-1).to(dtype) - label.reshape(-1).to(dtype)
+        return error(difference).sum(dtype=torch.float64), label.numel()
 
-    return prepare
-
-
-def _of_classes(name: str, torchmetrics_name: str, *, two: bool) -> Callable[[Any], EvalMetric]:
-    def make(loss: Any) -> EvalMetric:
-        import torchmetrics.classification as classification
-
-        kind = getattr(classification, torchmetrics_name)
-
-        def of(prepared: torch.Tensor) -> Any:
-            return kind(validate_args=False) if two else kind(_classes(prepared), validate_args=False)
-
-        return _named(name, of, _by_class(name, loss, two))
-
-    return make
+    return lambda _loss: _One(name, arguments, finish=finish)
 
 
 def _ignored(loss: Any) -> int | None:
@@ -408,16 +341,12 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "accuracy": _accuracy,
     "ce": _log_likelihood("cross-entropy"),
     "cross-entropy": _log_likelihood("cross-entropy"),
-    "f1": _of_classes("f1", "BinaryF1Score", two=True),
     "loss": _loss_metric,
-    "mae": _regression("mae", "MeanAbsoluteError"),
-    "mcc": _of_classes("mcc", "BinaryMatthewsCorrCoef", two=True),
-    "mse": _regression("mse", "MeanSquaredError"),
+    "mae": _error("mae", torch.abs),
+    "mse": _error("mse", torch.square),
     "nll_loss": _log_likelihood("nll-loss"),
-    "pcc": _of_classes("pcc", "MulticlassMatthewsCorrCoef", two=False),
-    "pearsonr": _regression("pearsonr", "PearsonCorrCoef"),
     "perplexity": _log_likelihood("perplexity", _exp),
-    "rmse": _regression("rmse", "MeanSquaredError", squared=False),
+    "rmse": _error("rmse", torch.square, math.sqrt),
     "top_k_acc": partial(_accuracy, top_k=5),
     "top_k_accuracy": partial(_accuracy, top_k=5),
 }

@@ -247,7 +247,8 @@ def test_a_checkpoint_that_cannot_be_removed_gives_a_warning(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"period": 0}, "period is 0"),
+        ({"period": 0}, "period is 0; expected 1 or more"),
+        ({"period": -1}, "period is -1"),
         ({"keep": 0}, "keep is 0"),
         ({"minutes": 0}, "minutes is 0"),
         ({"minutes": float("nan")}, "minutes is nan"),

@@ -273,18 +273,6 @@ def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
         next(batches.epoch(1))
 
 
-def test_fit_trains_one_epoch_by_a_generator_and_refuses_the_next() -> None:
-    given = [(data, label % 3) for data, label in in_order()]
-    for epochs in (1, 2):
-        with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-            if epochs == 1:
-                module.fit(iter(given), num_epoch=1)
-                continue
-            with pytest.raises(ValueError, match="expected an iterable such as a list"):
-                module.fit(iter(given), num_epoch=2)
-            assert module.position.epoch == 1
-
-
 def test_batches_without_labels_have_none() -> None:
     data, _ = arrays()
     found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))

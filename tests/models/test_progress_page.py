@@ -9,15 +9,17 @@ import math
 import re
 import threading
 import time
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reported import RATE, arrays, fit, module_on, network
 from torch import nn
 
-from gangline import Module, Work, cpu, spawn, split_batch
+from gangline import Context, Module, Work, cpu, spawn, split_batch
 from gangline.callback import Checkpoint, Speedometer
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create, register
@@ -29,35 +31,7 @@ from gangline.models.reports.drawing import drawn
 from gangline.models.reports.page import FORMAT, TrainingProgress, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
-RATE = {"learning_rate": 0.1, "momentum": 0.9}
 SIX = 1e-5  # as six digits show it
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
-
-
-def module_on(loads: list[float], store: str | None = "local", rate: dict[str, float] = RATE) -> Module:
-    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
-    module.init_optimizer(store, "sgd", rate)
-    return module
-
-
-def fit(module: Module, progress: TrainingProgress, *others: Any, epochs: int = 3, **options: Any) -> None:
-    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the page's own callback."""
-    request = module.optimizer_request
-    assert request is not None
-    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
-    callbacks = [*others, progress]
-    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": progress, "eval_end_callback": progress}
-    settings |= {"num_epoch": epochs, "batch_size": 8}
-    module.fit(arrays(), **{**settings, **options})
 
 
 class Seen:
@@ -140,30 +114,33 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
     }
 
 
-def test_an_update_of_several_batches_counts_the_samples_of_all(tmp_path: Path) -> None:
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), accumulate=2)
-    data = read_progress(tmp_path / "page.html")
-    assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
-    assert data["points"]["total"] == [0, 4, 16, 4, 16, 4]
-    assert data["settings"]["batch size"] == "8, 2 batches per update"
-    assert [one["step"] for one in data["epochs"]] == [0, 3, 6]
-
-
-def test_epochs_of_one_batch_count_their_samples(tmp_path: Path) -> None:
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), batch_size=20)
-    points = read_progress(tmp_path / "page.html")["points"]
-    assert points["total"] == [0, 20, 20]
-    assert points["samples"] == {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}
-
-
-def test_contexts_of_one_name_are_distinguished(tmp_path: Path) -> None:
-    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(0), cpu(1)], [1, 1, 0]) as module:
+@pytest.mark.parametrize(
+    ("loads", "contexts", "options", "samples"),
+    [
+        ([1, 1], [cpu(0), cpu(1)], {"accumulate": 2}, {"cpu(0)": [0, 2, 8, 2, 8, 2], "cpu(1)": [0, 2, 8, 2, 8, 2]}),
+        ([1, 1], [cpu(0), cpu(1)], {"batch_size": 20}, {"cpu(0)": [0, 10, 10], "cpu(1)": [0, 10, 10]}),
+        (
+            [1, 1, 0],
+            [cpu(0), cpu(0), cpu(1)],
+            {"epochs": 1},
+            {"cpu(0) #1": [0, 4, 2], "cpu(0) #2": [0, 4, 2], "cpu(1)": [0, 0, 0]},
+        ),
+    ],
+    ids=["several batches an update", "epochs of one batch", "contexts of one name"],
+)
+def test_samples_are_counted_for_each_context_and_update(
+    tmp_path: Path, loads: list[float], contexts: list[Context], options: dict[str, Any], samples: dict[str, list[int]]
+) -> None:
+    with Module(network(), nn.CrossEntropyLoss(), contexts, loads) as module:
         module.init_optimizer("local", "sgd", RATE)
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=1)
-    samples = read_progress(tmp_path / "page.html")["points"]["samples"]
-    assert samples == {"cpu(0) #1": [0, 4, 2], "cpu(0) #2": [0, 4, 2], "cpu(1)": [0, 0, 0]}
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), **options)
+    data = read_progress(tmp_path / "page.html")
+    assert data["points"]["samples"] == samples
+    assert data["points"]["total"] == [sum(parts) for parts in zip(*samples.values(), strict=True)]
+    if "accumulate" in options:
+        assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
+        assert data["settings"]["batch size"] == "8, 2 batches per update"
+        assert [one["step"] for one in data["epochs"]] == [0, 3, 6]
 
 
 def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
@@ -275,40 +252,28 @@ def test_a_disk_that_fails_in_the_middle_costs_the_page_and_one_line(
     assert len([line for line in caplog.messages if "page.html cannot be written at the moment" in line]) == 1
 
 
-def test_an_error_that_ends_training_is_on_the_page(tmp_path: Path) -> None:
-    def fail(param: BatchEndParam) -> None:
-        if param.epoch == 1:
+@pytest.mark.parametrize("ends", ["error", "callback", "all"])
+def test_the_page_shows_why_training_ended(tmp_path: Path, ends: str) -> None:
+    """An error that the caller is handling is no reason."""
+
+    def end(param: BatchEndParam) -> bool:
+        if ends == "error" and param.epoch == 1:
             raise RuntimeError("the power went")
+        return ends == "callback" and param.epoch == 1
 
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
-        with pytest.raises(RuntimeError, match="the power went"):
-            fit(module, progress, fail)
-    data = read_progress(tmp_path / "page.html")
-    assert (data["state"], data["reason"], data["points"]["step"]) == (
-        "stopped",
-        "RuntimeError: the power went",
-        [1, 2, 3],
-    )
-
-
-def test_the_page_shows_why_training_stopped_early(tmp_path: Path) -> None:
-    with module_on([1, 1]) as module:
-        progress = TrainingProgress(module, tmp_path / "page.html", every_seconds=3600)
-        ended_by = module.fit(
-            arrays(), num_epoch=3, batch_size=8, batch_end_callback=[lambda param: param.epoch == 1, progress]
-        )
-    data = read_progress(tmp_path / "page.html")
-    assert (data["state"], data["reason"], data["points"]["step"]) == ("ended", ended_by, [1, 2, 3, 4])
-
-
-def test_an_error_that_a_caller_is_handling_does_not_end_training(tmp_path: Path) -> None:
-    with module_on([1, 1]) as module:
         try:
             raise ValueError("the caller's own")
         except ValueError:
-            fit(module, TrainingProgress(module, tmp_path / "page.html"))
-    assert read_progress(tmp_path / "page.html")["state"] == "ended"
+            with pytest.raises(RuntimeError, match="the power went") if ends == "error" else nullcontext():
+                fit(module, progress, end)
+    data = read_progress(tmp_path / "page.html")
+    assert (data["state"], data["reason"], data["points"]["step"]) == {
+        "error": ("stopped", "RuntimeError: the power went", [1, 2, 3]),
+        "callback": ("ended", "callback", [1, 2, 3, 4]),
+        "all": ("ended", "", list(range(1, 10))),
+    }[ends]
 
 
 # -- resumed runs ----------------------------------------------------------------------------------------------------
@@ -399,48 +364,44 @@ def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytes
     ]
 
 
+SCRIPT = '<script type="application/json" id="data">'
+FOREIGN = r"page\.html exists and is not a training progress page of gangline"
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        b"<html>a page of somebody's</html>",
-        b"\xff\xfe\x00",
-        b"",
-        b'<script type="application/json" id="data">{"format": "another"}</script>',
-        b'<script type="application/json" id="data">[1]</script>',
+        *((text, FOREIGN) for text in (b"<html>a page of somebody's</html>", b"\xff\xfe\x00", b"")),
+        *((f"{SCRIPT}{data}</script>".encode(), FOREIGN) for data in ('{"format": "another"}', "[1]")),
+        (None, r"page\.html are invalid, KeyError\('waiting'\)"),
     ],
 )
-def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_a_page_of_somebody_elses_or_a_damaged_one_is_left_alone(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "page.html"
-    path.write_bytes(content)
-    with (
-        module_on([1, 1]) as module,
-        pytest.raises(ValueError, match=r"page\.html exists and is not a training progress page of gangline"),
-    ):
+    damaged = re.sub('"waiting":[^]]*],', "", drawn(data_of(Record([point(1)]), "ended")))
+    path.write_bytes(damaged.encode() if content is None else content)
+    before = path.read_bytes()
+    with module_on([1, 1]) as module, pytest.raises(ValueError, match=message):
         TrainingProgress(module, path)
-    assert path.read_bytes() == content
+    assert path.read_bytes() == before
 
 
-def test_a_damaged_page_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    data = data_of(Record([point(1)]), "ended")
-    path.write_text(re.sub('"waiting":[^]]*],', "", drawn(data)))
-    with (
-        module_on([1, 1]) as module,
-        pytest.raises(ValueError, match=r"page\.html are invalid, KeyError\('waiting'\)"),
-    ):
-        TrainingProgress(module, path)
-
-
-def test_a_path_that_cannot_be_written_fails_before_training(tmp_path: Path) -> None:
-    with module_on([1, 1]) as module:
-        with pytest.raises(ValueError, match="is a folder; expected the path of a page"):
-            TrainingProgress(module, tmp_path)
-        with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere of the page a\.html does not exist"):
-            TrainingProgress(module, tmp_path / "nowhere" / "a.html")
-        with pytest.raises(OSError, match=r"the page /proc/a\.html cannot be written"):
-            TrainingProgress(module, "/proc/a.html")
-        with pytest.raises(ValueError, match="every_seconds is nan"):
-            TrainingProgress(module, tmp_path / "a.html", every_seconds=math.nan)
+@pytest.mark.parametrize(
+    ("path", "seconds", "error", "message"),
+    [
+        ("", 2.0, ValueError, "is a folder; expected the path of a page"),
+        ("nowhere/a.html", 2.0, FileNotFoundError, r"the folder .*nowhere of the page a\.html does not exist"),
+        ("/proc/a.html", 2.0, OSError, r"the page /proc/a\.html cannot be written"),
+        ("a.html", math.nan, ValueError, "every_seconds is nan"),
+    ],
+)
+def test_a_path_that_cannot_be_written_fails_before_training(
+    tmp_path: Path, path: str, seconds: float, error: type[Exception], message: str
+) -> None:
+    with module_on([1, 1]) as module, pytest.raises(error, match=message):
+        TrainingProgress(module, tmp_path / path, seconds)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,8 +15,7 @@ from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
-from gangline.models.loop.schedules import Schedule, schedule
-from gangline.models.loop.torch_schedulers import TorchScheduler
+from gangline.models.loop.schedules import Schedule, TorchScheduler, schedule
 from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES = 24

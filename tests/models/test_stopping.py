@@ -257,15 +257,6 @@ def test_patience_continues_from_a_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path / "net", "best").position["epoch"] == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((0,), "patience is 0"), ((1, "acc", "up"), "mode is 'up'"), ((1, "acc", "max", -1.0), "min_delta is -1.0")],
-)
-def test_patience_that_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EarlyStopping(*arguments)
-
-
 def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         for data, message in ((arrays(), r"'mae', but .* computes \['accuracy'\]"), (None, "there is no eval_data")):
@@ -321,10 +312,21 @@ def test_validation_in_an_epochs_middle_changes_nothing_of_the_run() -> None:
     assert same_bits(without, with_it)
 
 
-@pytest.mark.parametrize("frequency", [0, (3, "steps"), -1])
-def test_a_frequency_that_makes_no_sense_is_refused(frequency: Any) -> None:
-    with pytest.raises(ValueError, match="eval_frequency is"):
-        fitted(None, eval_frequency=frequency)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EarlyStopping(0), "patience is 0"),
+        (lambda: EarlyStopping(1, "acc", "up"), "mode is 'up'"),
+        (lambda: EarlyStopping(1, "acc", "max", -1.0), "min_delta is -1.0"),
+        *(
+            (lambda given=given: fitted(None, eval_frequency=given), "eval_frequency is")
+            for given in (0, -1, (3, "steps"))
+        ),
+    ],
+)
+def test_patience_and_frequencies_that_make_no_sense_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # -- in a job -------------------------------------------------------------------------------------------------------

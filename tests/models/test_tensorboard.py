@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from reported import RATE, arrays, fit, module_on
 from torch import nn
 
 from gangline import Module, cpu, spawn
@@ -19,34 +18,7 @@ from gangline.models.reports.tensorboard import TensorBoard
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
 )
-RATE = {"learning_rate": 0.1, "momentum": 0.9}
 Scalars = dict[str, list[tuple[int, float]]]
-
-
-def module_on(count: int, store: Any = "local") -> Module:
-    torch.manual_seed(3)
-    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    module = Module(network, nn.CrossEntropyLoss(), [cpu(place) for place in range(count)], [count, *[1] * (count - 1)])
-    module.init_optimizer(store, "sgd", RATE)
-    return module
-
-
-def arrays(samples: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(samples)
-    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
-
-
-def fit(module: Module, callback: TensorBoard, *others: Any, **options: Any) -> None:
-    """Train on 20 samples in batches of 8, 8 and 4; ``others`` are called before the TensorBoard callback."""
-    request = module.optimizer_request
-    assert request is not None
-    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
-    settings |= {
-        "batch_end_callback": [*others, callback],
-        "epoch_end_callback": callback,
-        "eval_end_callback": callback,
-    }
-    module.fit(arrays(), arrays(12), batch_size=8, **{**settings, **options})
 
 
 def scalars(folder: Path) -> Scalars:
@@ -65,10 +37,10 @@ def test_each_update_is_logged_with_its_own_numbers(tmp_path: Path) -> None:
         losses.append(float(module.get_loss()))
         accuracies.append(float((outputs.argmax(1) == param.locals["label"]).double().mean()))
 
-    with module_on(2) as module:
+    with module_on([2, 1]) as module:
         callback = TensorBoard(module, tmp_path / "new" / "runs", period=1)
         note = [callback, lambda param: validations.append(param.eval_metric.get_global_name_value()[0][1])]
-        fit(module, callback, look, num_epoch=3, eval_end_callback=note)
+        fit(module, callback, look, epochs=3, eval_data=arrays(12), eval_end_callback=note)
     found = scalars(tmp_path / "new" / "runs")
     steps = list(range(1, 10))
     assert [step for step, _ in found["train/loss"]] == steps
@@ -88,7 +60,7 @@ def test_each_update_is_logged_with_its_own_numbers(tmp_path: Path) -> None:
 def test_measured_loads_are_logged(tmp_path: Path) -> None:
     with Module(nn.Linear(4, 3), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], "auto") as module:
         module.init_optimizer("local", "sgd", RATE)
-        fit(module, TensorBoard(module, tmp_path, period=1), num_epoch=1)
+        fit(module, TensorBoard(module, tmp_path, period=1), epochs=1, eval_data=arrays(12))
     found = scalars(tmp_path)
     first, second = found["load_of/cpu(0)"], found["load_of/cpu(1)"]
     assert [step for step, _ in first] == [1, 2, 3]
@@ -97,12 +69,12 @@ def test_measured_loads_are_logged(tmp_path: Path) -> None:
 
 def test_each_period_logs_its_mean_loss_also_a_partial_last_one(tmp_path: Path) -> None:
     losses: list[float] = []
-    with module_on(2) as module:
+    with module_on([2, 1]) as module:
         fit(
             module,
             TensorBoard(module, tmp_path, period=4),
             lambda _: losses.append(float(module.get_loss())),
-            num_epoch=3,
+            epochs=3,
         )
     found = scalars(tmp_path)
     assert [step for step, _ in found["train/loss"]] == [4, 8, 9]
@@ -114,13 +86,13 @@ def test_each_period_logs_its_mean_loss_also_a_partial_last_one(tmp_path: Path) 
 
 def test_a_resumed_run_replaces_records_after_its_checkpoint(tmp_path: Path) -> None:
     runs, prefix = tmp_path / "runs", tmp_path / "net"
-    with module_on(1) as module:
-        fit(module, TensorBoard(module, runs, period=1), num_epoch=1)
+    with module_on([1]) as module:
+        fit(module, TensorBoard(module, runs, period=1), epochs=1, eval_data=arrays(12))
         module.save_checkpoint(prefix, 1, save_optimizer_states=True)
-        fit(module, TensorBoard(module, runs, period=1), num_epoch=3, begin_epoch=1)
+        fit(module, TensorBoard(module, runs, period=1), epochs=3, eval_data=arrays(12), begin_epoch=1)
     assert len(scalars(runs)["train/loss"]) == 9
-    with module_on(1) as module:
-        fit(module, TensorBoard(module, runs, period=1), num_epoch=2, resume=(prefix, 1))
+    with module_on([1]) as module:
+        fit(module, TensorBoard(module, runs, period=1), epochs=2, eval_data=arrays(12), resume=(prefix, 1))
     found = scalars(runs)
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in found["validation/accuracy"]] == [3, 6]
@@ -128,8 +100,8 @@ def test_a_resumed_run_replaces_records_after_its_checkpoint(tmp_path: Path) -> 
 
 
 def in_a_job(comm: Communicator, folder: str) -> None:
-    with create("allreduce", communicator=comm) as store, module_on(1, store) as module:
-        fit(module, TensorBoard(module, Path(folder, str(comm.rank)), period=1), num_epoch=1)
+    with create("allreduce", communicator=comm) as store, module_on([1], store) as module:
+        fit(module, TensorBoard(module, Path(folder, str(comm.rank)), period=1), epochs=1, eval_data=arrays(12))
 
 
 def test_in_a_job_rank_0_alone_writes(tmp_path: Path) -> None:
@@ -140,7 +112,7 @@ def test_in_a_job_rank_0_alone_writes(tmp_path: Path) -> None:
 
 def test_invalid_arguments_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with module_on(1) as module:
+    with module_on([1]) as module:
         with pytest.raises(ValueError, match=r"file is a file; expected a folder for TensorBoard's event files"):
             TensorBoard(module, tmp_path / "file")
         with pytest.raises(ValueError, match="period is 0; expected 1 or more"):
@@ -155,7 +127,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with (
-        module_on(1) as module,
+        module_on([1]) as module,
         pytest.raises(ImportError, match=r"TensorBoard needs the package tensorboard.*pip install"),
     ):
         TensorBoard(module, tmp_path / "runs")

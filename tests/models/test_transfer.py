@@ -172,21 +172,14 @@ def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
         pretrained("tied", path, 3, replace_last=True)
 
 
-def test_weights_that_do_not_fit_are_refused_as_ever(tmp_path: Path) -> None:
-    own, torn = tmp_path / "own.pth", tmp_path / "torn.safetensors"
-    torch.save({"fc3.weight": torch.zeros(7, 64)}, own)
-    torn.write_bytes(b"torn")
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.pth"
+    torch.save({"fc3.weight": torch.zeros(7, 64)}, path)
     with pytest.raises(RuntimeError, match=r"'fc1.weight'.* are missing"):
-        pretrained("mlp", own, 5)
-    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
-        pretrained("mlp", torn, 5)
-    with pytest.raises(FileNotFoundError, match=r"nowhere.pth do not exist"):
-        pretrained("mlp", tmp_path / "nowhere.pth", 5)
-    torch.save(state(zoo.create("mlp", 3)) | {"fc1.weight": torch.zeros(128, 9)}, own)
+        pretrained("mlp", path, 5)
+    torch.save(state(zoo.create("mlp", 3)) | {"fc1.weight": torch.zeros(128, 9)}, path)
     with pytest.raises(ValueError, match=r"'fc1.weight' has shape \(128, 9\); the network's has \(128, 784\)"):
-        pretrained("mlp", own, 5)
-    with pytest.raises(ValueError, match="network 'mpl' is unknown"):
-        pretrained("mpl", own, 5)
+        pretrained("mlp", path, 5)
 
 
 # -- fixed layers and factors ---------------------------------------------------------------------------------------

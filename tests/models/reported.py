@@ -1,0 +1,39 @@
+"""A small run for the tests of progress pages and TensorBoard: 20 samples in batches of 8, 8 and 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gangline import Module, cpu
+
+RATE = {"learning_rate": 0.1, "momentum": 0.9}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def module_on(loads: list[float], store: Any = "local") -> Module:
+    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
+    module.init_optimizer(store, "sgd", RATE)
+    return module
+
+
+def fit(module: Module, report: Any, *others: Any, epochs: int = 3, **options: Any) -> None:
+    """Train; ``others`` are called before the report's own callback."""
+    request = module.optimizer_request
+    assert request is not None
+    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
+    callbacks = [*others, report]
+    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": report, "eval_end_callback": report}
+    settings |= {"num_epoch": epochs, "batch_size": 8}
+    module.fit(arrays(), **{**settings, **options})
