@@ -29,7 +29,6 @@ from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
 from gangline.collectives.transports.shm.host_group import open_host_group
-from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.work import Work
@@ -513,38 +512,6 @@ def test_an_invalid_queue_entry_is_an_error() -> None:
         entry[kind] = number
         with pytest.raises(ProtocolError, match=text):
             second.poll(0)
-
-
-def test_registered_memory_is_found_by_address() -> None:
-    registered = RegisteredMemory()
-    pieces = []
-
-    def make(rank: int, exchange: BootstrapAllGather) -> list[segments.Segment]:
-        return segments.share(rank, 1000, exchange)
-
-    for _ in range(3):
-        found = with_exchange(make, make)[0]
-        pieces.append(registered.add(found, 0, 1000))
-    for number, piece in enumerate(pieces):
-        assert registered.find(piece) == (number, 0)
-        assert registered.find(piece[10:20]) == (number, 10)
-        assert registered.find(piece[999:]) == (number, 999)
-    assert registered.find(torch.empty(10, dtype=torch.uint8)) is None
-    assert registered.view(2, 1, 990, 10).data_ptr() == found[1].address + 990
-    for number, offset in ((3, 0), (-1, 0), (1, 991), (1, -5)):
-        with pytest.raises(ProtocolError, match="there are none"):
-            registered.view(number, 1, offset, 10)
-    view = pieces.pop(1)[7:9]
-    assert registered.take_released() == []
-    assert registered.find(view) == (1, 7)
-    address = view.data_ptr()
-    del view
-    assert registered.take_released() == [1]
-    assert [registered.find(piece) for piece in pieces] == [(0, 0), (2, 0)]
-    assert address not in registered._begins
-    registered.forget(1, [1, 1])
-    with pytest.raises(ProtocolError, match="there are none"):
-        registered.view(1, 1, 0, 10)
 
 
 # Permission to read other processes
