@@ -201,16 +201,6 @@ def test_an_error_names_page_and_line(text: str, message: str, tmp_path: Path) -
         spawn(printed.run_page, 1, str(page), str(tmp_path), False, threads=1)
 
 
-def test_a_fence_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 fences make no 1 blocks"):
-        printed.blocks("```python\n1\n```\n\n```python\n2\n")
-
-
-def test_links_are_those_to_files() -> None:
-    page = "[a](one.md) [b](two.md#part) [c](#part) [d](https://example.org/three.md)"
-    assert printed.links(page) == ["one.md", "two.md"]
-
-
 def test_the_page_of_environment_variables_is_generated_and_complete() -> None:
     from gangline.cli.env import VARIABLES, page
 

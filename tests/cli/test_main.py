@@ -59,13 +59,9 @@ def test_a_users_own_packages_beside_a_script_do_not_matter(tmp_path: Path) -> N
     assert python("-c", code, cwd=tmp_path, code=0).stdout == "local\n"
 
 
-@pytest.mark.slow
 def test_env_shows_the_devices_and_their_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    host = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)["devices"]["cpu(0)"]
-    assert host["context"] == "cpu(0)"
-    assert 0 < host["memory_free"] <= host["memory_total"]
     monkeypatch.setattr(sys, "argv", ["gangline", "env"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -78,7 +74,9 @@ def test_env_shows_the_devices_and_their_memory(
 def test_env_reports_what_a_bug_report_needs() -> None:
     report = json.loads(python("-m", "gangline", "env", "--json", "-").stdout)
     assert report["versions"]["torch"].startswith("2.")
-    assert report["devices"]["cpu(0)"]
+    host = report["devices"]["cpu(0)"]
+    assert host["context"] == "cpu(0)"
+    assert 0 < host["memory_free"] <= host["memory_total"]
     assert report["checks"]["shared memory between ranks"] == "works"
     assert report["checks"]["shared memory"].startswith("ok: another process opens it")
     assert report["checks"]["cross-memory attach"]
