@@ -496,6 +496,8 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.all_reduce(ones(1).expand(3)), ValueError, r"tensor has shape \(3,\) and strides \(0,\), so that"),
     (lambda c: c.scatter(None, ones(1).expand(3), 1), ValueError, r"out has shape \(3,\) and strides \(0,\)"),
     (lambda c: c.recv(ones(1).expand(3), 1), ValueError, r"tensor has shape \(3,\) and strides"),
+    (lambda c: c.broadcast(ones(5).unfold(0, 3, 1), 1), ValueError, "share memory"),
+    (lambda c: c.broadcast(ones(4).as_strided((2, 3), (1, 1)), 1), ValueError, "share memory"),
     (lambda c: c.send(ones(2), 0), ValueError, r"to is 0, this rank itself; expected another"),
     (lambda c: c.recv(ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
     (lambda c: c.send(ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),

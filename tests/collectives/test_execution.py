@@ -91,20 +91,6 @@ def test_an_incomplete_sum_is_not_divided() -> None:
     assert mine.tolist() == [9.0, 7.0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_messages_of_several_pieces_are_combined_in_rank_order(dtype: torch.dtype) -> None:
-    ranks = transports(3)
-    count = 2 * PIECE // dtype.itemsize + 3
-    everybody = [values(count, rank, dtype) for rank in range(3)]
-    for op in ops_for(dtype)[:2]:
-        mine = everybody[1].clone()
-        for rank in (2, 0):  # in any order of arrival
-            ranks[rank].send(1, as_bytes(everybody[rank]), TAG)
-        divisor = 3 if op == "mean" else 1
-        run([Reduce((0, 1, 2), 0, 1, complete=True)], ranks[1], EqualChunks(mine, 1), TAG, op, divisor)
-        same(mine, combined(everybody, op), f"{op} of {dtype}")
-
-
 @pytest.mark.parametrize("message_tag", [MessageTag(8, 1234), MessageTag(7, 1235)])
 def test_a_message_of_another_call_is_an_error(message_tag: MessageTag) -> None:
     here, there = transports(2)

@@ -38,7 +38,7 @@ from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from gangline.collectives.transports.zmq.transport import ZmqTransport
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, in_processes
 from tests.collectives.ranks import with_exchange
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,11 +69,6 @@ def until(condition: Callable[[], Any], membership: ProcessMembership, sequence:
         os.sched_yield()
 
 
-def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
-    with Processes(function, size, *arguments) as ranks:
-        return ranks.all_heard()
-
-
 # Lost ranks
 
 
@@ -85,16 +80,6 @@ def _until_gone(rank: Rank, address: str, victim: int) -> None:
     rank.tell(membership.gone)
     membership.close()
     rank.tell("closed")
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (4, 1)])
-def test_a_killed_rank_is_gone_for_all_others(address: str, size: int, victim: int) -> None:
-    with Processes(_until_gone, size, address, victim) as ranks:
-        assert ranks.all_heard() == ["ready"] * size
-        ranks.kill(victim)
-        for rank in set(range(size)) - {victim}:
-            assert ranks.heard(rank)[victim] == LOST
 
 
 def _die_before_the_connection(rank: Rank, address: str) -> None:
@@ -163,28 +148,6 @@ def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
 
 
 # Messages
-
-
-def _tell_where(rank: Rank, address: str) -> None:
-    membership = open_membership(rank, address)
-    here = {peer: (peer + 10, SUM + peer) for peer in range(rank.size)}
-    until(lambda: membership.at == here, membership, *here[rank.rank])
-    rank.tell("all")
-    rank.hear()
-    until(
-        lambda: membership.at.get(0) == (99, FROM_0), membership, *((99, FROM_0) if rank.rank == 0 else here[rank.rank])
-    )
-    rank.tell(membership.connections.invalid_messages)
-    rank.hear()
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_all_ranks_learn_the_others_calls(address: str) -> None:
-    with Processes(_tell_where, 3, address) as ranks:
-        assert ranks.all_heard() == ["all"] * 3
-        for rank in range(3):
-            ranks.say(rank, "on")
-        assert ranks.all_heard() == [0] * 3
 
 
 KINDS = (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)

@@ -457,20 +457,13 @@ def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path)
     spawn(_open_and_close, 2, transport, str(tmp_path), transport="shared_memory", timeout=60)
 
 
-def _many_registered(comm: Communicator) -> None:
-    before = len(open_files())
-    kept = [comm.empty(100, torch.int16) for _ in range(200)]
-    assert len(open_files()) <= before
-    kept[150].copy_(values(100, comm.rank, torch.int16))
-    comm.all_reduce(kept[150])
-    same(kept[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
-
-
-def test_registered_memory_holds_no_descriptors() -> None:
-    spawn(_many_registered, 3, transport="shared_memory", timeout=60)
-
-
 def _register_at_each_step(comm: Communicator) -> None:
+    before = len(open_files())
+    many = [comm.empty(100, torch.int16) for _ in range(200)]
+    assert len(open_files()) <= before
+    many[150].copy_(values(100, comm.rank, torch.int16))
+    comm.all_reduce(many[150])
+    same(many[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
     first = comm.empty(COUNT)
     kept = first.fill_(7 + comm.rank).view(-1)[-3:]
     del first
@@ -487,7 +480,7 @@ def _register_at_each_step(comm: Communicator) -> None:
     assert kept.eq(comm.size * 7 + comm.size * (comm.size - 1) / 2).all()
 
 
-def test_registered_memory_is_released_when_its_tensors_are_gone() -> None:
+def test_registered_memory_holds_no_descriptors_and_is_released_when_its_tensors_are_gone() -> None:
     spawn(_register_at_each_step, 3, transport="shared_memory", timeout=60)
 
 
