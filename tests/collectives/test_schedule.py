@@ -25,7 +25,6 @@ from gangline.collectives.schedule import (
     in_parallel,
     transfers,
 )
-from tests.collectives.drawing import draw
 from tests.collectives.symbolic import verify
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
@@ -161,12 +160,6 @@ class TestVerifyFinds:
             if reduces:
                 with pytest.raises(ValueError, match=f"{name} {collective}"):
                     verify(damaged(schedule, index, 2))
-
-
-def test_a_drawing_of_many_ranks_is_its_title() -> None:
-    assert draw(algorithms.build("reduce", "binomial", 9, root=2)) == (
-        "binomial reduce with root 2: 9 ranks, 1 chunk, 4 rounds"
-    )
 
 
 def test_the_documentation_shows_schedules_and_prices_as_they_are() -> None:
