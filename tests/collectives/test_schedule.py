@@ -144,6 +144,16 @@ class TestVerifyFinds:
         with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
             verify(schedule)
 
+    def test_messages_left_over_or_in_another_order(self) -> None:
+        schedule = built("all_reduce", "ring", 4)
+        programs = schedule.numbered_programs()
+        first, second, *_, last = [place for place, (_, step) in enumerate(programs[0]) if isinstance(step, Send)]
+        with pytest.raises(ValueError, match=r"ring all_reduce, rank 0, .*: rank 1 never receives it"):
+            verify(schedule, [[*programs[0], programs[0][last]], *programs[1:]])
+        programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
+        with pytest.raises(ValueError, match=r"expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3"):
+            verify(schedule, programs)
+
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_any_message_missing(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 5)
