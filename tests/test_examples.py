@@ -105,6 +105,7 @@ def test_without_a_store_workers_train_apart() -> None:
     assert distance(first, second) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_language_model_learns() -> None:
     assert train_language_model(steps=30) < 3.2  # it begins near the logarithm of 98 characters, 4.6
 

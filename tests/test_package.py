@@ -63,15 +63,17 @@ def build(source: Path, target: Path, *what: str) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Build the wheel and the sdist."""
-    folder = tmp_path_factory.mktemp("package")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the files of which packages are built."""
+    folder = tmp_path_factory.mktemp("package") / "source"
     left_out = shutil.ignore_patterns(".*", "build", "dist", "site", "out", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=left_out)
-    wheel, sdist = build(folder / "source", folder / "dist")
-    if wheel.suffix != ".whl":
-        wheel, sdist = sdist, wheel
-    return wheel, sdist
+    return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out))
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    [built] = build(source, source.parent / "wheel", "--wheel")
+    return built
 
 
 @pytest.fixture
@@ -86,9 +88,9 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def installed(built: tuple[Path, Path], project: Path, tmp_path: Path) -> Installed:
+def installed(wheel: Path, project: Path, tmp_path: Path) -> Installed:
     target = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(built[0])]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
     subprocess.run(command, check=True)
     return Installed([sys.executable], project, {**os.environ, "PYTHONPATH": str(target)})
 
@@ -97,8 +99,8 @@ def python_files(folder: Path, *names: str) -> set[str]:
     return {str(file.relative_to(folder)) for name in names for file in (folder / name).rglob("*.py")}
 
 
-def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
-    names = {name for name in zipfile.ZipFile(built[0]).namelist() if ".dist-info/" not in name}
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"gangline/{file}" for file in python_files(ROOT, *OURS)}
     expected |= {f"gangline/{file}" for file in python_files(ROOT / "gangline", ".") if file.split("/")[0] not in OURS}
     assert {name for name in names if name.endswith(".py")} == expected
@@ -112,14 +114,14 @@ def test_the_wheel_holds_the_package_alone(built: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
-    wheel, sdist = built
+def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    [sdist] = build(source, tmp_path / "sdist", "--sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    [source] = tmp_path.iterdir()
-    assert python_files(source, "tests") == python_files(ROOT, "tests")
-    assert {page.name for page in source.glob("docs/*.md")} == {page.name for page in ROOT.glob("docs/*.md")}
-    [again] = build(source, tmp_path / "dist", "--wheel")
+        archive.extractall(tmp_path / "again", filter="data")
+    [unpacked] = (tmp_path / "again").iterdir()
+    assert python_files(unpacked, "tests") == python_files(ROOT, "tests")
+    assert {page.name for page in unpacked.glob("docs/*.md")} == {page.name for page in ROOT.glob("docs/*.md")}
+    [again] = build(unpacked, tmp_path / "dist", "--wheel")
     first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
     contents = [{name: file.read(name) for name in file.namelist() if "RECORD" not in name} for file in (first, second)]
     assert contents[0] == contents[1]
@@ -141,11 +143,11 @@ def test_mypy_strict_accepts_a_users_script(installed: Installed) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_clean_environment_trains_launches_and_measures(built: tuple[Path, Path], project: Path) -> None:
+def test_a_clean_environment_trains_launches_and_measures(wheel: Path, project: Path) -> None:
     venv.create(project / ".venv", with_pip=True)
     python = str(project / ".venv" / "bin" / "python")
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *constraints, str(built[0]), "mypy"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *constraints, str(wheel), "mypy"], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = str(project / ".venv" / "bin" / "gangline")
     one = Installed([command], project, environment)

@@ -59,10 +59,8 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
     ("words", "message"),
     [
         (["kvstore", "--contexts", "2,none"], "--contexts is '2,none'"),
-        (["training", "--contexts", "0"], "--contexts is '0'"),
         (["training", "--peers", "horovod"], "--peers has 'horovod'"),
         (["training", "--network", "nosuch"], "network 'nosuch' is unknown"),
-        (["kvstore", "--network", "nosuch"], "network 'nosuch' is unknown"),
         (["kvstore", "--gpus", "77"], "not on this machine"),
         (["ps", "--plot", "rows.gif"], "ends in .png"),
         (["kvstore", "--peers", "tensorflow"], "--peers has 'tensorflow'; expected names out of"),
@@ -70,19 +68,16 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
         (["reduce", "-b", "1K", "-e", "8"], "-b 1K is above -e 8"),
         (["all_reduce", "--hosts", "3"], "--hosts is 3; expected at most one for each of 2 ranks"),
-        (["all_reduce", "--peers", "horovod"], "--peers has 'horovod'"),
         (["all_gather", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
         (["tune", "--transports", "pigeon"], "--transports has 'pigeon'"),
         (["ps", "--rate", "1mbit"], "expected --hosts 2 with it"),
         (["ps", "-b", "4K", "-e", "1K"], "-b 4K is above -e 1K"),
         (["ps", "-b", "3", "-e", "1K"], "-b is 3; expected 4 bytes or more"),
-        (["ps", "--peers", "horovod"], "--peers has 'horovod'"),
         (["unequal-ranks", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
         (["unequal-ranks", "--ranks", "999"], "--ranks is 999, but this process may use"),
         (["simulate", "--ranks", "4", "--hosts", "5"], "--hosts is 5 for 4 ranks; expected 1 to 4"),
         (["simulate", "--beta-between", "0"], "--beta-between is 0.0; expected more than 0 GB/s"),
         (["simulate", "--size", "ten"], "--size is 'ten'; expected a number of bytes above 0"),
-        (["simulate", "--size", "0"], "--size is '0'; expected a number of bytes above 0"),
         (["connect", "--calls", "connect,allgather"], "'allgather'; expected names out of connect, split, barrier"),
         (
             ["backend", "--calls", "ddp,fsdp"],
@@ -90,11 +85,6 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         ),
         (["training", "-n", "1,none"], "--workers is '1,none'; expected numbers above 0"),
         (["training", "--scaling", "2", "--contexts", "2"], "leave --contexts and --gpus out"),
-        (["training", "--scaling", "2", "--gpus", "0"], "leave --contexts and --gpus out"),
-        (["training", "--scaling", "2", "--network", "nosuch"], "network 'nosuch' is unknown"),
-        (["training", "--scaling", "2", "--peers", "horovod"], "--peers has 'horovod'"),
-        (["training", "--transfer", "-n", "0"], "--workers is '0'"),
-        (["training", "--transfer", "--network", "nosuch"], "network 'nosuch' is unknown"),
         (["training", "--transfer", "--network", "mlp"], "the network has no layer 'classifier.6'"),
         (["training", "--transfer", "--lr", "-1"], "learning rate is -1.0"),
     ],
@@ -152,11 +142,8 @@ def test_the_recorded_command_leaves_output_files_out(monkeypatch: pytest.Monkey
     [
         ["all_reduce", "--datatype", "float31"],
         ["all_reduce", "-o", "xor"],
-        ["all_reduce", "--transport", "pigeon"],
         ["ps", "--store", "device"],
-        ["ps", "--transport", "ipc"],
         ["ps", "--compression", "1bit"],
-        ["ps", "--hosts", "3"],
         ["simulate", "--collective", "sum"],
     ],
 )
@@ -175,13 +162,6 @@ def test_choices_are_those_of_the_communicator() -> None:
     assert [op.value for op in ReduceOp] == list(OPS)
     assert [transport.value for transport in Transport] == ["auto", *TRANSPORTS[:-1]]
     assert [collective.value for collective in Collective] == list(TUNED)
-
-
-def test_every_bench_is_a_subcommand() -> None:
-    help_text = CliRunner().invoke(bench, ["--help"]).output
-    names = ("balance", "unequal-ranks", "compression", "device-group", "faults")
-    for name in (*names, "unequal-hosts", "all_reduce"):
-        assert f" {name} " in help_text
 
 
 def test_a_wrong_list_ends_the_command_with_2(

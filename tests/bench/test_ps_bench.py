@@ -96,6 +96,7 @@ def test_a_store_that_cannot_be_created_is_reported() -> None:
         job(2, "nosuch")
 
 
+@pytest.mark.slow
 def test_a_failed_request_names_the_worker_a_killed_server_is_reported_and_nothing_is_left() -> None:
     with job(1) as group:
         with pytest.raises(GroupError, match="rank 0 failed: KeyError: 'nothing'"):

@@ -47,6 +47,7 @@ def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
     assert "# times as fast" in done.output
 
 
+@pytest.mark.slow
 def test_without_peers_and_without_one_worker_there_is_nothing_to_compare_with() -> None:
     (row,) = measure("mlp", 3, [2], ["allreduce"], [], runs=2, run_seconds=0.0)
     assert (row["batch_size"], row["runs"], row["efficiency"]) == (6, 2, None)

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.driver.hosts import obstacle
 from gangline.advise.advice import Advice, Finding, Remedy
+from gangline.cli.main import app
+from gangline.collectives.errors import UsageError
 from tests.cli.advise_causes import CAUSES, SMALL, environment
 from tests.cli.test_main import python
 
@@ -47,13 +50,18 @@ def test_verify_runs_the_command_again_and_prints_what_it_had_predicted() -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("words", "error", "text"),
     [
-        (["--verify", "trace.json"], 2, "expected -- CMD"),
-        (["--", "true"], 2, "wrote no timeline"),
-        (["other.json"], 1, "is no timeline"),
+        (["--verify", "trace.json"], UsageError, "expected -- CMD"),
+        (["--", "true"], UsageError, "wrote no timeline"),
+        (["other.json"], ValueError, "is no timeline"),
     ],
 )
-def test_what_cannot_be_advised_on_is_an_error(words: list[str], code: int, text: str, tmp_path: Path) -> None:
+def test_what_cannot_be_advised_on_is_an_error(
+    words: list[str], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other.json").write_text("{")
-    assert text in python("-m", "gangline", "advise", *words, cwd=tmp_path, code=code, **environment()).stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["advise", *words])
+    assert type(done.exception) is error, done.output
+    assert text in str(done.exception)

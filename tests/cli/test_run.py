@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gangline.cli.main import app
+from gangline.collectives.errors import UsageError
 from gangline.launcher.job import free_ports
 from tests.cli.test_main import python
 
@@ -59,9 +62,9 @@ def test_a_module_runs_by_its_name(script: Path) -> None:
 
 
 def test_a_missing_script_is_named() -> None:
-    done = python("-m", "gangline", "run", "missing.py")
-    assert done.returncode == 2
-    assert "missing.py is not a file; expected a Python file, or -m and the name of a module" in done.stderr
+    done = CliRunner().invoke(app, ["run", "missing.py"])
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception) == "missing.py is not a file; expected a Python file, or -m and the name of a module"
 
 
 INSTALLED = """\

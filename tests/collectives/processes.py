@@ -117,6 +117,12 @@ class Processes:
                 self.say(other, everybody)
 
 
+def in_processes(function: Callable[..., None], size: int, *arguments: Any) -> list[Any]:
+    """Run ``function(rank, *arguments)`` in processes; return the message of each."""
+    with Processes(function, size, *arguments) as ranks:
+        return ranks.all_heard()
+
+
 def _main(connection: Connection) -> None:
     torch.set_num_threads(1)  # several ranks share a core
     module, name, rank, size, arguments = msgpack.unpackb(connection.recv_bytes())

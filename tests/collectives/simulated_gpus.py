@@ -250,7 +250,35 @@ def reduced(values: Sequence[Tensor], op: int) -> Tensor:
     return reduce(FUNCTIONS[op], values)
 
 
-class HostRank:
+class NcclCalls:
+    """Collective calls of a binding of NCCL, each as one `_call` with all arguments; op and root are 0 if not used."""
+
+    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call("all_reduce", position, source, target, count, dtype, op, 0, stream)
+
+    def reduce(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._call("reduce", position, source, target, count, dtype, op, root, stream)
+
+    def broadcast(
+        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        self._call("broadcast", position, source, target, count, dtype, 0, root, stream)
+
+    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        self._call("all_gather", position, source, target, count, dtype, 0, 0, stream)
+
+    def reduce_scatter(
+        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._call("reduce_scatter", position, source, target, count, dtype, op, 0, stream)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        raise NotImplementedError
+
+
+class HostRank(NcclCalls):
     """NCCL by its manual, for ranks in threads: a call ends on a stream once all ranks' calls have begun."""
 
     calls: ClassVar[list[tuple[str, int]]] = []
@@ -309,27 +337,6 @@ class HostRank:
 
         _streams[group[0][4]].put(messages)
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._call("all_reduce", source, count, target, count, dtype, op, 0, stream)
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._call("reduce", source, count, target, count, dtype, op, root, stream)
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._call("broadcast", source, count, target, count, dtype, 0, root, stream)
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._call("all_gather", source, count, target, count * self._size, dtype, 0, 0, stream)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._call("reduce_scatter", source, count * self._size, target, count, dtype, op, 0, stream)
-
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         assert self._group is not None
         self._group.append(("send", source, nbytes, to, stream))
@@ -346,9 +353,10 @@ class HostRank:
         assert not self.is_aborted
         self.is_destroyed = True
 
-    def _call(
-        self, name: str, source: int, given: int, target: int, taken: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
+    def _call(self, name: str, *arguments: int) -> None:
+        _, source, target, count, dtype, op, root, stream = arguments
+        given = count * self._size if name == "reduce_scatter" else count
+        taken = count * self._size if name == "all_gather" else count
         assert self._group is not None, f"{name} outside a group"
         if self.fails_at.get(self._rank) == name:
             raise RuntimeError(f"NCCL has had enough of {name}")

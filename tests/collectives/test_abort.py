@@ -109,17 +109,6 @@ def test_all_ranks_get_the_error_of_an_abort(transport: str) -> None:
                 assert tuple(error) == ("StallError", TEXT), (rank, name, number)
 
 
-def test_an_abort_needs_no_other_rank() -> None:
-    comm, other = in_process(2)
-    aborting = threading.Thread(target=_abort_when_it_waits, args=(comm, threading.get_ident()))
-    aborting.start()
-    with pytest.raises(StallError, match=TEXT):
-        comm.all_reduce(torch.ones(3))
-    aborting.join()
-    for one in (comm, other):
-        one.close()
-
-
 def test_the_first_error_stays() -> None:
     comm, other = in_process(2)
     comm.abort(MismatchError("first"))

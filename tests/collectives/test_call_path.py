@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from gangline import Communicator, spawn
-from gangline.collectives.call_signature import OPS
 from gangline.collectives.communicator import open_communicator
-from gangline.collectives.engine.reduction import OPERATIONS
 from gangline.collectives.transports.shm import cma, host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.tuner import SHARED_LIMIT
@@ -132,7 +130,3 @@ def test_ranks_on_a_processor_that_reorders_stores_use_sockets() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "aarch64")
         assert host_group.processor_problem() == reason
-
-
-def test_every_reduction_of_the_call_signature_has_functions() -> None:
-    assert tuple(OPERATIONS) == OPS

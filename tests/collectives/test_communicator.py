@@ -133,32 +133,6 @@ def test_nan_wins_and_infinities_are_results_without_warnings(size: int, count: 
     in_threads(size, _odd_values, count)
 
 
-def _extremes(comm: Communicator, dtype: torch.dtype) -> None:
-    limits = torch.iinfo(dtype)
-    tensor = torch.tensor([limits.max, limits.min, limits.max - comm.rank], dtype=dtype)
-    want = torch.tensor([limits.max * 2, limits.min * 2, limits.max * 2 - 1]).remainder(256).to(dtype)
-    same(comm.all_reduce(tensor), want, str(dtype))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_integers_wrap_around(dtype: torch.dtype) -> None:
-    in_threads(2, _extremes, dtype)
-
-
-def _halves(comm: Communicator, count: int) -> Any:
-    tensor = torch.full((count,), 2048 if comm.rank == 0 else 0.75, dtype=torch.float16)
-    comm.all_reduce(tensor)
-    mean = torch.full((count,), 65504.0, dtype=torch.float16)
-    comm.all_reduce(mean, "mean")
-    return tensor.unique().tolist(), mean.unique().tolist()
-
-
-@pytest.mark.parametrize("count", [3, 2 * LARGE + 1])
-def test_halves_are_added_in_float32_and_rounded_once(count: int) -> None:
-    # float16's step is 2 here: 0.75 alone is lost, the sum of 3 is not; sums of a mean do not overflow
-    assert in_threads(5, _halves, count) == [([2052.0], [65504.0])] * 5
-
-
 # Layouts
 
 
@@ -313,27 +287,6 @@ def test_async_calls_run_in_order_and_mix_with_sync_calls() -> None:
     spawn(_in_flight, 2, transport="shared_memory", timeout=60)
 
 
-def test_a_wait_for_an_async_call_can_time_out() -> None:
-    timed_out = threading.Event()
-
-    def run(comm: Communicator) -> None:
-        tensor = values(9, comm.rank, torch.float32)
-        if comm.rank:
-            timed_out.wait()
-            comm.all_reduce(tensor)
-        else:
-            work = comm.all_reduce(tensor, async_op=True)
-            assert isinstance(work, Work)
-            with pytest.raises(TimeoutError, match=r"all_reduce is still running after 0\.02 s"):
-                work.wait(timeout=0.02)
-            assert not work.is_completed()
-            timed_out.set()
-            work.wait()
-        same(tensor, expected("all_reduce", 9, comm.rank, 2, torch.float32, "sum", 0), "all_reduce")
-
-    in_threads(2, run)
-
-
 def test_an_async_call_raises_its_error_in_wait() -> None:
     def run(comm: Communicator) -> str:
         work = comm.all_reduce(values(4 + comm.rank, 0, torch.float32), async_op=True)
@@ -388,17 +341,6 @@ def _two_threads(comm: Communicator) -> None:
 def test_two_threads_use_a_communicator_each() -> None:
     in_threads(2, _two_threads)
     spawn(_two_threads, 2, transport="shared_memory", timeout=60)
-
-
-def test_another_thread_may_make_the_calls() -> None:
-    def run(comm: Communicator) -> None:
-        for _ in range(3):
-            thread = threading.Thread(target=check, args=(comm, "all_reduce", 11, torch.float32, "sum", 0), daemon=True)
-            thread.start()
-            thread.join()
-        check(comm, "all_reduce", 11, torch.float32, "sum", 0)
-
-    in_threads(2, run)
 
 
 # Groups
@@ -526,18 +468,15 @@ def test_a_call_too_large_for_its_signature_is_refused() -> None:
 
 REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.all_reduce(ones(2), "avg"), ValueError, r"op is 'avg'; expected one of sum, mean, product"),
-    (lambda c: c.reduce(ones(2), 0, "avg"), ValueError, r"op is 'avg'"),
-    (lambda c: c.reduce_scatter(ones(2), "avg"), ValueError, r"op is 'avg'"),
     (
         lambda c: c.all_reduce(ones(2, dtype=torch.int32), "mean"),
         TypeError,
         r"the mean of torch\.int32 is not a torch\.int32; use op 'sum' and divide, or convert",
     ),
-    (lambda c: c.reduce(ones(2, dtype=torch.bool), 0, "mean"), TypeError, r"the mean of torch\.bool"),
     (
-        lambda c: c.broadcast(ones(2, dtype=torch.complex32)),
+        lambda c: c.broadcast(ones(2, dtype=torch.uint16)),
         TypeError,
-        r"a tensor of torch\.complex32 was given; expected one of float32, float64",
+        r"a tensor of torch\.uint16 was given; expected one of float32, float64",
     ),
     (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
     (lambda c: c.all_reduce(ones(2).to_sparse()), TypeError, r"tensor is torch\.sparse_coo on cpu; expected a dense"),
@@ -547,21 +486,8 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
         ValueError,
         r"out has shape \(3,\) and torch\.float32; expected \(2,\) and torch\.float32",
     ),
-    (
-        lambda c: c.reduce(ones(2), 0, "sum", ones(2).double()),
-        ValueError,
-        r"out has shape \(2,\) and torch\.float64; expected \(2,\) and torch\.float32",
-    ),
-    (lambda c: c.all_reduce(ones(2), out=[0.0, 0.0]), TypeError, r"out is a list"),  # type: ignore[arg-type]
     (lambda c: c.all_gather(ones(4), ones(4)), ValueError, r"out has shape \(4,\).*expected \(2, 4\)"),
-    (lambda c: c.gather(ones(4), 0, ones(4)), ValueError, r"out has shape \(4,\).*expected \(2, 4\)"),
-    (lambda c: c.all_to_all(ones(2), ones(4)), ValueError, r"out has shape \(4,\).*expected \(2,\)"),
     (lambda c: c.reduce_scatter(ones(3)), ValueError, r"tensor has shape \(3,\); expected a row for each of 2 ranks"),
-    (
-        lambda c: c.all_to_all(torch.tensor(1.0)),
-        ValueError,
-        r"tensor has shape \(\); expected a row for each of 2 ranks",
-    ),
     (lambda c: c.scatter(ones(3), ones(3)), ValueError, r"tensor has shape \(3,\).*expected \(2, 3\)"),
     (lambda c: c.scatter(None, ones(3)), TypeError, r"tensor is None at the root of a scatter"),
     (lambda c: c.broadcast(ones(2), 2), ValueError, r"root is 2; expected a rank from 0 to 1"),
@@ -570,28 +496,26 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.all_reduce(ones(1).expand(3)), ValueError, r"tensor has shape \(3,\) and strides \(0,\), so that"),
     (lambda c: c.scatter(None, ones(1).expand(3), 1), ValueError, r"out has shape \(3,\) and strides \(0,\)"),
     (lambda c: c.recv(ones(1).expand(3), 1), ValueError, r"tensor has shape \(3,\) and strides"),
+    (lambda c: c.broadcast(ones(5).unfold(0, 3, 1), 1), ValueError, "share memory"),
+    (lambda c: c.broadcast(ones(4).as_strided((2, 3), (1, 1)), 1), ValueError, "share memory"),
     (lambda c: c.send(ones(2), 0), ValueError, r"to is 0, this rank itself; expected another"),
     (lambda c: c.recv(ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
     (lambda c: c.send(ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),
     (lambda c: c.send(ones(2), 1, tag=-1), ValueError, r"tag is -1; expected a number from 0 to 2\*\*31 - 1"),
-    (lambda c: c.recv(ones(2), 1, tag=1 << 31), ValueError, r"tag is 2147483648; expected a number"),
     (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
     (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
-    (lambda c: c.split(0, 1.5), TypeError, r"key is 1\.5; expected an int or None"),  # type: ignore[arg-type]
-    (lambda c: c.empty(3, torch.complex32), TypeError, r"a tensor of torch\.complex32"),
+    (lambda c: c.empty(3, torch.uint16), TypeError, r"a tensor of torch\.uint16"),
 ]
 
 
-@pytest.mark.parametrize(("refused", "kind", "text"), REFUSED)
-def test_wrong_arguments_are_named_before_communication(
-    refused: Callable[[Communicator], Any], kind: type[Exception], text: str
-) -> None:
+def test_wrong_arguments_are_named_before_communication() -> None:
     def run(comm: Communicator) -> None:
         comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
-        if comm.rank == 0:
-            with pytest.raises(kind, match=text):
-                refused(comm)
-        check(comm, "all_reduce", 2, torch.float32, "sum", 0)
+        for refused, kind, text in REFUSED:
+            if comm.rank == 0:
+                with pytest.raises(kind, match=text):
+                    refused(comm)
+            check(comm, "all_reduce", 2, torch.float32, "sum", 0)
 
     in_threads(2, run)
 
@@ -699,15 +623,15 @@ def _check_text(text: str, name: str, size: int, odd: int, *, uses_slots: bool) 
     assert text == f"ranks are at different calls: {'; '.join(words[rank] for rank in sorted(words))}"
 
 
-@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0), (4, 2)])
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_at_different_calls_all_get_the_same_error(name: str, size: int, odd: int) -> None:
-    texts = in_threads(size, _disagree, name, odd)
-    assert len(set(texts)) == 1
-    if name == "root, by a schedule":
-        assert re.match("ranks are at different calls: .*broadcast", texts[0])
-    else:
-        _check_text(texts[0], name, size, odd, uses_slots=True)
+def test_ranks_at_different_calls_all_get_the_same_error(name: str) -> None:
+    for size, odd in ((2, 1), (3, 0), (4, 2)):
+        texts = in_threads(size, _disagree, name, odd)
+        assert len(set(texts)) == 1
+        if name == "root, by a schedule":
+            assert re.match("ranks are at different calls: .*broadcast", texts[0])
+        else:
+            _check_text(texts[0], name, size, odd, uses_slots=True)
 
 
 def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
@@ -746,11 +670,3 @@ def test_an_extra_call_is_distinguished_from_earlier_calls() -> None:
 
 
 # Other
-
-
-def test_repr_of_a_communicator() -> None:
-    first, second = in_process(2)
-    assert repr(second) == "<Communicator rank 1 of 2 over in_process>"
-    assert (first.rank, first.size, first.hosts, first.transport) == (0, 2, (0, 0), "in_process")
-    first.close()
-    second.close()

@@ -53,16 +53,9 @@ def test_a_context_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "error", "text"),
     [
-        *(
-            (kind, number, TypeError, f"device_id is {number!r}; expected an int")
-            for kind in ("cpu", "gpu")
-            for number in (True, False, 1.0, "1", None)
-        ),
-        *((kind, -1, ValueError, "device_id is -1; expected 0 or more") for kind in ("cpu", "gpu")),
-        *(
-            (kind, 0, ValueError, f"device_type is {kind!r}; expected 'cpu' or 'gpu'")
-            for kind in ("tpu", "CPU", "cuda", "", None)
-        ),
+        *(("cpu", number, TypeError, f"device_id is {number!r}; expected an int") for number in (True, 1.0, "1", None)),
+        ("gpu", -1, ValueError, "device_id is -1; expected 0 or more"),
+        *((kind, 0, ValueError, f"device_type is {kind!r}; expected 'cpu' or 'gpu'") for kind in ("CPU", "cuda", None)),
     ],
 )
 def test_a_context_of_no_device_is_refused(kind: Any, number: Any, error: type[Exception], text: str) -> None:
@@ -76,12 +69,8 @@ def test_a_context_of_no_device_is_refused(kind: Any, number: Any, error: type[E
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("cpu(0)", [cpu(0)]),
         ("cpu", [cpu(0)]),
-        ("cpu(0),cpu(1)", [cpu(0), cpu(1)]),
-        ("cpu(3),cpu(1),cpu(2)", [cpu(3), cpu(1), cpu(2)]),
-        ("cpu(0), cpu(1) ,cpu(0)", [cpu(0), cpu(1), cpu(0)]),
-        ("cpu(12)", [cpu(12)]),
+        ("cpu(12), cpu(1) ,cpu(12)", [cpu(12), cpu(1), cpu(12)]),
     ],
 )
 def test_words_name_contexts_in_their_order(words: str, expected: list[Context]) -> None:
@@ -170,7 +159,7 @@ def test_multi_gpu_is_every_gpu_and_an_error_without_one() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [f"{ABSENT}", f"gpu({ABSENT})", f"cpu(0),gpu({ABSENT}),cpu(1)", f"cpu(0), {ABSENT}", gpu(ABSENT), [gpu(ABSENT)]],
+    [f"cpu(0), {ABSENT}", f"cpu(0),gpu({ABSENT}),cpu(1)", gpu(ABSENT), [gpu(ABSENT)]],
     ids=str,
 )
 def test_a_missing_gpu_is_an_error_that_lists_existing_ones(spec: Any) -> None:
@@ -194,17 +183,12 @@ def test_every_missing_gpu_is_named() -> None:
         ("", ""),
         ("tpu(0)", "tpu(0)"),
         ("cpu(0),cuda:x", "cuda:x"),
-        ("mps", "mps"),
-        ("cpu(0),", ""),
         (",cpu(0)", ""),
-        ("cpu(-1)", "cpu(-1)"),
         ("-1", "-1"),
         ("cpu(0) cpu(1)", "cpu(0) cpu(1)"),
         ("cpu()", "cpu()"),
-        ("cpu(1.0)", "cpu(1.0)"),
         ("1.5", "1.5"),
         ("CPU(0)", "CPU(0)"),
-        ("Auto", "Auto"),
         ("cpu(0),auto", "auto"),
         ("cpu(0)x", "cpu(0)x"),
     ],
@@ -220,10 +204,7 @@ def test_words_that_name_no_device_are_refused(words: str, culprit: str) -> None
     ("spec", "error", "text"),
     [
         *((spec, ValueError, "context is empty; expected at least one") for spec in ([], ())),
-        *(
-            (spec, TypeError, repr(spec))
-            for spec in (3, None, True, 1.0, [0], ["cpu(0),cpu(1)"], [cpu(0), None], [[cpu(0)]], {cpu(0)})
-        ),
+        *((spec, TypeError, repr(spec)) for spec in (3, None, [0], ["cpu(0),cpu(1)"], [[cpu(0)]], {cpu(0)})),
     ],
     ids=repr,
 )

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "all.cpp").write_text(SHIM + "".join(_on_host(*case, *counts) for case in CASES for counts in COUNTS))
     subprocess.run(
-        [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "all.so", "all.cpp"], cwd=folder, check=True
+        [compiler, "-O0", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "all.so", "all.cpp"], cwd=folder, check=True
     )
     library = ctypes.CDLL(str(folder / "all.so"))
 
@@ -147,13 +147,6 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     assert (tmp_path / "all.ptx").read_text().count(".entry") == len(CASES)
 
 
-def test_a_kernel_has_a_thread_for_each_16_bytes_up_to_a_limit() -> None:
-    assert kernels.blocks(1, 4) == 1
-    assert kernels.blocks(4 * kernels.BLOCK, 4) == 1
-    assert kernels.blocks(4 * kernels.BLOCK + 1, 4) == 2
-    assert kernels.blocks(1 << 40, 1) == 2048
-
-
 # -- what is launched -----------------------------------------------------------------------------------------------
 
 
@@ -177,13 +170,6 @@ def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, 
         run(launch, "sum")
     expected = torch.arange(count) * 7.0 * positions + positions * (positions - 1) / 2
     assert all(torch.equal(tensor, expected) for tensor in tensors)
-
-
-def test_one_gpu_at_all_positions_takes_one_launch() -> None:
-    tensors = [torch.zeros(100) for _ in range(3)]
-    [launch] = two_shot(tensors, [0])
-    assert launch.position == 0
-    assert spans(launch.values) == spans(launch.outs) == spans(tensors)
 
 
 def test_one_shot_writes_no_tensor_that_it_reads(run: Run) -> None:
@@ -231,17 +217,6 @@ def test_pairs_that_hang_or_kill_their_child_are_named_and_the_others_are_tried(
         (2, 0): "",
         (2, 1): "what is read there is not what should be",
     }
-
-
-def test_a_gpu_needs_no_trial_with_itself() -> None:
-    assert peers.problem([0, 0, 0]) == ""
-
-
-def test_without_cupy_a_trial_fails() -> None:
-    if num_gpus() > 1:
-        pytest.skip("here the proof may well succeed")
-    [problem] = peers.prove([(0, 1)]).values()
-    assert problem
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------

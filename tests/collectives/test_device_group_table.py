@@ -12,7 +12,6 @@ from torch import Tensor
 from gangline import Context, cpu, gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import selection, staged
-from gangline.collectives.devices.backends.base import even_slices
 from gangline.collectives.devices.backends.copies import Copies
 from gangline.collectives.devices.device_group import DeviceGroup, move
 
@@ -295,12 +294,6 @@ def test_with_copies_each_device_combines_a_slice(op: str) -> None:
         tensors = [value.clone() for value in values]
         backend.all_reduce(tensors, op)
         assert agree(tensors, reference(values, op)), size
-
-
-def test_even_slices_cover_all_elements() -> None:
-    assert even_slices(10, 3) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert even_slices(100, 3, align=16) == [slice(0, 48), slice(48, 96), slice(96, 100)]
-    assert even_slices(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
 
 
 @pytest.mark.gpu

@@ -13,10 +13,10 @@ from gangline import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
-from tests.collectives.simulated_gpus import ELEMENTS, at, reduced
+from tests.collectives.simulated_gpus import ELEMENTS, NcclCalls, at, reduced
 
 
-class HostBinding:
+class HostBinding(NcclCalls):
     """NCCL by its manual, in host memory: the calls of a group are matched by position and run at its end.
 
     It checks the rules: calls within groups only, and the same ones from each position.
@@ -41,48 +41,20 @@ class HostBinding:
             assert len({(call[0], *call[3:]) for call in calls}) == 1  # all but the addresses
             self._run(*calls[0][:1], [call[1] for call in calls], [call[2] for call in calls], *calls[0][3:])
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._call(position, "all_reduce", source, target, count, dtype, op, None)
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._call(position, "reduce", source, target, count, dtype, op, root)
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._call(position, "broadcast", source, target, count, dtype, None, root)
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._call(position, "all_gather", source, target, count, dtype, None, None)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._call(position, "reduce_scatter", source, target, count, dtype, op, None)
-
-    def _call(self, position: int, *call: Any) -> None:
-        assert self._open is not None, f"{call[0]} outside a group"
-        self._open[position].append(call)
+    def _call(self, name: str, *arguments: int) -> None:
+        assert self._open is not None, f"{name} outside a group"
+        position, *rest, _ = arguments  # without the stream
+        self._open[position].append((name, *rest))
 
     def _run(
-        self,
-        name: str,
-        sources: list[int],
-        targets: list[int],
-        count: int,
-        dtype: int,
-        op: int | None,
-        root: int | None,
+        self, name: str, sources: list[int], targets: list[int], count: int, dtype: int, op: int, root: int
     ) -> None:
         rows = count * (self.size if name == "reduce_scatter" else 1)
         if name == "broadcast":
-            assert root is not None
             result = at(sources[root], rows, dtype).clone()
         else:
             given = [at(source, rows, dtype).clone() for source in sources]
-            result = torch.cat(given) if op is None else reduced(given, op)
+            result = torch.cat(given) if name == "all_gather" else reduced(given, op)
         for position, target in enumerate(targets):
             if name == "reduce_scatter":
                 at(target, count, dtype).copy_(result[position * count : (position + 1) * count])

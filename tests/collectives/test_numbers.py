@@ -73,21 +73,6 @@ def test_results_may_overlap_inputs_between_processes(transport: str) -> None:
     spawn(_aliased, 3, transport=transport, timeout=60)
 
 
-def _refused(comm: Communicator) -> list[str]:
-    texts = []
-    for out in (torch.zeros(5).unfold(0, 3, 1), torch.zeros(4).as_strided((2, 3), (1, 1)), torch.zeros(1).expand(3)):
-        with pytest.raises(ValueError, match="share memory") as caught:
-            comm.broadcast(out, root=1 - comm.rank)
-        texts.append(str(caught.value))
-    comm.all_reduce(torch.zeros(9).as_strided((3, 2), (2, 3)))  # every element has its own memory
-    return texts
-
-
-def test_tensors_whose_elements_share_memory_are_not_written() -> None:
-    first, second = in_threads(2, _refused)
-    assert first == second
-
-
 def _complex(comm: Communicator) -> None:
     for dtype in (torch.complex64, torch.complex128):
         for count in (3, LARGE):

@@ -29,7 +29,6 @@ from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
 from gangline.collectives.transports.shm.host_group import open_host_group
-from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.work import Work
@@ -458,20 +457,13 @@ def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path)
     spawn(_open_and_close, 2, transport, str(tmp_path), transport="shared_memory", timeout=60)
 
 
-def _many_registered(comm: Communicator) -> None:
-    before = len(open_files())
-    kept = [comm.empty(100, torch.int16) for _ in range(200)]
-    assert len(open_files()) <= before
-    kept[150].copy_(values(100, comm.rank, torch.int16))
-    comm.all_reduce(kept[150])
-    same(kept[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
-
-
-def test_registered_memory_holds_no_descriptors() -> None:
-    spawn(_many_registered, 3, transport="shared_memory", timeout=60)
-
-
 def _register_at_each_step(comm: Communicator) -> None:
+    before = len(open_files())
+    many = [comm.empty(100, torch.int16) for _ in range(200)]
+    assert len(open_files()) <= before
+    many[150].copy_(values(100, comm.rank, torch.int16))
+    comm.all_reduce(many[150])
+    same(many[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
     first = comm.empty(COUNT)
     kept = first.fill_(7 + comm.rank).view(-1)[-3:]
     del first
@@ -488,7 +480,7 @@ def _register_at_each_step(comm: Communicator) -> None:
     assert kept.eq(comm.size * 7 + comm.size * (comm.size - 1) / 2).all()
 
 
-def test_registered_memory_is_released_when_its_tensors_are_gone() -> None:
+def test_registered_memory_holds_no_descriptors_and_is_released_when_its_tensors_are_gone() -> None:
     spawn(_register_at_each_step, 3, transport="shared_memory", timeout=60)
 
 
@@ -513,38 +505,6 @@ def test_an_invalid_queue_entry_is_an_error() -> None:
         entry[kind] = number
         with pytest.raises(ProtocolError, match=text):
             second.poll(0)
-
-
-def test_registered_memory_is_found_by_address() -> None:
-    registered = RegisteredMemory()
-    pieces = []
-
-    def make(rank: int, exchange: BootstrapAllGather) -> list[segments.Segment]:
-        return segments.share(rank, 1000, exchange)
-
-    for _ in range(3):
-        found = with_exchange(make, make)[0]
-        pieces.append(registered.add(found, 0, 1000))
-    for number, piece in enumerate(pieces):
-        assert registered.find(piece) == (number, 0)
-        assert registered.find(piece[10:20]) == (number, 10)
-        assert registered.find(piece[999:]) == (number, 999)
-    assert registered.find(torch.empty(10, dtype=torch.uint8)) is None
-    assert registered.view(2, 1, 990, 10).data_ptr() == found[1].address + 990
-    for number, offset in ((3, 0), (-1, 0), (1, 991), (1, -5)):
-        with pytest.raises(ProtocolError, match="there are none"):
-            registered.view(number, 1, offset, 10)
-    view = pieces.pop(1)[7:9]
-    assert registered.take_released() == []
-    assert registered.find(view) == (1, 7)
-    address = view.data_ptr()
-    del view
-    assert registered.take_released() == [1]
-    assert [registered.find(piece) for piece in pieces] == [(0, 0), (2, 0)]
-    assert address not in registered._begins
-    registered.forget(1, [1, 1])
-    with pytest.raises(ProtocolError, match="there are none"):
-        registered.view(1, 1, 0, 10)
 
 
 # Permission to read other processes

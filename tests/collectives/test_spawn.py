@@ -58,20 +58,6 @@ def _children(pid: int) -> list[int]:
 # Arguments and results
 
 
-def _sum_of_rows(comm: Communicator, step: int) -> tuple[int, int, torch.Tensor]:
-    values = torch.arange(5, dtype=torch.float64) * step + comm.rank
-    comm.all_reduce(values)
-    return comm.rank, comm.size, values
-
-
-def test_results_are_in_rank_order_from_connected_ranks() -> None:
-    results = spawn(_sum_of_rows, 3, 7)
-
-    assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
-    for _, _, values in results:
-        assert values.tolist() == [3 * 7.0 * index + 0 + 1 + 2 for index in range(5)]
-
-
 def test_results_outlive_their_ranks_and_keep_shared_storage() -> None:
     with bare_ranks(_tensors, 2) as ranks:
         first, second = ranks.results()
@@ -86,15 +72,6 @@ def test_results_outlive_their_ranks_and_keep_shared_storage() -> None:
 def _tensors(comm: Bare) -> tuple[torch.Tensor, torch.Tensor, np.ndarray[Any, Any]]:
     whole = torch.arange(5.0)
     return whole, whole[1:4], np.arange(4).reshape(2, 2) + 2 * comm.rank
-
-
-def test_each_rank_gets_a_copy_of_the_arguments() -> None:
-    given = torch.arange(4.0)
-    with bare_ranks(_overwrite, 2, (given, {"by": 3})) as ranks:
-        results = ranks.results()
-
-    assert given.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert [result.tolist() for result in results] == [[0.0, 0.0, 0.0, 0.0], [0.0, 3.0, 6.0, 9.0]]
 
 
 def _overwrite(comm: Bare, values: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
@@ -115,24 +92,17 @@ def _surroundings(comm: Bare) -> tuple[str | None, str | None, str, int]:
     return os.environ.get("GANGLINE_SAID"), os.environ.get("HOME"), os.getcwd(), torch.get_num_threads()
 
 
-def test_cores_are_divided_and_each_rank_has_at_least_one_thread() -> None:
+def test_cores_are_divided_and_random_numbers_of_numpy_differ() -> None:
     cores = len(os.sched_getaffinity(0))
     for nprocs in (1, cores + 1):
-        with bare_ranks(_threads, nprocs) as ranks:
-            assert ranks.results() == [max(1, cores // nprocs)] * nprocs
+        with bare_ranks(_threads_and_number, nprocs) as ranks:
+            threads, numbers = zip(*ranks.results(), strict=True)
+        assert threads == (max(1, cores // nprocs),) * nprocs  # at least one each
+        assert len(set(numbers)) == nprocs
 
 
-def _threads(comm: Bare) -> int:
-    return torch.get_num_threads()
-
-
-def test_ranks_draw_different_random_numbers_with_numpy() -> None:
-    with bare_ranks(_draw, 3) as ranks:
-        assert len(set(ranks.results())) == 3
-
-
-def _draw(comm: Bare) -> float:
-    return float(np.random.random())
+def _threads_and_number(comm: Bare) -> tuple[int, float]:
+    return torch.get_num_threads(), float(np.random.random())
 
 
 def test_ranks_print_to_the_callers_output(capfd: pytest.CaptureFixture[str]) -> None:
@@ -293,12 +263,6 @@ def _fail_with_note(comm: Bare) -> None:
     error = ValueError("bad")
     error.add_note("while at fc.weight")
     raise error
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_the_cause_is_raised_and_not_its_consequences(first: int) -> None:
-    with bare_ranks(_fail, 3, (first, ValueError("the cause"))) as ranks, pytest.raises(ValueError, match="the cause"):
-        ranks.results()
 
 
 def test_consequences_that_are_reported_first_wait_for_the_cause() -> None:

@@ -129,21 +129,6 @@ def all_reduce_by_every_operation(rank: int, size: int) -> None:
 
 
 @case
-def means_of_integers_are_rounded_towards_zero(rank: int, size: int) -> None:
-    rows = torch.stack([torch.arange(-7, 7) * (place + 2) for place in range(size)])
-    want = rows.sum(0).div(size, rounding_mode="trunc")
-    tensor = rows[rank].clone()
-    dist.all_reduce(tensor, ReduceOp.AVG)
-    same(tensor, want)
-    tensor = rows[rank].clone()
-    dist.reduce(tensor, size - 1, ReduceOp.AVG)
-    same(tensor, want if rank == size - 1 else rows[rank])
-    out = torch.zeros_like(want)
-    dist.reduce_scatter(out, [rows[rank]] * size, ReduceOp.AVG)
-    same(out, want)
-
-
-@case
 def means_of_integers_do_not_wrap(rank: int, size: int) -> None:
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         limits = torch.iinfo(dtype)
@@ -276,16 +261,6 @@ def non_contiguous_tensors(rank: int, size: int) -> None:
         out = scattered(torch.zeros(count))
         reduce_scatter_single(out, scattered(given(count * size, rank)))
         same(out, summed(count * size, size).view(size, count)[rank])
-
-
-@case
-def a_parameter_is_reduced_as_its_values(rank: int, size: int) -> None:
-    weight = torch.nn.Parameter(given(12, rank).view(3, 4))
-    dist.all_reduce(weight)
-    same(weight.detach(), summed(12, size).view(3, 4))
-    dist.broadcast(weight, 0)
-    assert weight.requires_grad
-    assert weight.is_leaf
 
 
 @case
@@ -643,6 +618,11 @@ def functional_collectives(rank: int, size: int) -> None:
         same(functional.broadcast(given(4, rank), 1, name).clone(), given(4, 1))
         got = functional.all_to_all_single(given(size, rank), [1] * size, [1] * size, name).clone()
         same(got, torch.stack([given(size, other)[rank] for other in range(size)]))
+        pair = [given(6, rank), given(2, rank)]
+        for highest, of_highest in zip(functional.all_reduce_coalesced(pair, "max", name), (6, 2), strict=True):
+            same(highest.clone(), given(of_highest, size - 1))
+        for joined, count in zip(functional.all_gather_into_tensor_coalesced(pair, name), (6, 2), strict=True):
+            same(joined.clone(), torch.cat([given(count, other) for other in range(size)]))
 
 
 @case

@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend
@@ -90,53 +90,7 @@ def sparse_all_reduce(group: Any, rank: int, _: int) -> Any:
 # Messages
 
 
-@probe
-def messages_from_any_rank(group: Any, rank: int, size: int) -> Any:
-    if rank:
-        dist.send(given(rank), 0, group)
-        dist.isend(given(rank), 0, group, tag=7).wait()  # type: ignore[union-attr]
-        return None
-    found = {}
-    for _ in range(size - 1):
-        tensor = torch.zeros(6)
-        found[dist.recv(tensor, None, group)] = tensor
-    sources = []
-    for _ in range(size - 1):
-        work = dist.irecv(tensor, None, group, tag=7)
-        assert work is not None
-        work.wait()
-        sources.append(work._source_rank())
-    return [found[source] for source in sorted(found)], sorted(sources)
-
-
-@probe
-def object_lists_as_messages(group: Any, rank: int, _: int) -> Any:
-    found: list[Any] = [None, None]
-    if rank == 0:
-        dist.send_object_list([1, {"two": 2}], 1, group)
-    elif rank == 1:
-        assert dist.recv_object_list(found, 0, group) == 0
-    return found
-
-
 # Groups
-
-
-@probe
-def questions_about_groups(group: Any, rank: int, _: int) -> Any:
-    return [
-        dist.get_rank(group),
-        dist.get_world_size(group),
-        dist.get_process_group_ranks(group),
-        dist.get_group_rank(group, rank),
-        dist.get_global_rank(group, rank),
-        dist.get_node_local_rank(fallback_rank=7),
-        torch.device("cpu") in group._device_types,
-        dist.get_backend(group) == group.name() == group._get_backend(torch.device("cpu")).name(),
-        dist.is_backend_available(dist.get_backend(group)),
-        dist.distributed_c10d._get_object_coll_device(group),
-        dist.get_pg_count() > 1,
-    ]
 
 
 @probe
@@ -151,29 +105,7 @@ def subgroups(group: Any, rank: int, size: int) -> Any:
     return found
 
 
-@probe
-def a_group_is_aborted(group: Any, rank: int, _: int) -> Any:
-    made = dist.new_group()
-    all_reduced(given(rank), made)
-    dist.barrier(group)
-    dist.distributed_c10d._abort_process_group(made)
-    return all_reduced(given(rank), group)
-
-
 # Other ways to call
-
-
-@probe
-def functional_collectives(group: Any, rank: int, size: int) -> Any:
-    return [
-        functional.all_reduce(given(rank), "sum", group) + 0,
-        functional.all_gather_tensor(given(rank), 0, group) + 0,
-        functional.reduce_scatter_tensor(given(rank, 3 * size), "sum", 0, group) + 0,
-        functional.broadcast(given(rank), 1, group) + 0,
-        functional.all_to_all_single(given(rank, size), [1] * size, [1] * size, group) + 0,
-        *[one + 0 for one in functional.all_reduce_coalesced([given(rank), given(rank, 2)], "max", group)],
-        *[one + 0 for one in functional.all_gather_into_tensor_coalesced([given(rank), given(rank, 2)], group)],
-    ]
 
 
 @probe
@@ -279,9 +211,7 @@ for option_name in OPTIONS:
     )
 
 HOOKS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
-    "all_reduce": lambda group: (group, default_hooks.allreduce_hook),
     "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
-    "none": lambda group: (None, debugging_hooks.noop_hook),
     "power_sgd": lambda group: (
         powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
         powerSGD_hook.powerSGD_hook,
@@ -295,27 +225,6 @@ for hook_name in HOOKS:
         return trained(model, rank)
 
     PROBES[f"ddp_hook_{hook_name}"] = train_with_hook
-
-
-@probe
-def ddp_accumulates_without_sync(group: Any, rank: int, _: int) -> Any:
-    model = DistributedDataParallel(network(), process_group=group)
-    with model.no_sync():
-        model(given(rank)).sum().backward()
-    model(given(rank)).sum().backward()
-    return [value.grad for value in model.parameters()]
-
-
-@probe
-def ddp_join_of_uneven_inputs(group: Any, rank: int, size: int) -> Any:
-    model = DistributedDataParallel(network(), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with model.join():
-        for _ in range(2 + rank):
-            optimizer.zero_grad()
-            model(given(0)).sum().backward()
-            optimizer.step()
-    return list(model.parameters()) if rank == size - 1 else None
 
 
 @probe

@@ -23,7 +23,6 @@ from gangline.collectives.tuner import (
     built_in,
     forced_algorithms,
     forced_transport,
-    names,
     shared_serves,
     table_path,
 )
@@ -223,9 +222,3 @@ def test_a_transport_is_forced_by_name() -> None:
         ValueError, match="GANGLINE_TRANSPORT is 'udp'; expected auto or one of shared_memory, ipc, tcp"
     ):
         forced_transport({"GANGLINE_TRANSPORT": "udp"})
-
-
-def test_names_are_the_shared_exchange_and_the_schedules() -> None:
-    assert names("all_to_all") == ("shared", *algorithms.names("all_to_all"))
-    with pytest.raises(ValueError, match="'send' has no algorithms"):
-        names("send")

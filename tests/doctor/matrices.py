@@ -42,19 +42,6 @@ CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2 p3.16xlarge: 6 NVLinks per GPU, tw
     """,
     (0, 0, 0, 0, 1, 1, 1, 1),
 )
-PASCAL_CUBE_MESH = matrix(  # DGX-1 with 8 P100: 4 NVLinks per GPU
-    """
-    X   NV1 NV1 NV1 NV1 SYS SYS SYS
-    NV1 X   NV1 NV1 SYS NV1 SYS SYS
-    NV1 NV1 X   NV1 SYS SYS NV1 SYS
-    NV1 NV1 NV1 X   SYS SYS SYS NV1
-    NV1 SYS SYS SYS X   NV1 NV1 NV1
-    SYS NV1 SYS SYS NV1 X   NV1 NV1
-    SYS SYS NV1 SYS NV1 NV1 X   NV1
-    SYS SYS SYS NV1 NV1 NV1 NV1 X
-    """,
-    (0, 0, 0, 0, 1, 1, 1, 1),
-)
 SWITCHED = full(8, "NV18", switched=True)  # 8 H100 on NVSwitch
 TWO_ROOTS = matrix(  # 4 GPUs, the first and the third on one socket
     """
@@ -66,45 +53,8 @@ TWO_ROOTS = matrix(  # 4 GPUs, the first and the third on one socket
     (0, 1, 0, 1),
 )
 BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 joined by a bridge
-BRIDGED_PAIRS = matrix(  # 4 A6000, joined in pairs by bridges
-    """
-    X   NODE NV4 NODE
-    NODE X   NODE NV4
-    NV4 NODE X   NODE
-    NODE NV4 NODE X
-    """
-)
-SWITCHES_OF_FOUR = matrix(  # 8 GPUs, two PCIe switches per socket
-    """
-    X   PIX PXB PXB SYS SYS SYS SYS
-    PIX X   PXB PXB SYS SYS SYS SYS
-    PXB PXB X   PIX SYS SYS SYS SYS
-    PXB PXB PIX X   SYS SYS SYS SYS
-    SYS SYS SYS SYS X   PIX PXB PXB
-    SYS SYS SYS SYS PIX X   PXB PXB
-    SYS SYS SYS SYS PXB PXB X   PIX
-    SYS SYS SYS SYS PXB PXB PIX X
-    """
-)
 ONE = full(1, "")
 NONE = LinkMatrix()
-TWICE = BRIDGE.select([0, 1, 0])
-MACHINES = {
-    "cube mesh": CUBE_MESH,
-    "Pascal cube mesh": PASCAL_CUBE_MESH,
-    "NVSwitch": SWITCHED,
-    "two roots": TWO_ROOTS,
-    "bridge": BRIDGE,
-    "bridged pairs": BRIDGED_PAIRS,
-    "two switches a socket": SWITCHES_OF_FOUR,
-    "all NVLink": full(4, "NV4"),
-    "one": ONE,
-    "none": NONE,
-    "the same twice": TWICE,
-    "only the same": ONE.select([0, 0, 0]),
-    "16 on NVSwitch": full(16, "NV6", switched=True),
-    "two switches a socket, mixed": SWITCHES_OF_FOUR.select([0, 4, 2, 6, 1, 5, 3, 7]),
-}
 
 
 class NVMLError(Exception):

@@ -137,21 +137,6 @@ def test_a_firewall_that_drops_all_but_rank_0s_port_is_named() -> None:
     assert by_name(found[0])["all-reduce of the job"]["status"] == "skipped"
 
 
-@pytest.mark.slow
-@HOSTS
-def test_a_firewall_before_rank_0_is_named_by_both_ranks() -> None:
-    with Hosts(2) as hosts:
-        drop_tcp(hosts, 1)
-        found = checked(hosts, 1)
-    assert [one["has_joined"] for one in found] == [False, False]
-    (first,), (second,) = (one["findings"] for one in found)
-    assert (first["name"], first["status"]) == ("rendezvous", "broken")
-    assert "rank 1" in first["measured"]
-    assert "firewall" in first["remedy"]
-    assert (second["name"], second["status"]) == ("rank 1 to rank 0", "broken")
-    assert second["measured"].startswith(f"timed out: {hosts.addresses[0]}:{PORT}")
-
-
 @HOSTS
 def test_an_address_of_another_host_than_rank_0s_is_named_by_both_ranks() -> None:
     with Hosts(2) as hosts:

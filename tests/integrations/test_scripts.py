@@ -93,8 +93,6 @@ def test_two_unequal_ranks_train_as_one_process(script: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("script", "both", "two"),
     [
-        ("ddp_tutorial", [], []),
-        ("fsdp2", [], []),
         ("accelerate_example", [], []),
         ("accelerate_example", [], ["--split-batches", "--batch-size", "16"]),
         ("accelerate_example", [], ["--resume"]),
