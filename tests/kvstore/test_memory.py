@@ -196,13 +196,6 @@ def test_a_push_costs_one_add_per_further_device_and_a_pull_one_copy_per_out(kv:
         assert operations.counts == counts
 
 
-def test_init_costs_one_copy_per_key(kv: KVStore) -> None:
-    given = zeros()
-    with Operations() as operations:
-        kv.init(KEYS, given)
-    assert operations.counts == {"copy": len(KEYS)}
-
-
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_plain_sgd_costs_the_sum_and_one_add_per_key(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())

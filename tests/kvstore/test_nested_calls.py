@@ -135,19 +135,6 @@ def test_an_updater_may_wait_for_its_own_async_pull(kv: KVStore, outer_async: bo
     assert pulled(kv, "a") == [8.0, 8.0]
 
 
-def test_an_updater_may_pull_the_key_it_updates(kv: KVStore) -> None:
-    kv.init("a", torch.full((2,), 4.0))
-    seen: list[list[float]] = []
-
-    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-        seen.append(pulled(kv, key))
-        stored.add_(summed)
-
-    kv.set_updater(update)
-    ended(aside(lambda: kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)))
-    assert seen == [[4.0, 4.0]]
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -289,17 +276,6 @@ def test_state_of_float64_loaded_for_a_float32_key_is_float32(kv: KVStore, optim
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
-
-
-def test_in_is_true_for_initialised_keys(kv: KVStore) -> None:
-    assert "a" not in kv
-    kv.init(["a", 3], [torch.zeros(2), torch.zeros(2)])
-    assert "a" in kv
-    assert 3 in kv
-    assert "3" not in kv
-    assert "b" not in kv
-    kv.close()
-    assert "a" not in kv
 
 
 class ReadSlowly(dict[Any, Any]):

@@ -157,15 +157,6 @@ def test_bare_tensors_do_not_decide_the_owner(kv: DeviceStore, call: str) -> Non
     assert loads(kv, sizes, 2) == [5, 5]
 
 
-def test_a_pull_into_a_bare_tensor_elsewhere_moves_nothing(kv: DeviceStore) -> None:
-    kv.init("w", torch.arange(4.0))
-    kv.pull("w", torch.empty(4, device="meta"))
-    out = torch.empty(4)
-    kv.pull("w", out)
-    assert torch.equal(out, torch.arange(4.0))
-    assert kv.owner("w") is None
-
-
 @pytest.mark.parametrize("call", ["push", "pushpull"])
 def test_a_key_twice_in_a_call_gets_one_owner(kv: DeviceStore, call: str) -> None:
     sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
