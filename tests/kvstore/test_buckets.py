@@ -26,7 +26,6 @@ LIMIT = 20.0
 """Time limit of a wait, in seconds."""
 DEVICES = 2
 OPTIMIZERS = {name: arguments for name, (_, arguments) in keyed.OPTIMIZERS.items()}
-OPTIMIZERS["muon"] = OPTIMIZERS["muon"] | {"ns_steps": 1}
 OPTIMIZERS["nag"] = OPTIMIZERS["nag"] | {"lr_mult": {3: 10}, "wd_mult": {"3": 0}}
 
 
@@ -289,20 +288,6 @@ def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
     out = torch.zeros(4, 6)
     kv.row_sparse_pull("fc.weight", out, row_ids=[0, 1, 2, 3])
     assert torch.equal(out, pulled_flat(kv, bucket)["fc.weight"])
-
-
-def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS["adam"])
-    values = {key: [gradient(key, 0, device) for device in range(DEVICES)] for key in KEYS}
-    works = [kv.push(key, value, priority=-5, async_op=True) for key, value in values.items()]
-    kv.fuse(bucket)
-    assert all(work.is_completed() for work in works)
-    kv.push_bucket(bucket, flats(bucket, 1))
-    with create("local") as other:
-        for step in range(2):
-            push(prepared(other, SETTINGS["adam"]) if not step else other, step)
-        check_same(pulled(kv), pulled(other))
 
 
 # -- owners on the device store ---------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_an_updater_may_pull_while_another_thread_has_pushed_async(kv: KVStore) 
 
 
 @pytest.mark.parametrize("outer_async", [False, True])
-def test_an_updater_may_push_async_and_then_pull(kv: KVStore, outer_async: bool) -> None:
+def test_an_updater_may_push_async_and_then_pull_and_wait(kv: KVStore, outer_async: bool) -> None:
     kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
     seen: list[list[float]] = []
 
@@ -113,26 +113,15 @@ def test_an_updater_may_push_async_and_then_pull(kv: KVStore, outer_async: bool)
         if key == "a":
             kv.push("b", summed * 5, async_op=True)
             seen.append(pulled(kv, "b"))
+            out = torch.zeros(2)
+            kv.pull("b", out, async_op=True).wait()
+            seen.append(out.tolist())
         stored.add_(summed)
 
     kv.set_updater(update)
     ended(aside(lambda: kv.push("a", torch.ones(2), async_op=outer_async).wait(LIMIT)))
-    assert seen == [[5.0, 5.0]]
+    assert seen == [[5.0, 5.0]] * 2
     assert pulled(kv, "a") == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("outer_async", [False, True])
-def test_an_updater_may_wait_for_its_own_async_pull(kv: KVStore, outer_async: bool) -> None:
-    kv.init(["a", "b"], [torch.zeros(2), torch.full((2,), 7.0)])
-    out = torch.zeros(2)
-
-    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-        kv.pull("b", out, async_op=True).wait()
-        stored.add_(summed + out)
-
-    kv.set_updater(update)
-    ended(aside(lambda: kv.push("a", torch.ones(2), async_op=outer_async).wait(LIMIT)))
-    assert pulled(kv, "a") == [8.0, 8.0]
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

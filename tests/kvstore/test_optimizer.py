@@ -301,20 +301,6 @@ def test_clipping_comes_after_rescaling_and_before_the_decay(kv: KVStore, device
     assert not all(clipped)
 
 
-def test_setting_the_learning_rate_waits_for_pending_pushes(kv: KVStore) -> None:
-    start(kv, ("sgd", {"lr": LR}))
-    works = [kv.push(key, gradient(key, 0), priority=-5, async_op=True) for key in SHAPES]
-    kv.set_learning_rate(0.5)
-    works += [kv.push(key, gradient(key, 1), async_op=True) for key in SHAPES]
-    for work in works:
-        work.wait(20)
-    by_hand = weights()
-    for step, lr in ((0, LR), (1, 0.5)):
-        for key, weight in by_hand.items():
-            weight.add_(gradient(key, step), alpha=-lr)
-    check_same(pulled(kv), by_hand)
-
-
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -366,16 +352,6 @@ def test_an_optimizer_class_without_a_rate_is_refused(kv: KVStore) -> None:
 
     with pytest.raises(ValueError, match="Rateless has no argument lr"):
         kv.set_optimizer(Rateless)
-
-
-def test_a_key_that_does_not_fit_is_named_when_it_is_pushed(kv: KVStore) -> None:
-    kv.init("bias", torch.zeros(3))
-    kv.set_optimizer(("muon", {"lr": LR}))
-    with pytest.raises(ValueError, match="key 'bias' does not fit optimizer 'muon'"):
-        kv.push("bias", torch.ones(3))
-    out = torch.ones(3)
-    kv.pull("bias", out)
-    assert torch.equal(out, torch.zeros(3))
 
 
 # -- the weights an optimizer runs on ---------------------------------------------------------------------------------

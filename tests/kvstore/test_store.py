@@ -219,20 +219,6 @@ def test_a_synchronous_call_runs_after_async_calls_of_its_key(kv: KVStore) -> No
     opener.join(LIMIT)
 
 
-def test_set_updater_waits_for_pending_calls(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    gate = Gate(kv)
-    work = kv.push("w", ranked(1), priority=-5, async_op=True)
-    opener = threading.Thread(target=gate.open)
-    opener.start()
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    assert gate.order == ["w"]
-    work.wait(LIMIT)
-    kv.push("w", ranked(2))
-    assert torch.equal(pulled(kv, "w"), ranked(1) - ranked(2))
-    opener.join(LIMIT)
-
-
 def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(kv: KVStore) -> None:
     error = ArithmeticError("no update today")
 

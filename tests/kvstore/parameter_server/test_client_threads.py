@@ -91,6 +91,8 @@ def test_a_work_ends_whose_requests_are_submitted_after_close(monkeypatch: pytes
 
 
 def test_an_error_of_the_schedulers_client_fails_waiting_and_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")  # the job ends when the worker that fails counts as dead
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
     with Job(2) as job:
         zero, _ = job.members()
         waiting = job.later(lambda: zero.exchange(b"", "barrier"))
