@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gangline import DistributedOptimizer, Trainer, create, spawn
 
-STEPS = 20
+STEPS = 12
 WORDS, WIDTH = 11, 16
 
 
