@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamax": (torch.optim.Adamax, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}),
     "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 2.0, "weight_decay": 0.01}),
-    "muon": (torch.optim.Muon, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+    "muon": (torch.optim.Muon, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "ns_steps": 1}),
     "nadam": (torch.optim.NAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),
     "nag": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "radam": (torch.optim.RAdam, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.01}),

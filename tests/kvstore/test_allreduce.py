@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,29 +16,29 @@ from gangline import Communicator, spawn
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.buckets import Bucket, plan
 
-DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.complex64,
-    torch.complex128,
-)
+Told = dict[Callable[..., Any], list[Any]]
+"""Results of the ranks of a job by what they ran, each on a store of its own."""
 
 
-def work(worker: Callable[..., Any], size: int, *arguments: Any, **options: Any) -> list[Any]:
-    """Return the results of ``worker(kv, *arguments)`` by rank."""
-    return spawn(_with_store, size, worker, *arguments, threads=1, **options)
+@pytest.fixture(scope="module")
+def told() -> Told:
+    return work(2, _out_of_order, _compressed, _updater, _join_compressed, _join_wrongly) | work(
+        3, _tell, _buckets, _differences, _join
+    )
 
 
-def _with_store(comm: Communicator, worker: Callable[..., Any], *arguments: Any) -> Any:
-    with create("allreduce", communicator=comm) as kv:
-        return worker(kv, *arguments)
+def work(size: int, *workers: Callable[..., Any], **options: Any) -> Told:
+    """Return the results of ``worker(kv)`` by rank, for each worker."""
+    results = spawn(_with_stores, size, workers, threads=1, **options)
+    return {worker: [of_rank[place] for of_rank in results] for place, worker in enumerate(workers)}
+
+
+def _with_stores(comm: Communicator, workers: tuple[Callable[..., Any], ...]) -> list[Any]:
+    found = []
+    for worker in workers:
+        with create("allreduce", communicator=comm) as kv:
+            found.append(worker(kv))
+    return found
 
 
 def numbers(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 2, dtype: torch.dtype = torch.float64) -> Any:
@@ -66,63 +65,7 @@ def said(call: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
-# Sums, rounds, initial values
-
-
-def _sums(kv: KVStore) -> list[Any]:
-    results: list[Any] = [kv.rank, kv.num_workers, kv.type]
-    for dtype in DTYPES:
-        kv.init(str(dtype), torch.full((2, 3), 99).to(dtype))
-        kv.push(str(dtype), numbers(kv.rank, dtype=dtype))
-        results.append(pulled(kv, str(dtype), dtype=dtype))
-    kv.push("torch.float64", [numbers(kv.rank), numbers(kv.rank, stride=5)])  # two devices; the second round replaces
-    results.append(pulled(kv, "torch.float64"))
-    kv.push(["torch.float64", "torch.float32", "torch.float64"], [numbers(1), numbers(2).float(), numbers(kv.rank)])
-    results.append(pulled(kv, "torch.float64"))
-    kv.init(3, np.zeros(5, dtype=np.float32))
-    value = numbers(kv.rank, (5,), dtype=torch.float32)
-    kv.pushpull(3, value)
-    kv.pushpull(3, value)
-    results.append(value)
-    kv.init("switch", torch.tensor([False, False, False]))
-    kv.push("switch", torch.tensor([kv.rank == 1, False, kv.rank == 0]))
-    return [*results, pulled(kv, "switch", (3,), torch.bool)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_round_is_the_sum_over_all_workers_and_their_devices(size: int) -> None:
-    for rank, (own_rank, workers, name, *found) in enumerate(work(_sums, size)):
-        assert (own_rank, workers, name) == (rank, size, "allreduce")
-        for dtype, value in zip(DTYPES, found, strict=False):
-            torch.testing.assert_close(value, total(size, dtype=dtype), rtol=0, atol=0)
-        two, twice, again, switch = found[len(DTYPES) :]
-        assert torch.equal(two, total(size) + total(size, stride=5))
-        assert torch.equal(twice, size * numbers(1) + total(size))
-        once = total(size, (5,))  # pushed, it comes from all alike the second time
-        assert torch.equal(again, (once * size).float())
-        assert switch.tolist() == [True, False, True]
-
-
-def _initial(kv: KVStore) -> list[torch.Tensor]:
-    kv.init(["a", "b"], [numbers(kv.rank + 5), numbers(kv.rank + 7, (4,))])
-    found = [pulled(kv, "a"), pulled(kv, "b", (4,))]
-    out = torch.zeros(3)
-    kv.broadcast("c", torch.full((3,), float(kv.rank + 1)), out)
-    kv.push("a", numbers(kv.rank))
-    kv.assign("a", numbers(kv.rank + 20))
-    last = numbers(kv.rank, (2,))
-    kv.init("later", last, async_op=True)
-    kv.push("later", last, async_op=True)
-    return [*found, out, pulled(kv, "a"), pulled(kv, "later", (2,))]
-
-
-def test_init_broadcasts_the_values_of_rank_0() -> None:
-    for found in work(_initial, 3):
-        assert torch.equal(found[0], numbers(5))
-        assert torch.equal(found[1], numbers(7, (4,)))
-        assert found[2].tolist() == [1.0, 1.0, 1.0]
-        assert torch.equal(found[3], numbers(20))
-        assert torch.equal(found[4], total(3, (2,)))
+# Order
 
 
 def _out_of_order(kv: KVStore) -> list[torch.Tensor]:
@@ -140,8 +83,8 @@ def _out_of_order(kv: KVStore) -> list[torch.Tensor]:
     return outs
 
 
-def test_asynchronous_calls_run_in_call_order_whatever_their_priority() -> None:
-    for outs in work(_out_of_order, 2):
+def test_asynchronous_calls_run_in_call_order_whatever_their_priority(told: Told) -> None:
+    for outs in told[_out_of_order]:
         for key, out in enumerate(outs):
             assert torch.equal(out, total(2, (4,), key))
 
@@ -150,8 +93,8 @@ def _tell(kv: KVStore) -> list[list[bytes]]:
     return [kv.exchange(b"x" * (3 * kv.rank)), kv.exchange(b""), kv.exchange(f"rank {kv.rank}".encode())]
 
 
-def test_exchange_gathers_bytes() -> None:
-    for found in work(_tell, 3):
+def test_exchange_gathers_bytes(told: Told) -> None:
+    for found in told[_tell]:
         assert found == [[b"", b"xxx", b"xxxxxx"], [b"", b"", b""], [b"rank 0", b"rank 1", b"rank 2"]]
 
 
@@ -199,10 +142,10 @@ def _buckets(kv: KVStore) -> list[Any]:
     return [*results, home]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(size: int) -> None:
+def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(told: Told) -> None:
+    size = 3
     shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
-    for one, two, some, others, home in work(_buckets, size):
+    for one, two, some, others, home in told[_buckets]:
         for place, (key, shape) in enumerate(shapes.items()):
             whole = total(size, shape, place + 1)
             assert torch.equal(one[key], whole)
@@ -228,79 +171,12 @@ def _large(kv: KVStore) -> list[torch.Tensor]:
     return [pulled(kv, key, shape, tensor.dtype) for key, tensor in tensors]
 
 
-@pytest.mark.parametrize(("size", "transport"), [(3, None), (2, "tcp")])
-def test_large_keys_over_every_transport(size: int, transport: str | None) -> None:
-    shape = (3, 70_001)
-    for x, y, i in work(_large, size, transport=transport):
+def test_large_keys_over_sockets() -> None:
+    size, shape = 2, (3, 70_001)
+    for x, y, i in work(size, _large, transport="tcp")[_large]:
         assert torch.equal(x, total(size, shape).float())
         torch.testing.assert_close(y, total(size, shape, 3).float() / size, rtol=1e-6, atol=0)
         assert torch.equal(i, total(size, shape, dtype=torch.int32))
-
-
-# Rows
-
-
-def _rows(kv: KVStore) -> list[torch.Tensor]:
-    kv.init("table", numbers(0, (6, 2)))
-    mine = torch.arange(kv.rank + 1)  # rank r has rows 0 to r
-    kv.push("table", RowSparse(mine, numbers(kv.rank, (kv.rank + 1, 2)), (6, 2)))
-    results = [pulled(kv, "table", (6, 2))]
-    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-    kv.assign("table", numbers(0, (6, 2)))
-    nothing = RowSparse(mine[:0], torch.empty(0, 2, dtype=torch.float64), (6, 2))
-    kv.push("table", RowSparse([4, 4], numbers(kv.rank, (2, 2)), (6, 2)) if kv.rank else nothing)
-    results.append(pulled(kv, "table", (6, 2)))
-    dense = numbers(3, (6, 2))
-    kv.push("table", dense if kv.rank else RowSparse([1], numbers(0, (1, 2)), (6, 2)))  # rows on rank 0 only
-    return [*results, pulled(kv, "table", (6, 2))]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_rows_are_sent_as_rows(size: int) -> None:
-    replaced = torch.zeros(6, 2, dtype=torch.float64)
-    updated = numbers(0, (6, 2))
-    for rank in range(size):
-        replaced[: rank + 1] += numbers(rank, (rank + 1, 2))
-        if rank:
-            updated[4] -= numbers(rank, (2, 2)).sum(0)
-    mixed = updated - (size - 1) * numbers(3, (6, 2))
-    mixed[1] -= numbers(0, (1, 2))[0]
-    for found in work(_rows, size):
-        assert torch.equal(found[0], replaced)
-        assert torch.equal(found[1], updated)
-        assert torch.equal(found[2], mixed)
-
-
-# Weights
-
-
-def _weighted(kv: KVStore) -> list[Any]:
-    kv.init(["a", "b"], [numbers(50), numbers(60)])
-    bucket_keys = _bucket_of_two(kv)
-    count = kv.rank + 1.0
-    results: list[Any] = []
-
-    def note() -> None:
-        results.append([pulled(kv, key) for key in ("a", "b", "p", "q")])
-
-    kv.push_weighted(["a", "b"], [numbers(kv.rank), None if kv.rank else numbers(7)], count)
-    flat = bucket_keys.empty(torch.device("cpu"))
-    for place, view in enumerate(bucket_keys.views(flat).values()):
-        view.copy_(numbers(kv.rank, stride=place + 1))
-    kv.push_bucket(bucket_keys, [flat], weight=count)
-    note()
-    spoilt = torch.full((2, 3), math.nan, dtype=torch.float64)
-    kv.push_weighted("a", numbers(3) if kv.rank else spoilt, float(kv.rank > 0))  # weight 0: no influence
-    views = bucket_keys.views(flat)
-    own = {"p": views["p"], "q": views["q"]} if kv.rank else {}
-    kv.push_bucket(bucket_keys, [own], list(own), weight=count)
-    note()
-    kv.push_weighted(["a", "b"], [numbers(3), numbers(4)], 0.0)
-    kv.push_bucket(bucket_keys, [flat], weight=0)
-    note()
-    rows = RowSparse([min(kv.rank, 1)], numbers(kv.rank, (1, 3)), (2, 3))
-    kv.push_weighted("a", rows if kv.rank < 2 else None, count)
-    return [*results, pulled(kv, "a")]
 
 
 def _bucket_of_two(kv: KVStore) -> Bucket:
@@ -308,29 +184,6 @@ def _bucket_of_two(kv: KVStore) -> Bucket:
     (bucket,) = plan([("p", numbers(0)), ("q", numbers(0))], 1 << 20)
     kv.fuse(bucket)
     return bucket
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_weighted_pushes_give_the_mean_over_all_samples(size: int) -> None:
-    samples = size * (size + 1) / 2
-
-    def mean(stride: int, ranks: range) -> torch.Tensor:
-        return sum((rank + 1) * numbers(rank, stride=stride) for rank in ranks) / samples
-
-    def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-
-    for first, second, third, rows in work(_weighted, size):
-        assert_near(first[0], mean(2, range(size)))
-        assert_near(first[1], numbers(7) / samples)
-        assert_near(first[2], mean(1, range(size)))
-        assert_near(first[3], mean(2, range(size)))
-        assert_near(second[0], numbers(3))
-        assert torch.equal(second[1], first[1])
-        assert_near(second[2], mean(1, range(1, size)))
-        assert_near(second[3], mean(2, range(1, size)))
-        assert all(torch.equal(one, other) for one, other in zip(second, third, strict=True))
-        assert_near(rows, torch.stack([numbers(0, (3,)), 2 * numbers(1, (3,))]) / samples)
 
 
 # Compression
@@ -357,8 +210,8 @@ def _compressed(kv: KVStore) -> list[Any]:
     return results
 
 
-def test_compressed_pushes_are_gathered_and_keep_their_residuals() -> None:
-    results = work(_compressed, 2)
+def test_compressed_pushes_are_gathered_and_keep_their_residuals(told: Told) -> None:
+    results = told[_compressed]
     for rank, (first, second, residual, whole, rows, error, after, half) in enumerate(results):
         # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
         assert first.tolist() == [0.5, -1.0, 0.0, 1.0, 0.0]
@@ -378,9 +231,10 @@ def test_compressed_pushes_are_gathered_and_keep_their_residuals() -> None:
 # Optimizers
 
 
-def _optimized(kv: KVStore, optimizer: str, path: str) -> list[Any]:
+def _optimized(comm: Communicator, path: str) -> list[Any]:
+    kv = create("allreduce", communicator=comm)
     kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
-    kv.set_optimizer((optimizer, {"learning_rate": 0.1, "weight_decay": 0.01}))
+    kv.set_optimizer(("adam", {"learning_rate": 0.1, "weight_decay": 0.01}))
     for step in range(3):
         if step == 1 and kv.rank == 0:
             kv.set_learning_rate(0.05)
@@ -401,18 +255,17 @@ def _optimized(kv: KVStore, optimizer: str, path: str) -> list[Any]:
     return [*results, same, state.tensors.keys() == loaded.tensors.keys(), missing]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
-def test_every_worker_updates_as_one_process_would(optimizer: str, tmp_path: Path) -> None:
+def test_every_worker_updates_as_one_process_would(tmp_path: Path) -> None:
     with create("local") as kv:
         kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
-        kv.set_optimizer((optimizer, {"learning_rate": 0.1, "weight_decay": 0.01}))
+        kv.set_optimizer(("adam", {"learning_rate": 0.1, "weight_decay": 0.01}))
         for step in range(3):
             if step == 1:
                 kv.set_learning_rate(0.05)
             values = [[numbers(rank + step) / 8 for rank in range(2)], [numbers(r - step, (4,)) / 8 for r in range(2)]]
             kv.push(["a", "b"], values)
         expected = [pulled(kv, "a"), pulled(kv, "b", (4,))]
-    for a, b, rate, same, all_there, missing in work(_optimized, 2, optimizer, str(tmp_path / "state")):
+    for a, b, rate, same, all_there, missing in spawn(_optimized, 2, str(tmp_path / "state"), threads=1):
         assert torch.equal(a, expected[0])
         assert torch.equal(b, expected[1])
         assert rate == 0.05
@@ -432,8 +285,8 @@ def _updater(kv: KVStore) -> torch.Tensor:
     return pulled(kv, 0)
 
 
-def test_an_updater_gets_the_sum_of_all() -> None:
-    for found in work(_updater, 2):
+def test_an_updater_gets_the_sum_of_all(told: Told) -> None:
+    for found in told[_updater]:
         assert torch.equal(found, numbers(0) + 2 * total(2))
 
 
@@ -445,62 +298,45 @@ def _differences(kv: KVStore) -> list[Any]:
     bucket = plan([("a", numbers(0)), ("b", numbers(0, (4,)))], 1 << 20)
     other = plan([("b", numbers(0, (4,))), ("a", numbers(0))], 1 << 20)
     fused = next(iter(other if kv.rank == 1 else bucket))
-    rate = 0.1 + 0.1 * (kv.rank == 1)
     wrong = numbers(0, (5,)) if kv.rank == 1 else numbers(kv.rank)
     found = [
-        said(lambda: kv.init("c", torch.zeros(2 + (kv.rank == 1)))),
-        said(lambda: kv.init("c", torch.zeros(2, dtype=torch.float64 if kv.rank == 1 else torch.float32))),
         said(lambda: kv.init("d" if kv.rank == 1 else "c", torch.zeros(2))),
         said(lambda: kv.push("b" if kv.rank == 1 else "a", numbers(0, (4,)) if kv.rank == 1 else numbers(0))),
-        said(lambda: kv.push("a", wrong)),
         said(lambda: kv.push("a", "text" if kv.rank == 1 else numbers(0))),
         said(lambda: kv.push_weighted("a", numbers(0), -1.0 if kv.rank == 1 else 1.0)),
         said(lambda: kv.push("nothing", numbers(0)) if kv.rank == 1 else kv.barrier()),
-        said(lambda: kv.init("a", numbers(0)) if kv.rank == 1 else kv.pushpull("a", numbers(0))),
-        said(lambda: kv.set_optimizer(("sgd", {"learning_rate": rate}))),
-        said(lambda: kv.set_gradient_compression({"type": "2bit", "threshold": rate})),
         said(lambda: kv.fuse(fused)),
         said(lambda: kv.push("a", wrong, async_op=True).wait()),
     ]
     alike = [
-        said(lambda: kv.push("nothing", numbers(0))),
-        said(lambda: kv.init("a", numbers(0))),
         said(lambda: kv.init("uint16", torch.zeros(2, dtype=torch.uint16))),
         said(lambda: kv.load_optimizer_states("/nowhere")),
-        said(lambda: kv.push("a", numbers(0, (5,)))),
     ]
     kv.push("a", numbers(kv.rank))  # works as before
     kv.init("c", torch.zeros(1))
-    return [found, alike, pulled(kv, "a"), said(lambda: kv.pull("nothing", numbers(0)))]
+    return [found, alike, pulled(kv, "a")]
 
 
 WORDS = [
-    "key 'c' is (2,) of torch.float32 on rank 0, but (3,) of torch.float32 on rank 1",
-    "key 'c' is (2,) of torch.float32 on rank 0, but (2,) of torch.float64 on rank 1",
     "place 0 has key 'c' (2,) of torch.float32 on rank 0, but key 'd' (2,) of torch.float32 on rank 1",
     "rank 0 called push of ['a'], rank 1 called push of ['b']",
-    "rank 1 of 3: push was refused: key 'a' has shape (2, 3), but got a tensor of shape (5,); rank 0 called",
     "rank 1 of 3: push was refused: key 'a' has a value of type str",
     "rank 1 of 3: push_weighted was refused: weight is -1.0",
     "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 called barrier",
-    "rank 1 of 3: init was refused: key 'a' is initialised already",
-    "arguments is {'lr': 0.1} on rank 0, but {'lr': 0.2} on rank 1",
-    "threshold is 0.1 on rank 0, but 0.2 on rank 1",
     "fuse: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
     "rank 1 of 3: push was refused: key 'a' has shape (2, 3)",
 ]
 
 
-def test_differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing() -> None:
-    results = work(_differences, 3)
-    for found, alike, value, unknown in results:
+def test_differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing(told: Told) -> None:
+    results = told[_differences]
+    for found, alike, value in results:
         assert found == results[0][0]
         for (name, text), words in zip(found, WORDS, strict=True):
             assert name == "MismatchError"
             assert words in text
-        assert [name for name, _ in alike] == ["KeyError", "ValueError", "TypeError", "RuntimeError", "ValueError"]
+        assert [name for name, _ in alike] == ["TypeError", "RuntimeError"]
         assert torch.equal(value, total(3))
-        assert unknown[0] == "KeyError"
 
 
 def _failed(comm: Communicator) -> list[Any]:
@@ -529,14 +365,18 @@ def test_after_a_failed_collective_every_call_raises_its_error() -> None:
 # Joining
 
 
-def _join(kv: KVStore, steps: int) -> list[Any]:
+STEPS = 2
+"""Steps of rank 0; each rank makes so many more than the one before."""
+
+
+def _join(kv: KVStore) -> list[Any]:
     bucket = _bucket_of_two(kv)
     kv.init(["w", "t"], [numbers(0), torch.zeros(4, 2, dtype=torch.float64)])
     kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
     flat = bucket.empty(torch.device("cpu"))
     for view in bucket.views(flat).values():
         view.copy_(numbers(kv.rank))
-    for step in range(steps * (kv.rank + 1)):  # the last rank has most
+    for step in range(STEPS * (kv.rank + 1)):
         kv.push_weighted("w", numbers(kv.rank), 1.0)
         kv.push("t", RowSparse([kv.rank], torch.ones(1, 2, dtype=torch.float64), (4, 2)))
         kv.push_bucket(bucket, [flat], async_op=True)
@@ -548,15 +388,15 @@ def _join(kv: KVStore, steps: int) -> list[Any]:
     return [*results, pulled(kv, "w")]
 
 
-def test_a_joined_rank_is_left_out_of_rounds_until_all_have_joined() -> None:
-    steps, size = 2, 3
+def test_a_joined_rank_is_left_out_of_rounds_until_all_have_joined(told: Told) -> None:
+    size = 3
     weight, plain, rows = numbers(0), numbers(0), torch.zeros(4, 2, dtype=torch.float64)
-    for step in range(steps * size):
-        active = [rank for rank in range(size) if step < steps * (rank + 1)]
+    for step in range(STEPS * size):
+        active = [rank for rank in range(size) if step < STEPS * (rank + 1)]
         weight = weight - sum(numbers(rank) for rank in active) / len(active)
         plain = plain - sum(numbers(rank) for rank in active)
         rows[active] -= 1
-    for last, w, p, q, t, again in work(_join, size, steps):
+    for last, w, p, q, t, again in told[_join]:
         assert last == size - 1
         torch.testing.assert_close(w, weight, rtol=1e-13, atol=1e-13)
         assert torch.equal(p, plain)
@@ -575,8 +415,8 @@ def _join_compressed(kv: KVStore) -> list[Any]:
     return [pulled(kv, "w", (5,), torch.float32), kv.compression_residuals()['"w"/0']]
 
 
-def test_a_joined_rank_keeps_its_residuals() -> None:
-    for rank, (value, residual) in enumerate(work(_join_compressed, 2)):
+def test_a_joined_rank_keeps_its_residuals(told: Told) -> None:
+    for rank, (value, residual) in enumerate(told[_join_compressed]):
         assert value.tolist() == [0.5] * 5
         assert residual.tolist() == [1.5 if rank else 0.75] * 5
 
@@ -589,8 +429,8 @@ def _join_wrongly(kv: KVStore) -> list[Any]:
     return [error, kv.join()]
 
 
-def test_init_is_refused_while_a_rank_has_joined() -> None:
-    for error, last in work(_join_wrongly, 2):
+def test_init_is_refused_while_a_rank_has_joined(told: Told) -> None:
+    for error, last in told[_join_wrongly]:
         words = "rank 0 called init, but rank 1 of 2 joined; expected only pushes, updates, barriers and exchanges"
         assert error[0] == "MismatchError"
         assert words in error[1]

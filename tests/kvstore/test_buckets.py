@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ LIMIT = 20.0
 """Time limit of a wait, in seconds."""
 DEVICES = 2
 OPTIMIZERS = {name: arguments for name, (_, arguments) in keyed.OPTIMIZERS.items()}
-OPTIMIZERS["muon"] = OPTIMIZERS["muon"] | {"ns_steps": 1}
 OPTIMIZERS["nag"] = OPTIMIZERS["nag"] | {"lr_mult": {3: 10}, "wd_mult": {"3": 0}}
 
 
@@ -103,40 +101,11 @@ def test_a_bucket_ends_where_the_next_key_does_not_fit() -> None:
     assert [bucket.nbytes for bucket in buckets] == [128, 192, 256, 192]
 
 
-def test_a_key_above_the_limit_gets_its_own_bucket() -> None:
-    sizes = {"a": 1, "large": 1000, "b": 1, "larger": 2000, "largest": 3000, "c": 1}
-    buckets = list(plan([(name, torch.empty(size)) for name, size in sizes.items()], 256))
-    assert [bucket.keys for bucket in buckets] == [["a"], ["large"], ["b"], ["larger"], ["largest"], ["c"]]
-
-
-def test_a_bucket_is_of_one_dtype() -> None:
-    dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.bfloat16, torch.int64]
-    buckets = list(plan([(index, torch.empty(3, dtype=dtype)) for index, dtype in enumerate(dtypes)], 1 << 20))
-    assert [bucket.keys for bucket in buckets] == [[0, 1], [2], [3], [4, 5], [6]]
-    assert [bucket.dtype for bucket in buckets] == [*dtypes[1:5], torch.int64]
-    assert [bucket.nbytes for bucket in buckets] == [128, 64, 64, 128, 64]
-
-
-def test_no_keys_make_no_bucket() -> None:
-    assert list(plan([], 256)) == []
-
-
-def test_gaps_and_new_flat_tensors_hold_zeros() -> None:
-    made = bucket_of().empty(CPU)
-    assert made.shape == (80,)
-    assert not made.any()
-
-
 ORDERS: dict[str, tuple[torch.Tensor, bool]] = {
-    "contiguous": (torch.empty(2, 3, 4, 5), True),
     "channels_last": (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-    "transposed": (torch.empty(4, 6).t(), True),
-    "permuted": (torch.empty(2, 3, 4).permute(1, 2, 0), True),
     "with axes of one": (torch.empty(3, 1, 4).transpose(0, 1), True),
     "none": (torch.empty(0, 3), True),
-    "no axes": (torch.empty(()), True),
     "every other column": (torch.empty(4, 6)[:, ::2], False),
-    "some rows of more columns": (torch.empty(4, 6)[:, :3], False),
     "expanded": (torch.empty(1, 3).expand(4, 3), False),
 }
 
@@ -185,21 +154,7 @@ def test_every_plan_has_each_key_once_without_overlap(
         assert made.numel() == 0 or made.max() <= 1  # no two keys share an element
 
 
-def test_views_respect_the_storage_offset_of_the_flat_tensor() -> None:
-    bucket = bucket_of()
-    whole = torch.arange(3.0 * bucket.numel)
-    part = whole[bucket.numel : 2 * bucket.numel]
-    assert part.is_contiguous()
-    for slot, view in zip(bucket.slots, bucket.views(part).values(), strict=True):
-        assert view.flatten()[0] == part[slot.offset]
-
-
 # -- the same bits ----------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_these_tests_has_every_optimizer() -> None:
-    with pytest.raises(ValueError, match=re.escape(f"expected one of {sorted([*OPTIMIZERS, 'sparseadam'])}")):
-        OptimizerSpec.parse("no_such_optimizer")
 
 
 SUBSETS = st.sets(st.sampled_from(KEYS)).map(lambda keys: [key for key in KEYS if key in keys])
@@ -335,20 +290,6 @@ def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
     assert torch.equal(out, pulled_flat(kv, bucket)["fc.weight"])
 
 
-def test_fusing_waits_for_pending_pushes(kv: KVStore) -> None:
-    bucket = bucket_of()
-    prepared(kv, SETTINGS["adam"])
-    values = {key: [gradient(key, 0, device) for device in range(DEVICES)] for key in KEYS}
-    works = [kv.push(key, value, priority=-5, async_op=True) for key, value in values.items()]
-    kv.fuse(bucket)
-    assert all(work.is_completed() for work in works)
-    kv.push_bucket(bucket, flats(bucket, 1))
-    with create("local") as other:
-        for step in range(2):
-            push(prepared(other, SETTINGS["adam"]) if not step else other, step)
-        check_same(pulled(kv), pulled(other))
-
-
 # -- owners on the device store ---------------------------------------------------------------------------------------
 
 
@@ -379,29 +320,22 @@ def test_a_bucket_has_one_owner_and_bytes_stay_balanced(places: int) -> None:
             assert max(loads) - min(loads) <= max(bucket.numel for bucket in buckets)
 
 
-def test_owners_stay_through_a_buckets_pushes_and_pulls() -> None:
+@pytest.mark.parametrize("is_pushed", [True, False], ids=["placed by key", "not placed"])
+def test_owners_stay_through_a_buckets_pushes_and_pulls(is_pushed: bool) -> None:
     bucket = bucket_of()
     kv = DeviceStore()
     with kv:
         prepared(kv)
-        push(kv, 0)
-        assert {kv.owner(key) for key in KEYS} == {0, 1}
+        if is_pushed:
+            push(kv, 0)
+            assert {kv.owner(key) for key in KEYS} == {0, 1}
         kv.fuse(bucket)
+        kv.push_bucket(bucket, flats(bucket, 0))
         (owner,) = {kv.owner(key) for key in KEYS}
         kv.push_bucket(bucket, flats(bucket, 1))
         pulled_flat(kv, bucket)
         push(kv, 2)
-        assert {kv.owner(key) for key in KEYS} == {owner}
-
-
-def test_a_bucket_fused_before_the_first_list_gets_one_owner() -> None:
-    bucket = bucket_of()
-    kv = DeviceStore()
-    with kv:
-        prepared(kv).fuse(bucket)
-        kv.push_bucket(bucket, flats(bucket, 0))
-        push(kv, 1)
-        assert len({kv.owner(key) for key in KEYS}) == 1
+        assert {kv.owner(key) for key in KEYS} == {owner if is_pushed else 0}
 
 
 @pytest.mark.parametrize("call", ["push", "push of a list", "pull", "pull of a list"])
@@ -495,14 +429,11 @@ NOT_IN_STORE = ("3", torch.empty(3, 3)), ("nope", torch.zeros(2))
 REFUSED: dict[str, tuple[list[str], Any, Any, dict[str, Any], type[Exception], str]] = {
     "too short": (MOVED, None, [torch.zeros(79)], {}, ValueError, r"80 elements of torch.float32 .* shape \(79,\)"),
     "too long": (MOVED, None, [torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
-    "two axes": (MOVED, None, [torch.zeros(8, 10)], {}, ValueError, r"80 elements .* shape \(8, 10\)"),
     "dtype": (MOVED, None, [torch.zeros(80).double()], {}, ValueError, "80 elements of torch.float32 .* torch.float64"),
     "strides": (MOVED, None, [torch.zeros(160)[::2]], {}, ValueError, "80 elements .* expected a contiguous flat one"),
     "second": (MOVED, None, [torch.zeros(80), torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
     "none": (MOVED, None, [], {}, ValueError, "empty"),
     "priority": (MOVED, None, None, {"priority": "high"}, TypeError, "priority is 'high'; expected an int"),
-    "bool priority": (MOVED, None, None, {"priority": True}, TypeError, "priority is True; expected an int"),
-    "no priority": (MOVED, None, None, {"priority": None}, TypeError, "priority is None; expected an int"),
     "unknown": (ANY, NOT_IN_STORE, None, {}, KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
     "shape": (
         ANY,
@@ -512,7 +443,6 @@ REFUSED: dict[str, tuple[list[str], Any, Any, dict[str, Any], type[Exception], s
         ValueError,
         r"key 3 has shape \(2, 5\), but got a tensor of shape \(5, 2\)",
     ),
-    "broadcast": (ANY, [(3, torch.zeros(1, 5))], None, {}, ValueError, r"key 3 has shape \(2, 5\), but .* \(1, 5\)"),
     "key's dtype": (
         ANY,
         [(key, value.double()) for key, value in weights().items()],
@@ -586,19 +516,6 @@ def test_an_error_of_the_updater_in_a_bucket_reaches_the_caller(kv: KVStore) -> 
     check_same(pulled_flat(kv, bucket), pulled(kv))
 
 
-def test_a_closed_store_refuses_buckets(kv: KVStore) -> None:
-    bucket = bucket_of()
-    prepared(kv).fuse(bucket)
-    kv.close()
-    for call in (
-        lambda: kv.fuse(bucket),
-        lambda: kv.push_bucket(bucket, flats(bucket, 0)),
-        lambda: kv.pull_bucket(bucket, flats(bucket, 0)),
-    ):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-
-
 # -- memory and operations --------------------------------------------------------------------------------------------
 
 
@@ -654,7 +571,7 @@ def test_fusing_after_pushes_frees_the_sums_of_the_keys(kv: KVStore) -> None:
 
 
 @counting
-def test_fusing_again_frees_the_former_buckets(kv: KVStore) -> None:
+def test_fusing_again_and_closing_free_the_former_buckets(kv: KVStore) -> None:
     first, second = bucket_of(), [bucket_of(["3", "fc.weight"]), bucket_of([3, "a/b.gamma"])]
     before = held()
     prepared(kv, SETTINGS["sgd"]).fuse(first)
@@ -663,15 +580,8 @@ def test_fusing_again_frees_the_former_buckets(kv: KVStore) -> None:
         kv.fuse(bucket)
         kv.push_bucket(bucket, flats(bucket, 1))
     assert held() - before == 2 * sum(bucket.nbytes for bucket in second) + KEY_BYTES
-
-
-@counting
-def test_close_frees_buckets(kv: KVStore) -> None:
-    bucket = bucket_of()
-    before = held()
-    prepared(kv, SETTINGS["adam"]).fuse(bucket)
-    kv.push_bucket(bucket, flats(bucket, 0))
     kv.close()
+    del first, second, bucket
     assert held() == before
 
 

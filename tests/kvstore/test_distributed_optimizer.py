@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,7 +123,7 @@ def rest(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": layer.parameters()} for name, layer in model.named_children() if name in ("right", "unused")]
 
 
-CASES = [(name, loop) for name in OPTIMIZERS for loop in (plain, closures, resumed, scaled)]
+CASES = [("adam", plain), ("sgd", closures), ("adam", resumed), ("sgd", scaled)]
 
 
 def alone(name: str, loop: Callable[..., None]) -> Weights:
@@ -201,43 +200,6 @@ def test_alone_it_is_the_wrapped_optimizer_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone(name, loop), strict=True))
         assert optimizer.state is inner.state
         assert isinstance(optimizer, torch.optim.Optimizer)
-
-
-class Waits(torch.autograd.Function):
-    """Identity whose backward waits for an event."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, event: threading.Event) -> torch.Tensor:
-        ctx.event = event
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        assert ctx.event.wait(20), "no bucket left during backward"
-        return gradient, None
-
-
-def overlapping(comm: Communicator) -> int:
-    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
-        patch.setattr(reducer, "BUCKET_BYTES", 120)  # a layer
-        first, last = nn.Linear(5, 4), nn.Linear(4, 3)
-        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1), store)
-        last(first(torch.ones(2, 5))).sum().backward()
-        optimizer.step()
-        summed = threading.Event()
-        reduced = comm.all_reduce
-
-        def all_reduce(tensor: torch.Tensor) -> None:
-            reduced(tensor)
-            summed.set()
-
-        patch.setattr(comm, "all_reduce", all_reduce)
-        last(Waits.apply(first(torch.ones(2, 5)), summed)).sum().backward()  # type: ignore[no-untyped-call]
-        return 1
-
-
-def test_buckets_leave_while_backward_still_runs() -> None:
-    assert spawn(overlapping, 2) == [1, 1]
 
 
 def refused(comm: Communicator) -> list[str]:

@@ -21,6 +21,14 @@ pytestmark = pytest.mark.timeout(60)
 STORES = ["allreduce", "dist_sync"]
 
 
+def over(fast: list[Any], others: list[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by stores and what workers are to do: allreduce workers do all of it in one job."""
+    slow = [pytest.param("dist_sync", one, marks=pytest.mark.slow) for one in others]
+    return pytest.mark.parametrize(
+        ("store", "chosen"), [("allreduce", [*fast, *others]), *(("dist_sync", one) for one in fast), *slow], ids=str
+    )
+
+
 class Fails(torch.autograd.Function):
     """Identity whose backward runs out of memory."""
 
@@ -50,23 +58,30 @@ class Layers(nn.Module):
         return parameters_to_vector(self.parameters()).detach().clone()
 
 
-def run(store: str, play: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run ``play(store, *arguments)`` on two workers of a store, with a bucket for each layer."""
+def run(store: str, play: Callable[..., Any], chosen: Any) -> list[tuple[Any, Any, Any]]:
+    """Run ``play(store, one)`` on two workers for what was chosen, with a bucket for each layer.
+
+    Returns:
+        What was chosen, and the results of both workers.
+    """
     if store == "allreduce":
-        return spawn(_over_collectives, 2, play, arguments, threads=1)
-    return run_job(_over_servers, 2, 1, play, arguments)
+        results = spawn(_over_collectives, 2, play, chosen, threads=1)
+        return list(zip(chosen, *results, strict=True))
+    return [(chosen, *run_job(_over_servers, 2, 1, play, chosen))]
 
 
-def _over_collectives(comm: Communicator, play: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    with create("allreduce", communicator=comm) as store, pytest.MonkeyPatch.context() as patch:
+def _over_collectives(comm: Communicator, play: Callable[..., Any], chosen: list[Any]) -> list[Any]:
+    return [_play(create("allreduce", communicator=comm), play, one) for one in chosen]
+
+
+def _over_servers(play: Callable[..., Any], one: Any) -> Any:
+    return _play(create("dist_sync", timeout=20), play, one)
+
+
+def _play(store: KVStore, play: Callable[..., Any], one: Any) -> Any:
+    with store, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reducer, "BUCKET_BYTES", 40)
-        return play(store, *arguments)
-
-
-def _over_servers(play: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    with create("dist_sync", timeout=20) as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "BUCKET_BYTES", 40)
-        return play(store, *arguments)
+        return play(store, one)
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -106,10 +121,19 @@ def trainer_step(store: KVStore, handling: str) -> tuple[list[str], list[torch.T
     return errors, weights
 
 
-@pytest.mark.parametrize("handling", ["half", "skip", "step(0)", "next", "clipped"])
-@pytest.mark.parametrize("store", STORES)
-def test_a_backward_that_failed_after_it_sent_gradients_is_an_error_on_all(store: str, handling: str) -> None:
-    (errors, weights), (other_errors, other_weights) = run(store, trainer_step, handling)
+@over(["half", "clipped"], ["skip", "step(0)", "next"])
+def test_a_backward_that_failed_after_it_sent_gradients_is_an_error_on_all(store: str, chosen: Any) -> None:
+    for handling, first, second in run(store, trainer_step, chosen):
+        check_handling(handling, *first, *second)
+
+
+def check_handling(
+    handling: str,
+    errors: list[str],
+    weights: list[torch.Tensor],
+    other_errors: list[str],
+    other_weights: list[torch.Tensor],
+) -> None:
     assert failed(errors) == failed(other_errors) == [2]
     assert errors[2].startswith("OutOfMemoryError: no memory for 8 GiB")
     assert ("RuntimeError: backward() sent a part" in errors[2]) == (handling not in ("next", "clipped"))
@@ -145,23 +169,26 @@ def optimizer_steps(store: KVStore, retries: bool) -> tuple[list[str], torch.Ten
     return errors, model.values()
 
 
-@pytest.mark.parametrize("retries", [True, False])
-@pytest.mark.parametrize("store", STORES)
-def test_a_distributed_optimizer_goes_on_after_a_failed_backward(store: str, retries: bool) -> None:
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for step in range(5):
-        if step != 2 or retries:
-            optimizer.zero_grad()
-            sum(model.loss(step, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
-            optimizer.step()
-    (errors, weights), (other_errors, other_weights) = run(store, optimizer_steps, retries)
-    assert [error for error in errors if error] == ["OutOfMemoryError: no memory for 8 GiB"]
-    (found,) = [error for error in other_errors if error]
-    assert found.startswith("MismatchError: ")
-    assert "backward failed on rank 0 after 2 of 4 buckets" in found
-    assert torch.equal(weights, other_weights)
-    assert (model.values() - weights).abs().max() < 1e-14
+@over([True], [False])
+def test_a_distributed_optimizer_goes_on_after_a_failed_backward(store: str, chosen: Any) -> None:
+    for retries, (errors, weights), (other_errors, other_weights) in run(store, optimizer_steps, chosen):
+        model = Layers()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for step in range(5):
+            if step != 2 or retries:
+                optimizer.zero_grad()
+                sum(model.loss(step, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+                optimizer.step()
+        assert [error for error in errors if error] == ["OutOfMemoryError: no memory for 8 GiB"]
+        (found,) = [error for error in other_errors if error]
+        assert found.startswith("MismatchError: ")
+        assert "backward failed on rank 0 after 2 of 4 buckets" in found
+        assert torch.equal(weights, other_weights)
+        assert (model.values() - weights).abs().max() < 1e-14
+
+
+def failed_updates(comm: Communicator) -> list[list[str]]:
+    return [failed_update(comm, call) for call in ("push", "barrier", "join", "assign")]
 
 
 def failed_update(comm: Communicator, call: str) -> list[str]:
@@ -187,15 +214,14 @@ def _out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no memory for 1 GiB")
 
 
-@pytest.mark.parametrize("call", ["push", "barrier", "join", "assign"])
-def test_an_update_that_fails_on_one_rank_is_an_error_on_all(call: str) -> None:
-    first, second = spawn(failed_update, 2, call, threads=1)
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
     reason = "an update failed on rank 0, so its weights may differ from the others'"
-    assert first[0] == "OutOfMemoryError: no memory for 1 GiB"
-    assert second[:2] == ["", ""]  # it has the right weights
-    assert first[1].startswith(f"RuntimeError: {reason}")
-    assert first[2:] == second[2:]
-    assert all(text.startswith("MismatchError: ") and reason in text and "no memory" in text for text in first[2:])
+    for first, second in zip(*spawn(failed_updates, 2, threads=1), strict=True):
+        assert first[0] == "OutOfMemoryError: no memory for 1 GiB"
+        assert second[:2] == ["", ""]  # it has the right weights
+        assert first[1].startswith(f"RuntimeError: {reason}")
+        assert first[2:] == second[2:]
+        assert all(text.startswith("MismatchError: ") and reason in text and "no memory" in text for text in first[2:])
 
 
 # Weights that the user writes
@@ -219,7 +245,8 @@ def write(model: Layers, step: int, way: str, rank: int) -> None:
             parameter.data = data
 
 
-def written(store: KVStore, way: str, loads_early: bool) -> list[torch.Tensor]:
+def written(store: KVStore, way: str) -> list[torch.Tensor]:
+    loads_early = store.type == "allreduce"
     model = Layers()
     trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, store)
     weights = []
@@ -248,28 +275,21 @@ def expected_after_writes(way: str, workers: int) -> list[torch.Tensor]:
     return weights
 
 
-WAYS = ["vector", "data", "copy_", "clamp_", "swap"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("store", ["local", *STORES])
-def test_weights_written_through_data_are_taken(store: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
-    if store == "local":
+@over(["vector", "swap"], ["data", "copy_", "clamp_"])
+def test_weights_written_through_data_are_taken(store: str, chosen: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for way, *found in run(store, written, chosen):
         with create("local") as kv:
-            found = [written(kv, way, False)]
+            alone = written(kv, way)
         assert not caplog.messages
-    else:
-        found = run(store, written, way, store == "allreduce")
-    expected = expected_after_writes(way, 1 if store == "local" else 2)
-    for weights in found:
-        for step, (own, theirs) in enumerate(zip(weights, expected, strict=True)):
-            assert (own - theirs).abs().max() < 1e-14, step
+        for workers, weights in ((1, alone), *((2, one) for one in found)):
+            for step, (own, theirs) in enumerate(zip(weights, expected_after_writes(way, workers), strict=True)):
+                assert (own - theirs).abs().max() < 1e-14, step
 
 
 # Samples and keys after an error
 
 
-def refused_step(store: KVStore) -> tuple[list[str], list[torch.Tensor]]:
+def refused_step(store: KVStore, _: Any) -> tuple[list[str], list[torch.Tensor]]:
     """Train with a gradient that rank 0 cannot compress in step 1, clipped by the common norm."""
     model = Layers()
     store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -287,7 +307,7 @@ def refused_step(store: KVStore) -> tuple[list[str], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_refused_push_ends_no_training_that_clips_by_the_common_norm(store: str) -> None:
-    (errors, weights), (other_errors, other_weights) = run(store, refused_step)
+    ((_, (errors, weights), (other_errors, other_weights)),) = run(store, refused_step, [None])
     assert failed(errors) == failed(other_errors) == [1]
     assert "holds NaN" in errors[1], errors[1]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, other_weights, strict=True))

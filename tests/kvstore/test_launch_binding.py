@@ -164,11 +164,6 @@ def test_the_cpus_of_this_host_are_those_of_this_process() -> None:
 # Commands
 
 
-def test_numbers_in_short_form() -> None:
-    assert ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
-    assert ranges([]) == ""
-
-
 def test_the_table_of_a_job_names_each_workers_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from gangline.launcher.binding import Cpu, Gpu, Host
-from gangline.launcher.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.job import JobSpec, Process, process_table
 
 CPUS = tuple(Cpu(number, number) for number in range(8))
 
@@ -60,10 +59,6 @@ def test_commands_of_this_environment_are_appended_to_path() -> None:
     own = str(Path(sys.executable).parent)
     assert {one.environment["PATH"] for one in table({"PATH": "/first:/second"})} == {f"/first:/second:{own}"}
     assert not any("PATH" in one.environment for one in table({"PATH": f"/first:{own}"}))
-
-
-def test_without_servers_there_is_no_scheduler() -> None:
-    assert [process.label for process in table(servers=0)] == ["worker 0", "worker 1"]
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
@@ -134,26 +129,3 @@ def test_a_job_of_several_hosts_has_its_addresses_on_the_first_and_servers_on_al
     assert values(processes, "LOCAL_RANK") == ["0", "0", "1"]
     assert values(processes, "LOCAL_WORLD_SIZE") == ["1", "2", "2"]
     assert values(processes, "GROUP_RANK") == ["0", "1", "1"]
-
-
-def test_loads_are_passed_to_workers_without_rounding() -> None:
-    processes = table(work_load_list=(3, 0.1))
-    assert values(processes, "GANGLINE_WORK_LOAD_LIST") == ["3,0.1"] * 2
-    assert values(table(work_load_list="auto"), "GANGLINE_WORK_LOAD_LIST") == ["auto"] * 2
-    assert "GANGLINE_WORK_LOAD_LIST" not in processes[1].environment
-    assert values(table(), "GANGLINE_WORK_LOAD_LIST") == [None] * 2
-
-
-def test_a_variable_to_pass_on_is_named_for_every_process() -> None:
-    for process in table({"TOKEN": "a b"}, passed_on=("TOKEN",)):
-        assert process.environment["TOKEN"] == "a b"
-        assert "'TOKEN=a b'" in process.shell_line()
-    with pytest.raises(ValueError, match="TOKEN is not set here"):
-        table(passed_on=("TOKEN",))
-
-
-def test_free_ports_differ_and_can_be_listened_at() -> None:
-    ports = free_ports(4)
-    assert len(set(ports)) == 4
-    for port in ports:
-        socket.create_server(("127.0.0.1", port)).close()

@@ -69,14 +69,12 @@ def subtract(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("spec", "copies_of_state", "sum_of_one", "step_counts"),
     [
-        (("sgd", {"lr": 0.1}), 0, False, 0),
         (("sgd", {"lr": 0.1, "wd": 0.1}), 0, False, 0),
         (("sgd", {"lr": 0.1, "momentum": 0.9}), 1, False, 0),
-        (("nag", {"lr": 0.1, "momentum": 0.9}), 1, False, 0),
         ("adam", 2, False, 4 * len(KEYS)),
         (subtract, 0, True, 0),
     ],
-    ids=["sgd", "sgd with decay", "sgd with momentum", "nag", "adam", "updater"],
+    ids=["sgd with decay", "sgd with momentum", "adam", "updater"],
 )
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_a_store_holds_the_weights_one_sum_over_devices_and_the_state(
@@ -194,13 +192,6 @@ def test_a_push_costs_one_add_per_further_device_and_a_pull_one_copy_per_out(kv:
         with Operations() as operations:
             call(KEYS, tensors)
         assert operations.counts == counts
-
-
-def test_init_costs_one_copy_per_key(kv: KVStore) -> None:
-    given = zeros()
-    with Operations() as operations:
-        kv.init(KEYS, given)
-    assert operations.counts == {"copy": len(KEYS)}
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

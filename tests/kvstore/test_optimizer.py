@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import resource
 import shutil
 import signal
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -155,7 +153,7 @@ def test_any_sequence_of_updates_is_torchs_bit_for_bit(
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"maximize": True}, {"foreach": True}, {"weight_decay": 0.1}, {"clip_gradient": 0.4, "rescale_grad": 0.5}],
+    [{"maximize": True}, {"foreach": True, "weight_decay": 0.1}, {"clip_gradient": 0.4, "rescale_grad": 0.5}],
     ids=str,
 )
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "a class that changes its gradient"])
@@ -171,17 +169,6 @@ def test_no_optimizer_changes_the_gradient_it_is_pushed(kv: KVStore, name: str, 
             kv.push(3, values, async_op=async_op).wait(20)
         assert all(torch.equal(value, gradient(3, 0, device)) for device, value in enumerate(values))
         assert all(value.grad is None for value in values)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bare_names_take_torchs_defaults(kv: KVStore, name: str) -> None:
-    optimizer_class = OPTIMIZERS[name][0]
-    extra = {"momentum": 0.9, "nesterov": True} if name == "nag" else {}
-    start(kv, (name, {"momentum": 0.9}) if name == "nag" else name)
-    for step in range(3):
-        push(kv, step)
-    check_same(pulled(kv), torch_run(lambda values: optimizer_class(values, **extra), range(3)))
-    assert kv.learning_rate == optimizer_class([torch.zeros(1, 1)], **extra).defaults["lr"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -204,21 +191,15 @@ def test_weights_of_other_types_are_torchs_too(kv: KVStore, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("spec", "optimizer_class", "arguments"),
     [
-        (("sgd", {"learning_rate": 0.1}), torch.optim.SGD, {"lr": 0.1}),
         (("sgd", {"wd": 0.02, "momentum": 0.8}), torch.optim.SGD, {"weight_decay": 0.02, "momentum": 0.8}),
         (("adam", {"beta1": 0.7, "beta2": 0.8, "epsilon": 0.01}), torch.optim.Adam, {"betas": (0.7, 0.8), "eps": 0.01}),
-        (("adam", {"beta1": 0.7}), torch.optim.Adam, {"betas": (0.7, 0.999)}),
-        (("adam", {"beta2": 0.7}), torch.optim.Adam, {"betas": (0.9, 0.7)}),
         (("adamax", {"learning_rate": 0.1, "beta2": 0.7}), torch.optim.Adamax, {"lr": 0.1, "betas": (0.9, 0.7)}),
         (("nadam", {"beta1": 0.7, "wd": 0.1}), torch.optim.NAdam, {"betas": (0.7, 0.999), "weight_decay": 0.1}),
         (("adam", {"betas": [0.7, 0.8]}), torch.optim.Adam, {"betas": (0.7, 0.8)}),
         (("rmsprop", {"gamma1": 0.8, "gamma2": 0.5}), torch.optim.RMSprop, {"alpha": 0.8, "momentum": 0.5}),
-        (("rmsprop", {"gamma1": 0.8, "momentum": 0.5}), torch.optim.RMSprop, {"alpha": 0.8, "momentum": 0.5}),
         (("rmsprop", {"epsilon": 0.01, "centered": True}), torch.optim.RMSprop, {"eps": 0.01, "centered": True}),
-        (("adagrad", {"eps": 0.01, "wd": 0.1}), torch.optim.Adagrad, {"eps": 0.01, "weight_decay": 0.1}),
         (("adadelta", {"rho": 0.5, "epsilon": 0.01}), torch.optim.Adadelta, {"rho": 0.5, "eps": 0.01}),
         (("nag", {"momentum": 0.9}), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (("nag", {"lr": LR}), torch.optim.SGD, {"lr": LR}),
         (("AdamW", OPTIMIZERS["adamw"][1]), *OPTIMIZERS["adamw"]),
         (["sgd", {"lr": LR}], torch.optim.SGD, {"lr": LR}),
         (torch.optim.SGD, torch.optim.SGD, {}),
@@ -320,74 +301,35 @@ def test_clipping_comes_after_rescaling_and_before_the_decay(kv: KVStore, device
     assert not all(clipped)
 
 
-def test_setting_the_learning_rate_waits_for_pending_pushes(kv: KVStore) -> None:
-    start(kv, ("sgd", {"lr": LR}))
-    works = [kv.push(key, gradient(key, 0), priority=-5, async_op=True) for key in SHAPES]
-    kv.set_learning_rate(0.5)
-    works += [kv.push(key, gradient(key, 1), async_op=True) for key in SHAPES]
-    for work in works:
-        work.wait(20)
-    by_hand = weights()
-    for step, lr in ((0, LR), (1, 0.5)):
-        for key, weight in by_hand.items():
-            weight.add_(gradient(key, step), alpha=-lr)
-    check_same(pulled(kv), by_hand)
-
-
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "lbfgs": ("lbfgs", ValueError, "'lbfgs' cannot be used.*expected one of.*'sgd'"),
-    "LBFGS": (("LBFGS", {"lr": 0.1}), ValueError, "'lbfgs' cannot be used"),
     "class LBFGS": (torch.optim.LBFGS, ValueError, "'LBFGS' cannot be used"),
     "unknown": ("sdg", ValueError, "'sdg' is unknown; expected one of.*'adam'.*'sgd'"),
-    "empty": ("", ValueError, "'' is unknown"),
     "number": (3, TypeError, "optimizer is 3; expected a name"),
-    "None": (None, TypeError, "optimizer is None"),
     "instance": (torch.optim.SGD([torch.zeros(1)], lr=0.1), TypeError, "optimizer is SGD"),
-    "function": (lambda params: torch.optim.SGD(params), TypeError, "optimizer is <function"),
     "no optimizer class": (torch.nn.Linear, TypeError, "optimizer is <class.*Linear"),
     "three parts": (("sgd", {"lr": 0.1}, {}), TypeError, r"optimizer is \('sgd'"),
     "a rate for arguments": (("sgd", 0.1), TypeError, "0.1"),
-    "a str for arguments": (("sgd", "lr"), TypeError, "'lr'"),
-    "a list for arguments": (("sgd", [0.1]), TypeError, "0.1"),
     "unknown argument": (("sgd", {"momentun": 0.9}), ValueError, "'sgd' has no argument 'momentun'.*'momentum'.*'wd'"),
     "another's argument": (("sgd", {"beta1": 0.9}), ValueError, "'sgd' has no argument 'beta1'"),
-    "another's alias": (("adam", {"gamma1": 0.9}), ValueError, "'adam' has no argument 'gamma1'"),
     "params": (("sgd", {"params": [0.1]}), ValueError, "'sgd' has no argument 'params'"),
-    "number as argument": (("sgd", {3: 0.1}), ValueError, "'sgd' has no argument 3"),
     "two rates": (("sgd", {"lr": 0.1, "learning_rate": 0.1}), ValueError, "both 'learning_rate' and its other name"),
-    "two rates reversed": (("sgd", {"learning_rate": 0.1, "lr": 0.2}), ValueError, "both 'lr' and its other name"),
-    "two decays": (("adam", {"wd": 0.1, "weight_decay": 0.1}), ValueError, "both 'weight_decay' and its other name"),
-    "two eps": (("adam", {"eps": 0.1, "epsilon": 0.1}), ValueError, "both 'epsilon' and its other name"),
     "beta1 and betas": (("adam", {"beta1": 0.9, "betas": (0.9, 0.9)}), ValueError, "both betas and beta1 or beta2"),
-    "beta2 and betas": (("adam", {"betas": (0.9, 0.9), "beta2": 0.9}), ValueError, "both betas and beta1 or beta2"),
-    "gamma1 and alpha": (("rmsprop", {"alpha": 0.9, "gamma1": 0.9}), ValueError, "both 'gamma1' and its other name"),
     "gamma2 and momentum": (("rmsprop", {"gamma2": 0.9, "momentum": 0.9}), ValueError, "both 'momentum' and its other"),
     "tensor": (("sgd", {"lr": torch.tensor(0.1)}), TypeError, r"argument 'lr' is tensor.*plain data"),
-    "code": (("sgd", {"momentum": lambda: 0.9}), TypeError, "argument 'momentum' is <function.*plain data"),
     "object in a list": (("adam", {"betas": [0.9, object()]}), TypeError, "argument 'betas' is <object.*plain data"),
-    "set": (("adam", {"betas": {0.9, 0.8}}), TypeError, "argument 'betas' is {.*plain data"),
     "object as factor": (("sgd", {"lr_mult": {"w": object()}}), TypeError, "argument 'lr_mult' is <object"),
     "negative rate": (("sgd", {"lr": -0.1}), ValueError, "'sgd' with .*-0.1.* is refused by torch"),
-    "NaN as rate": (("sgd", {"lr": float("nan")}), ValueError, "nan"),
-    "infinite rate": (("adam", {"lr": float("inf")}), ValueError, "inf"),
-    "str as rate": (("sgd", {"lr": "0.1"}), ValueError, "'0.1'"),
-    "negative momentum": (("sgd", {"momentum": -1}), ValueError, "-1.* is refused by torch.*momentum"),
-    "negative decay": (("adam", {"wd": -1}), ValueError, "'weight_decay': -1.* is refused by torch"),
     "beta above 1": (("adam", {"beta1": 1.5}), ValueError, "1.5.* is refused by torch"),
     "factor below 0": (("sgd", {"lr_mult": {"w": -1}}), ValueError, "lr_mult is {'w': -1}; expected a dict"),
     "str as factor": (("sgd", {"wd_mult": {"w": "2"}}), ValueError, "wd_mult is {'w': '2'}; expected a dict"),
-    "bool as factor": (("sgd", {"wd_mult": {"w": True}}), ValueError, "wd_mult is {'w': True}"),
-    "number for factors": (("sgd", {"lr_mult": 2.0}), ValueError, "lr_mult is 2.0; expected a dict"),
     "word for rates": (("sgd", {"lr_mult": "mxnet"}), ValueError, "lr_mult is 'mxnet'; expected a dict"),
     "unknown word": (("sgd", {"wd_mult": "torch"}), ValueError, "wd_mult is 'torch'; expected a dict"),
     "wd_mult without decay": (("rprop", {"wd_mult": {"w": 2}}), ValueError, "wd_mult is given, but optimizer 'rprop'"),
     "str to rescale": (("sgd", {"rescale_grad": "2"}), ValueError, "rescale_grad is '2'; expected a number"),
-    "bool to rescale": (("sgd", {"rescale_grad": True}), ValueError, "rescale_grad is True"),
     "clip at 0": (("sgd", {"clip_gradient": 0}), ValueError, "clip_gradient is 0; expected a number above 0"),
-    "clip below 0": (("sgd", {"clip_gradient": -1.0}), ValueError, "clip_gradient is -1.0"),
-    "clip at a str": (("sgd", {"clip_gradient": "1"}), ValueError, "clip_gradient is '1'"),
 }
 
 
@@ -412,45 +354,10 @@ def test_an_optimizer_class_without_a_rate_is_refused(kv: KVStore) -> None:
         kv.set_optimizer(Rateless)
 
 
-def test_a_key_that_does_not_fit_is_named_when_it_is_pushed(kv: KVStore) -> None:
-    kv.init("bias", torch.zeros(3))
-    kv.set_optimizer(("muon", {"lr": LR}))
-    with pytest.raises(ValueError, match="key 'bias' does not fit optimizer 'muon'"):
-        kv.push("bias", torch.ones(3))
-    out = torch.ones(3)
-    kv.pull("bias", out)
-    assert torch.equal(out, torch.zeros(3))
-
-
 # -- the weights an optimizer runs on ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_kept_when_a_key_moves_to_another_tensor(name: str) -> None:
-    keyed = KeyedOptimizer(OptimizerSpec.parse((name, OPTIMIZERS[name][1])))
-    found = weights()
-    for step in range(5):
-        if step in (2, 3):
-            found[3] = found[3].detach().clone()
-        for key, weight in found.items():
-            keyed.add(key, weight)
-        keyed.update([(key, gradient(key, step) + gradient(key, step, 1)) for key in found])
-    check_same(found, reference(name))
-
-
-def test_the_former_tensor_of_a_key_is_released() -> None:
-    keyed = KeyedOptimizer(OptimizerSpec.parse(("sgd", {"lr": LR, "momentum": 0.9})))
-    before, after = weights()[3], weights()[3]
-    keyed.add(3, before)
-    keyed.update([(3, gradient(3, 0))])
-    keyed.add(3, after)
-    keyed.update([(3, gradient(3, 1))])
-    gone = weakref.ref(before)
-    del before
-    assert gone() is None
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "rmsprop", "radam", "rprop"])
+@pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "rprop"])
 def test_state_is_where_the_weight_is(name: str) -> None:
     keyed = KeyedOptimizer(OptimizerSpec.parse((name, OPTIMIZERS[name][1])))
     weight = weights()[3]
@@ -461,32 +368,7 @@ def test_state_is_where_the_weight_is(name: str) -> None:
     keyed.update([(3, gradient(3, 1).to("meta"))])
 
 
-def test_an_update_leaves_the_gradients_of_the_weights_as_they_were() -> None:
-    keyed = KeyedOptimizer(OptimizerSpec.parse(("sgd", {"lr": LR})))
-    weight, own = weights()[3], gradient(3, 4)
-    weight.grad = own
-    keyed.add(3, weight)
-    keyed.update([(3, gradient(3, 0))])
-    assert weight.grad is own
-    assert torch.equal(own, gradient(3, 4))
-
-
 # -- states in files --------------------------------------------------------------------------------------------------
-
-
-def test_saving_waits_for_pending_pushes(kv: KVStore, tmp_path: Path) -> None:
-    start(kv, ("sgd", {"lr": LR, "momentum": 0.9}))
-    works = [kv.push(key, gradient(key, step), priority=-5, async_op=True) for step in range(3) for key in SHAPES]
-    state = kv.optimizer_state()
-    assert all(work.is_completed() for work in works)
-    expected = {}
-    for key in SHAPES:
-        expected[key] = gradient(key, 0)
-        for step in (1, 2):
-            expected[key] = expected[key] * 0.9 + gradient(key, step)
-    places = {f"{json.dumps(key)}/momentum_buffer": tensor for key, tensor in expected.items()}
-    assert set(state.tensors) == set(places)
-    assert all(torch.allclose(state.tensors[place], tensor) for place, tensor in places.items())
 
 
 def test_saving_replaces_a_file_and_leaves_nothing_else(kv: KVStore, tmp_path: Path) -> None:
@@ -528,7 +410,7 @@ ADAM = ("adam", {"lr": LR})
 DAMAGED = "FILE is damaged or not a safetensors file"
 NOT_OURS = "FILE was not written by gangline"
 FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
-    **{f"{kept} bytes": (cut(kept), ValueError, DAMAGED) for kept in (0, 1, 7, 8, 100, -1000, -1)},
+    **{f"{kept} bytes": (cut(kept), ValueError, DAMAGED) for kept in (0, 8, -1)},
     "text": (lambda path: path.write_text("The quick brown fox.\n" * 20), ValueError, "FILE"),
     "torch's": (lambda path: torch.save({"w": torch.zeros(3)}, path), ValueError, "FILE"),
     "no metadata": (foreign({'"fc.weight"/exp_avg': torch.zeros(4, 6)}, None), ValueError, NOT_OURS),
@@ -545,8 +427,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "digits": (of_store(ADAM, ["7"]), ValueError, "key '7', which is unknown here"),
     **{
         name: (of_store((name, OPTIMIZERS[name][1]), [3]), ValueError, f"of optimizer '{name}', but 'adam' is set here")
-        for name in OPTIMIZERS
-        if name != "adam"
+        for name in ("sgd", "adamax")
     },
 }
 
@@ -572,7 +453,7 @@ def test_a_file_of_anything_else_is_refused_and_changes_nothing(case: str, tmp_p
             path.rmdir()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sgd", "adam", "adafactor"])
 def test_a_state_of_another_shape_is_refused_and_changes_nothing(kv: KVStore, name: str, tmp_path: Path) -> None:
     spec = (name, OPTIMIZERS[name][1])
     with create("local") as other:

@@ -43,11 +43,10 @@ def test_a_worker_that_is_killed_or_fails_starts_again_with_its_number() -> None
     assert status == 0
 
 
-@pytest.mark.parametrize("code", [2, 75, 127])
-def test_an_end_that_would_come_again_starts_no_process_again(code: int) -> None:
-    with workers(f"sys.exit({code} * rank)", "--restart-processes", "3") as run:
+def test_an_end_that_would_come_again_starts_no_process_again() -> None:
+    with workers("sys.exit(75 * rank)", "--restart-processes", "3") as run:
         status, _, errors = run.end()
-    assert status == code
+    assert status == 75
     assert not any("starts again" in line for line in errors)
 
 

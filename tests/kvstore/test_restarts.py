@@ -11,6 +11,7 @@ import pytest
 
 from gangline import launch as launch_function
 from gangline.collectives.environments import restart
+from gangline.launcher.restarts import Outcome, run_with_restarts
 from tests.kvstore.test_launch import DAEMON, PYTHON, READY, Launch, launch
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,20 +69,26 @@ def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start() -> N
         (127, "the command was not found"),
     ],
 )
-def test_an_end_that_would_come_again_restarts_nothing(code: int, reason: str) -> None:
-    with workers(f"sys.exit({code})", "--max-restarts", "3") as run:
-        status, _, errors = run.end()
-    assert status == code
-    assert errors[1:] == [f"gangline: the job is not started again: code {code} means {reason}"]
+def test_an_end_that_would_come_again_restarts_nothing(
+    code: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts: list[int] = []
+
+    def attempt(number: int) -> Outcome:
+        starts.append(number)
+        return Outcome(code)
+
+    assert run_with_restarts(attempt, 3) == code
+    assert starts == [0]
+    assert capsys.readouterr().err == f"gangline: the job is not started again: code {code} means {reason}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_restarts_nothing(number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_restarts_nothing() -> None:
     with workers(READY, "--max-restarts", "3") as run:
         run.hear("[worker 0] ready", "[worker 1] ready")
-        run.process.send_signal(number)
+        run.process.send_signal(signal.SIGTERM)
         status, _, errors = run.end()
-    assert (status, errors) == (128 + number, [f"gangline: {number.name}; stopping the other processes"])
+    assert (status, errors) == (128 + signal.SIGTERM, ["gangline: SIGTERM; stopping the other processes"])
 
 
 def test_the_logs_of_all_starts_are_kept(tmp_path: Path) -> None:

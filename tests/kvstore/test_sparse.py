@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import KVStore, RowSparse, create
 from tests.kvstore import keyed
-from tests.kvstore.keyed import bits
 
 STORES = ["local", "device"]
 LIMIT = 20.0
@@ -138,18 +137,6 @@ def test_rows_of_any_shape(kv: KVStore, shape: tuple[int, ...]) -> None:
     assert torch.equal(pulled(kv, like=torch.ones(shape)), dense(part))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64],
-    ids=str,
-)
-def test_rows_of_any_type_keep_it(kv: KVStore, dtype: torch.dtype) -> None:
-    part = RowSparse([3, 0, 3], torch.ones(3, 2).to(dtype), (4, 2))
-    kv.init("w", torch.ones(4, 2).to(dtype))
-    kv.push("w", part)
-    assert torch.equal(pulled(kv, like=torch.ones(4, 2).to(dtype)), dense(part))
-
-
 @pytest.mark.parametrize("more", ["rows only", "beside a dense value"])
 def test_half_precision_rows_are_summed_in_float32(kv: KVStore, more: str) -> None:
     values = torch.tensor([[2048.0], [1.0], [1.0]], dtype=torch.float16)
@@ -208,9 +195,7 @@ def test_pushpull_pushes_rows_and_pulls_all(kv: KVStore) -> None:
 PUSHES: dict[str, tuple[Any, type[Exception], str]] = {
     "shape": (sparse([1], rows=7), ValueError, r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)"),
     "dtype": (sparse([1], dtype=torch.float64), ValueError, "'w' has dtype torch.float32.*float64"),
-    "coo shape": (sparse([1], rows=7).to_coo(), ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "elements": (table().to_sparse(), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
-    "one device": ([sparse([1]), sparse([1], rows=7)], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
 }
 
 
@@ -362,29 +347,11 @@ def rows_of(ids: Sequence[int], step: int, device: int) -> RowSparse:
     return RowSparse(torch.tensor(ids, dtype=torch.int64), numbers.double() / 7.0 - 0.6, (ROWS, WIDTH))
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam"])
-def test_other_rows_and_their_state_are_unchanged(kv: KVStore, name: str) -> None:
-    start(kv, (name, (OPTIMIZERS | TORCHS)[name][1]), torch.float32)
-    for step in range(2 * len(NAMED)):
-        before, state_before = pulled(kv), of_rows(kv)
-        kv.push("w", [gradient(step, device, torch.float32) for device in range(2)])
-        after, state_after = pulled(kv), of_rows(kv)
-        named = set(NAMED[step % len(NAMED)])
-        for row in range(ROWS):
-            assert (bits(before[row]) == bits(after[row])) == (row not in named), f"row {row}, step {step}"
-            if row in named:
-                continue
-            for place, value in state_before.items():
-                if by_row(value):
-                    assert bits(value[row]) == bits(state_after[place][row]), f"{place} of row {row}, step {step}"
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_torchs_own_sparse_optimizers_agree(kv: KVStore, name: str) -> None:
-    optimizer_class, arguments = TORCHS[name]
+def test_torchs_own_sparse_optimizer_agrees(kv: KVStore) -> None:
+    optimizer_class, arguments = TORCHS["sparseadam"]
     weight = table(dtype=torch.float64)
     optimizer = optimizer_class([weight], **arguments)
-    start(kv, (name, arguments))
+    start(kv, ("sparseadam", arguments))
     for step in range(2 * len(NAMED)):
         parts = [gradient(step, device) for device in range(3)]
         kv.push("w", [parts[0], parts[1].to_coo(), parts[2]])
@@ -394,15 +361,6 @@ def test_torchs_own_sparse_optimizers_agree(kv: KVStore, name: str) -> None:
     for place, value in of_rows(kv).items():
         expected = optimizer.state[weight][place]
         torch.testing.assert_close(value, torch.as_tensor(expected).to(value.dtype), rtol=1e-12, atol=1e-12)
-
-
-def test_a_late_row_starts_from_the_initial_accumulator(kv: KVStore) -> None:
-    start(kv, ("adagrad", {"lr": 0.1, "eps": 0.0, "initial_accumulator_value": 0.5}))
-    kv.push("w", RowSparse([1], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
-    kv.push("w", RowSparse([5], torch.ones(1, WIDTH).double(), (ROWS, WIDTH)))
-    assert of_rows(kv)["sum"][:, 0].tolist() == [0.5, 1.5, 0.5, 0.5, 0.5, 1.5]
-    change = (table(dtype=torch.float64) - double(kv))[:, 0]
-    torch.testing.assert_close(change[[1, 5]], torch.full((2,), 0.1 / 1.5**0.5).double())
 
 
 def test_a_late_row_starts_from_the_initial_step_size_of_its_key(kv: KVStore) -> None:
@@ -497,26 +455,18 @@ def test_optimizers_refuse_gradients_of_the_other_kind_by_name(
 # -- row_sparse_pull --------------------------------------------------------------------------------------------------
 
 ROW_IDS: dict[str, tuple[Any, list[int]]] = {
-    "one": ([4], [4]),
-    "unsorted": ([4, 0, 2], [0, 2, 4]),
     "repeated": ([4, 1, 4, 4], [1, 4]),
     "empty list": ([], []),
     "empty tensor": (torch.tensor([]), []),
-    "empty int tensor": (torch.zeros(0, 3, dtype=torch.int64), []),
     "two axes": (torch.tensor([[5, 1], [1, 0]]), [0, 1, 5]),
     "no axes": (torch.tensor(3), [3]),
     "a number": (3, [3]),
-    "int32": (torch.tensor([5, 2], dtype=torch.int32), [2, 5]),
     "uint8": (torch.tensor([5, 2], dtype=torch.uint8), [2, 5]),
-    "numpy": (np.array([[5, 2], [2, 0]]), [0, 2, 5]),
-    "numpy int32": (np.array([5, 2], np.int32), [2, 5]),
     "numpy uint32": (np.array([5, 2], np.uint32), [2, 5]),
     "numpy numbers": ([np.int64(5), 2], [2, 5]),
     "numpy, backwards": (np.array([5, 2, 0])[::-1], [0, 2, 5]),
     "numpy, read-only": (np.frombuffer(np.array([5, 2]).tobytes(), np.int64), [2, 5]),
-    "tuple": ((5, 2), [2, 5]),
     "strided": (torch.arange(6)[::2], [0, 2, 4]),
-    "all": (torch.arange(ROWS), list(range(ROWS))),
 }
 
 
@@ -579,20 +529,6 @@ def test_numpy_outs_and_strided_ones_are_written_in_place(kv: KVStore) -> None:
     assert (wide[[0, 2, 4, 5]] == 99).all()
 
 
-def test_async_row_pulls_wait_for_pushes_of_their_key(kv: KVStore) -> None:
-    outs = [empty_rows() for _ in range(3)]
-    works = [kv.init("w", table(), async_op=True), kv.row_sparse_pull("w", outs[0], row_ids=[4], async_op=True)]
-    works.append(kv.push("w", sparse([4, 1]), priority=-3, async_op=True))
-    works.append(kv.row_sparse_pull("w", outs[1], 9, row_ids=[4, 0], async_op=True))
-    works.append(kv.push("w", table() * 2, async_op=True))
-    works.append(kv.row_sparse_pull("w", outs[2], row_ids=[4], async_op=True))
-    for work in works:
-        work.wait(LIMIT)
-    assert torch.equal(outs[0].values, table()[[4]])
-    assert torch.equal(outs[1].to_dense()[[0, 4]], dense(sparse([4, 1]))[[0, 4]])
-    assert torch.equal(outs[2].values, table()[[4]] * 2)
-
-
 G = torch.full((ROWS, WIDTH), 7.0)
 """An output that no refused call may write to."""
 
@@ -604,25 +540,16 @@ PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "bool ids": ("w", G, [True], TypeError, r"'w' has row numbers of .*bool"),
     "no ids": ("w", G, None, TypeError, r"no row_ids; expected the rows' numbers \(pull\(\) gives all rows\)"),
     "unknown": ("nope", G, [1], KeyError, "'nope' was not initialised"),
-    "shape": (
-        "w",
-        torch.zeros(7, 3),
-        [1],
-        ValueError,
-        r"'w' has shape \(6, 3\), but got a tensor of shape \(7, 3\)",
-    ),
     "shape of rows": ("w", empty_rows(7), [1], ValueError, r"'w' has shape \(6, 3\).*\(7, 3\)"),
     "dtype": ("w", G.double(), [1], ValueError, "'w'.*float32.*float64"),
     "one out": ("w", [G, G[:5]], [1], ValueError, r"'w'.*\(5, 3\)"),
     "sparse out": ("w", G.to_sparse(1), [1], ValueError, "'w'.*sparse_coo"),
-    "bool key": (True, G, [1], TypeError, "key is True"),
     "number": ("w", 3.0, [1], TypeError, "'w'.*float"),
     "no outs": ("w", [], [1], ValueError, "'w' has an empty list"),
     "too few ids": ("w", [G] * 3, [G[:1].long()] * 2, ValueError, "'w' has 3 tensors to pull into, but 2 row_ids"),
     "too few outs": (["w", "v"], [G], [[1], [1]], ValueError, "2 keys got 1 values"),
     "ids for one key": (["w", "v"], [G, G], [[1]], ValueError, "2 keys got 1 values"),
     "one for all keys": (["w", "v"], [G, G], torch.tensor([1]), TypeError, "2 keys got a Tensor"),
-    "last key": (["w", "v"], [G, G], [[1], [6]], ValueError, "'v' names row 6"),
     "last out": ("w", [G, G], [torch.tensor([1]), torch.tensor([6])], ValueError, "'w' names row 6"),
     "no rows": ("s", torch.zeros(()), [], ValueError, "'s' has no axes"),
 }
@@ -641,18 +568,6 @@ def test_a_wrong_row_pull_is_named_at_once_and_writes_nothing(kv: KVStore, case:
     out = empty_rows()
     kv.row_sparse_pull("v", out, row_ids=[4])
     assert torch.equal(out.values, table()[[4]] * 2)
-
-
-def test_a_closed_store_refuses_rows_and_an_open_one_bad_priorities(kv: KVStore) -> None:
-    kv.init("w", table())
-    for priority in ("high", True, None):
-        with pytest.raises(TypeError, match=f"priority is {priority!r}"):
-            kv.row_sparse_pull("w", G, priority, [1])  # type: ignore[arg-type]
-    assert (G == 7).all()
-    kv.close()
-    for call in (lambda: kv.push("w", sparse([1])), lambda: kv.row_sparse_pull("w", G, row_ids=[1])):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
 
 
 # -- against a plain dictionary ---------------------------------------------------------------------------------------
@@ -791,20 +706,6 @@ def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> 
     with Elements() as counted:
         kv.push("w", parts)
     assert 0 < counted.most <= 4 * WIDTH * devices
-
-
-def test_pushing_100_of_a_million_rows_costs_100_rows(kv: KVStore) -> None:
-    shape, dtype = (1_000_000, 64), torch.float16
-    part = RowSparse(torch.arange(100) * 9_999, torch.ones(100, 64, dtype=dtype), shape)
-    out = RowSparse([], torch.zeros(0, 64, dtype=dtype), shape)
-    kv.init("w", torch.zeros(1, 1, dtype=dtype).expand(shape))
-    kv.set_optimizer(("sgd", {"lr": 1.0, "momentum": 0.5}))
-    kv.push("w", part)
-    with Elements() as counted:
-        kv.push("w", part)
-        kv.row_sparse_pull("w", out, row_ids=part.indices)
-    assert 0 < counted.most <= 100 * 64
-    assert torch.equal(out.values, torch.full((100, 64), -2.5, dtype=dtype))
 
 
 @pytest.mark.parametrize("out", ["rows", "dense"])

@@ -107,17 +107,6 @@ def test_a_frozen_parameter_stays_and_one_freed_later_is_refused_by_name() -> No
         trainer.step(1)
 
 
-def test_weights_written_between_steps_are_used() -> None:
-    model, other = network(), network(1)
-    trainer = Trainer(model, "sgd", {"learning_rate": 1.0}, "local")
-    model.load_state_dict(other.state_dict())
-    model[0].bias.grad = torch.ones_like(model[0].bias)
-    trainer.step(3)
-    expected = weights(other)
-    expected[1] -= 1
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), expected, strict=True))
-
-
 def test_rates_and_states(tmp_path: Path) -> None:
     model = network()
     trainer = Trainer(model, "adam", {"learning_rate": 0.25}, "local")

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gangline import Communicator, kvstore, spawn
+from gangline import Communicator, kvstore
 from gangline.kvstore import KVStore
 from tests.collectives.stage import Actor, Stage
+from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
-
-Play = Callable[..., Any]
 
 
 def said(call: Callable[[], Any]) -> list[str]:
@@ -26,38 +25,18 @@ def said(call: Callable[[], Any]) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-def _in_communicator(comm: Communicator, play: Play, args: tuple[Any, ...]) -> Any:
-    with kvstore.create("allreduce", communicator=comm) as kv:
-        return play(kv, *args)
-
-
-def _in_job(play: Play, args: tuple[Any, ...]) -> Any:
-    with kvstore.create("dist_sync") as kv:
-        return play(kv, *args)
-
-
-def work(name: str, play: Play, size: int, *args: Any) -> list[Any]:
-    """Run ``play(kv, *args)`` on workers of a store and return their results."""
-    if name == "allreduce":
-        return spawn(_in_communicator, size, play, args, threads=1)
-    return run_job(_in_job, size, 1, play, args)
-
-
-both = pytest.mark.parametrize("name", ["allreduce", "dist_sync"])
-
-
 # Names
 
 
 def _different_calls(kv: KVStore) -> list[list[str]]:
     first = kv.rank == 0
     return [
-        said(kv.barrier if first else lambda: kv.init("a", torch.zeros(2))),
+        said(kv.barrier if first else lambda: kv.init("named", torch.zeros(2))),
         said(lambda: kv.exchange(b"1")) if first else said(kv.barrier),
         said(lambda: kv.group.all_gather(1, "end of epoch" if first else "step")),
         said(lambda: kv.group.gather(1, "parts") if first else kv.group.all_gather(1, "parts")),
         said(lambda: kv.group.broadcast(1, "save_checkpoint") if first else kv.group.broadcast(1, "step")),
-        said(lambda: kv.init("a", torch.zeros(2))),  # works as before
+        said(lambda: kv.init("named", torch.zeros(2))),  # works as before
     ]
 
 
@@ -71,9 +50,8 @@ NAMES = [
 ]
 
 
-@both
-def test_different_calls_that_meet_are_an_error_of_all_ranks_that_names_both(name: str) -> None:
-    results = work(name, _different_calls, 3)
+def test_different_calls_that_meet_are_an_error_of_all_ranks_that_names_both(told: Told) -> None:
+    results = told[_different_calls.__name__]
     for found in results:
         assert found == results[0]
         assert [kind for kind, _ in found] == ["MismatchError"] * 5 + ["returned"]
@@ -107,12 +85,10 @@ REFUSALS = [
 ]
 
 
-@both
-def test_a_call_that_one_rank_refuses_fails_on_all_ranks_with_the_reason(name: str) -> None:
-    results = work(name, _refused, 3)
-    for rank, found in enumerate(results):
+def test_a_call_that_one_rank_refuses_fails_on_all_ranks_with_the_reason(told: Told) -> None:
+    for rank, found in enumerate(told[_refused.__name__]):
         for (kind, text), (own, words) in zip(found, REFUSALS, strict=False):
-            if rank != 1 or name == "allreduce":
+            if rank != 1 or told["name"] == ["allreduce"] * 3:
                 assert (kind, f"rank 1 of 3: {words}" in text) == ("MismatchError", True), text
             else:
                 assert (kind, text != "") == (own, True), text
@@ -121,37 +97,38 @@ def test_a_call_that_one_rank_refuses_fails_on_all_ranks_with_the_reason(name: s
 
 
 def _refused_push(kv: KVStore) -> list[Any]:
-    kv.init("a", torch.zeros(2))
-    found = [said(lambda: kv.push("a", torch.ones(3 if kv.rank == 1 else 2)))]
+    kv.init("w", torch.zeros(2))
+    found = [said(lambda: kv.push("w", torch.ones(3 if kv.rank == 1 else 2)))]
     out = torch.empty(2)
-    found.append(said(lambda: kv.pull("a", out)))
-    kv.push("a", torch.ones(2))
-    kv.pull("a", out)
+    found.append(said(lambda: kv.pull("w", out)))
+    kv.push("w", torch.ones(2))
+    kv.pull("w", out)
     return [*found, out.tolist()]
 
 
-@both
-def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(name: str) -> None:
-    for rank, (pushed, pulled, value) in enumerate(work(name, _refused_push, 3)):
-        words = "key 'a' has shape (2,), but got a tensor of shape (3,)"
-        failed = pushed if name == "allreduce" or rank == 1 else pulled
-        assert failed[0] == ("MismatchError" if name == "allreduce" or rank != 1 else "ValueError")
+def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(told: Told) -> None:
+    fails_at_once = told["name"] == ["allreduce"] * 3
+    for rank, (pushed, pulled, value) in enumerate(told[_refused_push.__name__]):
+        words = "key 'w' has shape (2,), but got a tensor of shape (3,)"
+        failed = pushed if fails_at_once or rank == 1 else pulled
+        assert failed[0] == ("MismatchError" if fails_at_once or rank != 1 else "ValueError")
         assert words in failed[1]
         assert value == [3.0, 3.0]
 
 
-def _late_error(kv: KVStore) -> list[list[str]]:
+def _late_error() -> list[list[str]]:
     found = []
-    for call in (kv.barrier, lambda: kv.set_optimizer("sgd"), lambda: kv.group.all_gather(1, "step")):
-        if kv.rank == 1:
-            kv._keep_late_error(ValueError("a push was lost"))  # type: ignore[attr-defined]
-        found.append(said(call))
-    kv.barrier()
+    with kvstore.create("dist_sync") as kv:
+        for call in (kv.barrier, lambda: kv.set_optimizer("sgd"), lambda: kv.group.all_gather(1, "step")):
+            if kv.rank == 1:
+                kv._keep_late_error(ValueError("a push was lost"))  # type: ignore[attr-defined]
+            found.append(said(call))
+        kv.barrier()
     return found
 
 
 def test_an_error_of_an_earlier_push_on_one_rank_fails_the_next_call_of_all() -> None:
-    first, second = work("dist_sync", _late_error, 2)
+    first, second = run_job(_late_error, 2, 1)
     assert second == [["ValueError", "a push was lost"]] * 3
     for (kind, text), name in zip(first, ("barrier", "set_optimizer", "step"), strict=True):
         assert (kind, f"rank 1 of 2: {name} was refused: a push was lost" in text) == ("MismatchError", True)
@@ -172,9 +149,8 @@ def _gathered(kv: KVStore) -> list[Any]:
     return [group.broadcast(kv.rank, "from 2", 2), group.broadcast([1, None] if kv.rank == 0 else None, "from 0")]
 
 
-@both
-def test_plain_data_and_tensors_are_gathered_and_broadcast(name: str) -> None:
-    assert work(name, _gathered, 3) == [[2, [1, None]]] * 3
+def test_plain_data_and_tensors_are_gathered_and_broadcast(told: Told) -> None:
+    assert told[_gathered.__name__] == [[2, [1, None]]] * 3
 
 
 def _watch_deaths(comm: Communicator, path: str) -> None:
@@ -208,6 +184,20 @@ def _failing_rank(kv: KVStore) -> list[str]:
     return said(lambda: kv.group.run_on_rank(fail, "reading", 1))
 
 
-@both
-def test_an_error_of_one_rank_keeps_its_type_on_the_others(name: str) -> None:
-    assert work(name, _failing_rank, 2) == [["FileNotFoundError", "no such file: weights"]] * 2
+def test_an_error_of_one_rank_keeps_its_type_on_the_others(told: Told) -> None:
+    assert told[_failing_rank.__name__] == [["FileNotFoundError", "no such file: weights"]] * 3
+
+
+PLAYS = [_different_calls, _refused, _refused_push, _gathered, _failing_rank]
+Told = dict[str, list[Any]]
+"""What the three workers of a store found, by the name of the play."""
+
+
+def play_all(kv: KVStore) -> dict[str, Any]:
+    return {"name": kv.type} | {play.__name__: play(kv) for play in PLAYS}
+
+
+@pytest.fixture(scope="module", params=["allreduce", "dist_sync"])
+def told(request: pytest.FixtureRequest) -> Told:
+    found = run(request.param, 3, 1, [play_all])
+    return {name: [of_rank[name] for (of_rank,) in found] for name in found[0][0]}

@@ -1,4 +1,4 @@
-"""Test cases that the workers of one parameter-server job run one after another."""
+"""Test cases that the workers of one job of any store run one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gangline import kvstore
+from gangline import Communicator, kvstore, spawn
 from gangline.kvstore import KVStore
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -34,12 +34,26 @@ def play(name: str, cases: Sequence[Case], options: dict[str, Any]) -> list[Any]
     return told
 
 
-def check(name: str, workers: int, servers: int, cases: Sequence[Case], **options: Any) -> None:
-    """Run a job's cases and check that each returns the same on all workers."""
-    told = run_job(play, workers, servers, name, list(cases), options)
-    for index, case in enumerate(cases):
-        of_case = [of_rank[index] for of_rank in told]
-        for rank, one in enumerate(of_case):
+def play_in(comm: Communicator, cases: Sequence[Case]) -> list[Any]:
+    return play("allreduce", cases, {"communicator": comm})
+
+
+def run(name: str, workers: int, servers: int, cases: Sequence[Case], **options: Any) -> list[list[Any]]:
+    """Run a job's cases and return their results by worker; an allreduce store has no servers."""
+    if name == "allreduce":
+        told = spawn(play_in, workers, list(cases), threads=1)
+    else:
+        told = run_job(play, workers, servers, name, list(cases), options)
+    for rank, of_rank in enumerate(told):
+        for case, one in zip(cases, of_rank, strict=True):
             if isinstance(one, Failure):
                 pytest.fail(f"{case.__name__} on rank {rank}:\n{one}")
+    return told
+
+
+def check(name: str, workers: int, servers: int, cases: Sequence[Case], **options: Any) -> None:
+    """Run a job's cases and check that each returns the same on all workers."""
+    told = run(name, workers, servers, cases, **options)
+    for index in range(len(cases)):
+        of_case = [of_rank[index] for of_rank in told]
         assert all(one == of_case[0] for one in of_case), of_case

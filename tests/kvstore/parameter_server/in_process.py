@@ -6,14 +6,13 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 from unittest.mock import patch
 
-import pytest
 import zmq
 
 from gangline.collectives.errors import StallError
@@ -202,24 +201,3 @@ class RawClient:
 def raw_clients(members: Sequence[SchedulerClient], **options: Any) -> list[RawClient]:
     """Connect to the first server as each of the workers."""
     return [RawClient.of_worker(member, **options) for member in members]
-
-
-@contextmanager
-def stores(
-    count: int, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[DistStore], object] = lambda _: None, **options: Any
-) -> Iterator[list[DistStore]]:
-    """Create the stores of all workers of a job in this process, in rank order, and call ``prepare`` with each."""
-    with Job(count) as job:
-        monkeypatch.setenv("DMLC_ROLE", "worker")
-        monkeypatch.setenv("DMLC_PS_ROOT_URI", "127.0.0.1")
-        monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(job.scheduler.port))
-        monkeypatch.setenv("DMLC_NUM_WORKER", str(count))
-        monkeypatch.setenv("DMLC_NUM_SERVER", "1")
-        made = job.at_once(*[lambda: DistStore(**{"name": "dist_sync", "timeout": LIMIT, **options})] * count)
-        made.sort(key=lambda kv: kv.rank)
-        try:
-            job.at_once(*[lambda kv=kv: prepare(kv) for kv in made])
-            yield made
-        finally:
-            for kv in made:
-                kv.close()

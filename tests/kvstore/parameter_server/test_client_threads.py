@@ -16,7 +16,7 @@ from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.client.pending import PendingRequests
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import Command
-from tests.kvstore.parameter_server.in_process import LIMIT, Job, stores
+from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(110)
 FULL = OSError(errno.EMFILE, "Too many open files")
@@ -31,7 +31,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_a_worker_that_cannot_open_shared_memory_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "open_offered", raising(FULL))
-    with stores(1, monkeypatch) as (kv,):
+    with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         kv.init("a", torch.zeros(20_000))
         assert kv._servers.shares_memory == [False]
         out = torch.empty(20_000)
@@ -43,7 +43,9 @@ def test_a_worker_that_cannot_open_shared_memory_uses_sockets(monkeypatch: pytes
 def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stores(2, monkeypatch, lambda kv: kv.init("a", torch.zeros(20_000))) as (kv, _):
+    with Job(2) as job:
+        kv, other = stores = job.stores(timeout=LIMIT)
+        job.each(stores, lambda kv: kv.init("a", torch.zeros(20_000)))
         kv.push("a", torch.ones(20_000))
         pending = kv.pull("a", torch.empty(20_000), async_op=True)  # the other worker does not push
         for connection in kv._servers._connections:
@@ -59,10 +61,12 @@ def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
             assert "worker 0 cannot exchange messages with its servers any more" in str(raised.value)
             assert str(error) in str(raised.value)
         assert raised.value.__cause__ is error
+        kv.close()
+        other.close()
 
 
-def test_a_request_that_cannot_be_packed_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stores(1, monkeypatch) as (kv,):
+def test_a_request_that_cannot_be_packed_fails_alone() -> None:
+    with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         works = [Work("odd"), Work("even")]
         for work, payload in zip(works, [object(), b""], strict=True):
             with PendingRequests(work, "command") as pending:
@@ -80,8 +84,8 @@ def test_a_request_that_cannot_be_packed_fails_alone(monkeypatch: pytest.MonkeyP
             works[1].wait(LIMIT)
 
 
-def test_a_work_ends_whose_requests_are_submitted_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stores(1, monkeypatch) as (kv,):
+def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:
+    with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         kv._servers.close()
         work = Work("late")
         with PendingRequests(work, "late") as pending:
@@ -91,6 +95,8 @@ def test_a_work_ends_whose_requests_are_submitted_after_close(monkeypatch: pytes
 
 
 def test_an_error_of_the_schedulers_client_fails_waiting_and_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")  # the job ends when the worker that fails counts as dead
+    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
     with Job(2) as job:
         zero, _ = job.members()
         waiting = job.later(lambda: zero.exchange(b"", "barrier"))

@@ -157,8 +157,11 @@ def test_memory_of_something_else_is_refused() -> None:
 
 
 def test_a_process_that_is_killed_anywhere_leaves_a_whole_number_of_updates(memory: Callable[[], KeptMemory]) -> None:
+    spec = ("sgd", {"learning_rate": 1.0, "momentum": 0.5})
+    expected = Start(KeptMemory(os.memfd_create("gangline", os.MFD_ALLOW_SEALING)), spec)
     with torch.no_grad():
-        Start(memory(), ("sgd", {"learning_rate": 1.0, "momentum": 0.5})).update(0.0)
+        for start in (Start(memory(), spec), expected):
+            start.update(0.0)
     for microseconds in range(100, 4000, 300):
         child = os.fork()
         if not child:  # it only updates until it is killed
@@ -171,12 +174,7 @@ def test_a_process_that_is_killed_anywhere_leaves_a_whole_number_of_updates(memo
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGALRM
         found = Start(memory())
-        expected = Start(
-            KeptMemory(os.memfd_create("gangline", os.MFD_ALLOW_SEALING)),
-            ("sgd", {"learning_rate": 1.0, "momentum": 0.5}),
-        )
         with torch.no_grad():
-            expected.update(0.0)
-            for _ in range(found.shard.closed - 1):
+            for _ in range(found.shard.closed - expected.shard.closed):
                 expected.update(1.0)
         check_same(found.state(), expected.state())

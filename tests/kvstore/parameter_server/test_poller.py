@@ -42,24 +42,6 @@ def until(poller: Poller, source: object, tries: int = 100) -> bool:
     return any(source in poller.wait(100, spin) for _ in range(tries) for spin in (0.0, SPIN_SECONDS))
 
 
-def test_a_descriptor_is_reported_while_it_is_readable(
-    poller: Poller, ends: tuple[socket.socket, socket.socket]
-) -> None:
-    near, far = ends
-    poller.add(near.fileno())
-    assert poller.wait(0) == set()
-    far.send(b"12")
-    for spin in (0.0, SPIN_SECONDS):
-        assert poller.wait(1000, spin) == {near.fileno()}
-    near.recv(1)
-    assert poller.wait(0) == {near.fileno()}
-    near.recv(1)
-    assert poller.wait(0) == set()
-    far.send(b"3")
-    poller.remove(near.fileno())
-    assert poller.wait(0) == set()
-
-
 def test_a_writable_descriptor_is_reported_on_request(
     poller: Poller, ends: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -76,13 +58,6 @@ def test_a_writable_descriptor_is_reported_on_request(
     assert poller.wait(0) == {near.fileno()}
     poller.poll_writable(near.fileno(), writable=False)
     assert poller.wait(0) == set()
-
-
-def test_a_closed_peer_is_reported(poller: Poller, ends: tuple[socket.socket, socket.socket]) -> None:
-    near, far = ends
-    poller.add(near.fileno())
-    far.close()
-    assert poller.wait(1000) == {near.fileno()}
 
 
 def test_messages_that_arrived_before_add_are_reported(
@@ -125,19 +100,3 @@ def test_descriptors_and_sockets_are_reported_together(
     finally:
         poller.remove(event_fd)
         os.close(event_fd)
-
-
-def test_before_sleep_is_called_only_if_nothing_is_ready(
-    poller: Poller, ends: tuple[socket.socket, socket.socket]
-) -> None:
-    near, far = ends
-    poller.add(near.fileno())
-    called = []
-
-    def last() -> None:
-        called.append(1)
-        far.send(b"x")
-
-    assert poller.wait(10_000, SPIN_SECONDS, last) == {near.fileno()}
-    assert poller.wait(10_000, SPIN_SECONDS, last) == {near.fileno()}  # it was ready already
-    assert called == [1]

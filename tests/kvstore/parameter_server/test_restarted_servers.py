@@ -24,6 +24,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 from tests.kvstore.parameter_server.processes import RoleProcess
+from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
 from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
@@ -250,6 +251,7 @@ def one_pulls(steps: int) -> tuple[dict[str, Tensor]]:
         return (outs,)
 
 
+@pytest.mark.slow
 def test_a_push_that_is_yet_to_be_repeated_is_not_taken_for_a_forgotten_one(tmp_path: Path) -> None:
     check_equal(tmp_path, ["update 4", "pull 2", "push-taken 3", "update 5"], one_pulls, 6)
 
@@ -313,25 +315,12 @@ def test_an_async_push_counts_once_though_servers_are_killed(
             assert torch.equal(table if spec else -table, every_push(steps))
 
 
-LOOP = """\
-import hashlib, torch, gangline
-torch.set_num_threads(1)
-with gangline.create("dist_sync") as kv:
-    kv.init([0, 1], [torch.zeros(10), torch.zeros(300_000)])
-    kv.set_optimizer(("adam", {"learning_rate": 0.01}))
-    outs = [torch.zeros(10), torch.zeros(300_000)]
-    for step in range(12):
-        kv.pushpull([0, 1], [torch.cos(out + kv.rank + step) for out in outs], outs)
-    print(hashlib.sha256(outs[0].numpy().tobytes() + outs[1].numpy().tobytes()).hexdigest())
-"""
-
-
 @pytest.mark.slow
 def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for script in ("", "server 0 kill at update 9; server 1 kill at values 5; server 0.1 kill at close 6"):
         monkeypatch.setenv("GANGLINE_FAULT", script)
-        words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP)
+        words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP, "dist_sync")
         with launch(*words) as job:
             status, out, errors = job.end(100)
         assert status == 0

@@ -177,12 +177,9 @@ def _pairs(points: dict[str, str]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        *[
-            ("server 0", "update 3"),
-            ("scheduler", "barrier 1"),
-            pytest.param("worker 1", "push-sent 5", marks=pytest.mark.slow),
-        ],
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in _pairs(_KILLS) if pair != ("scheduler", "barrier 1")),
+        ("server 0", "update 3"),
+        pytest.param("worker 1", "push-sent 5", marks=pytest.mark.slow),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in _pairs(_KILLS)),
     ],
 )
 def test_a_process_killed_at_a_point_is_named(victim: str, point: str) -> None:

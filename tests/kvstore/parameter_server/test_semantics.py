@@ -193,6 +193,10 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         kv.push_weighted(key, None if kv.rank else out.fill_(3.0 * n), 5.0)  # the samples of absent workers count
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]
+        spoilt = torch.full((numel,), torch.nan if kv.rank == 0 else 3.0, dtype=torch.float64)
+        kv.push_weighted(key, spoilt, float(kv.rank > 0))  # weight 0: no influence
+        kv.pull(key, out)
+        assert out.unique().tolist() == [3.0]
         kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]  # no worker has a value: it stays
@@ -269,26 +273,35 @@ def rounds_go_on_without_joined_workers(kv: KVStore) -> int:
     return last
 
 
-SYNC = [
+ALL = [
     a_second_init_is_refused,
-    dtypes_that_servers_do_not_hold_are_refused,
     unknown_keys_are_refused,
     values_that_do_not_fit_are_refused_before_they_are_sent,
     differences_are_the_same_error_on_all,
-    keys_mean_the_same_in_any_order,
-    a_worker_ahead_waits_for_its_round,
-    later_pushes_of_a_key_may_be_more_urgent,
     assigned_values_follow_the_open_round,
     weights_make_a_round_a_mean,
     specs_that_differ_are_the_same_error_on_all,
-    rounds_go_on_without_joined_workers,
     the_learning_rate_of_rank_0_is_sent_with_pushes,
+]
+"""Cases of each store."""
+SYNC = [
+    *ALL[:-1],
+    dtypes_that_servers_do_not_hold_are_refused,
+    keys_mean_the_same_in_any_order,
+    a_worker_ahead_waits_for_its_round,
+    later_pushes_of_a_key_may_be_more_urgent,
+    rounds_go_on_without_joined_workers,
+    ALL[-1],  # its optimizer stays
 ]
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(3, 2), pytest.param(5, 3, marks=pytest.mark.slow)])
 def test_sync(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
+
+
+def test_over_collectives() -> None:
+    check("allreduce", 3, 0, ALL)
 
 
 @pytest.mark.slow

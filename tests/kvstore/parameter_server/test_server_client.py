@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import zmq
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.work import Work
@@ -177,22 +176,6 @@ def test_a_request_larger_than_the_window_is_sent_alone(client: ServerClient, se
     assert shards(server) == [0, 1]
 
 
-def test_unanswered_requests_are_repeated_under_the_same_number(client: ServerClient, server: Server) -> None:
-    over: list[int] = []
-    client.submit(push(0, 0, 10, over))
-    client.submit(push(1, 0, 10, over))
-    assert shards(server) == [0, 1]
-    first, second = server.pushes()
-    server.send(Ack([first.sequence]))
-    client.wait(lambda: over == [0])
-    server.hang_up()
-    client.wait(lambda: len(server.pushes()) == 3)
-    assert server.pushes()[-1] == second
-    assert isinstance(server.received[-2], Hello)
-    server.send(Ack([second.sequence, first.sequence]))  # a repeated answer does no harm
-    client.wait(lambda: over == [0, 1])
-
-
 def test_errors_of_dead_and_silent_servers_name_the_call(
     client: ServerClient, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,13 +208,6 @@ def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
     assert isinstance(told[0], DeadNodeError)
     assert str(told[0]) == f"worker 0 {why} (worker 0 waited in push 7)"
     assert why in scheduler.reasons  # with which it has left the job
-
-
-def test_a_request_to_a_server_known_to_be_dead_fails_at_once(client: ServerClient, scheduler: SimpleNamespace) -> None:
-    scheduler.gone["server", 0] = ""
-    request, told = failing(9)
-    client.submit(request)
-    assert [str(error) for error in told] == ["server 0 has left the job (worker 0 waited in push 9)"]
 
 
 def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, server: Server) -> None:
@@ -270,17 +246,6 @@ def test_a_request_that_completes_when_sent_does_not_complete_before(client: Ser
     server.send(Ack([server.pushes()[1].sequence]))
 
 
-def test_close_names_what_was_not_delivered(client: ServerClient) -> None:
-    for number in range(6):  # four are in flight, two wait for the window
-        request = push(number, 0, 4 * MIB, [])
-        request.completes_when_sent = True
-        client.submit(request)
-    text = "closed its store, but servers may not have received push 0, push 1, .*, push 5 within 0.05 s"
-    with pytest.raises(StallError, match=text):
-        client.close(0.05)
-    client.close()  # it is closed all the same
-
-
 def test_a_refused_hello_is_an_error_at_once(
     server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,9 +279,3 @@ def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
     assert [str(error) for error in told] == ["the store was closed"]
     with pytest.raises(RuntimeError, match="closed"):
         client.submit(push(1, 0, 10, []))
-
-
-def test_close_terminates_the_context(server: Server, client: ServerClient) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = client._context
-    client.close()
-    assert context.closed

@@ -1,4 +1,4 @@
-"""The dist stores in real processes: results of rounds, bit for bit."""
+"""The stores of several workers in real processes: results of rounds, bit for bit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ def same(got: Tensor, expected: Tensor) -> None:
 
 
 def rounds_of_every_dtype(kv: KVStore) -> None:
-    for dtype in (*FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8):
-        for numel in (0, 1, SMALL, CUT):
+    large, more = CUT, tuple[torch.dtype, ...]()
+    if not isinstance(kv, DistStore):
+        large, more = 100_003, (torch.int16, torch.complex64, torch.complex128)
+    for dtype in (*FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8, *more):
+        for numel in (0, 1, SMALL, large):
             key = f"{dtype} {numel}"
             kv.init(key, torch.full((numel,), 5, dtype=dtype))
             out = torch.empty(numel, dtype=dtype)
@@ -82,6 +85,12 @@ def values_of_rank_0_are_used(kv: KVStore) -> None:
         out = torch.empty(shape)
         kv.pull(key, out)
         same(out, torch.full(shape, value))
+    kv.broadcast("sent", torch.full((3,), float(kv.rank + 1)), out)
+    same(out, torch.ones(3))
+    kv.init("later", out, async_op=True)
+    kv.push("later", torch.full((3,), kv.rank + 1.0), async_op=True)
+    kv.pull("later", out)
+    same(out, torch.full((3,), kv.num_workers * (kv.num_workers + 1) / 2))
 
 
 def lists_of_keys_and_devices(kv: KVStore) -> None:
@@ -95,6 +104,19 @@ def lists_of_keys_and_devices(kv: KVStore) -> None:
         expected = total(size, kv.num_workers, 1) + total(size, kv.num_workers, 2)
         for out in pair:
             same(out, expected)
+    twice = [ramp(sizes[1], kv.rank), ramp(sizes[2], kv.rank), ramp(sizes[1], kv.rank, 3)]
+    kv.push([keys[1], keys[2], keys[1]], twice)
+    kv.pull(keys[1:3], [pair[0] for pair in outs[1:3]])
+    same(outs[1][0], total(sizes[1], kv.num_workers) + total(sizes[1], kv.num_workers, 3))
+    same(outs[2][0], total(sizes[2], kv.num_workers))
+
+
+def truth_values_are_ored(kv: KVStore) -> None:
+    kv.init("switch", torch.zeros(3, dtype=torch.bool))
+    kv.push("switch", torch.tensor([kv.rank == kv.num_workers - 1, False, kv.rank == 0]))
+    out = torch.zeros(3, dtype=torch.bool)
+    kv.pull("switch", out)
+    assert out.tolist() == [True, False, True]
 
 
 def shapes_and_strides(kv: KVStore) -> None:
@@ -153,6 +175,12 @@ def a_worker_may_have_no_rows(kv: KVStore) -> None:
         kv.pull(key, out)
         assert out[[1, rows - 1]].eq(5).all()
         assert out.sum() == 2 * width * 5
+        value = torch.full((rows, width), 2.0)
+        kv.push(key, value if kv.rank else RowSparse([3], value[:1] * 2, (rows, width)))  # rows on rank 0 only
+        kv.pull(key, out)
+        value *= kv.num_workers - 1
+        value[3] += 4.0
+        same(out, value)
 
 
 def weighted_rows_stay_rows(kv: KVStore) -> None:
@@ -225,19 +253,19 @@ def compressed_pushes(kv: KVStore) -> None:
     kv.set_gradient_compression(None)
 
 
-SYNC = [
+ALL = [
     rounds_of_every_dtype,
+    truth_values_are_ored,
     narrow_dtypes_are_added_wide_and_rounded_once,
     sums_are_made_in_rank_order,
     values_of_rank_0_are_used,
     lists_of_keys_and_devices,
     shapes_and_strides,
-    many_async_operations,
-    shared_memory_is_used_again,
     sparse_rows,
     a_worker_may_have_no_rows,
-    compressed_pushes,
 ]
+"""Cases of each store."""
+SYNC = [*ALL, many_async_operations, shared_memory_is_used_again, compressed_pushes]
 
 
 @pytest.mark.slow
@@ -249,8 +277,13 @@ def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 
 
-def test_weighted_rows_over_servers() -> None:
-    check("dist_sync", 2, 2, [weighted_rows_stay_rows])
+@pytest.mark.parametrize("name", ["allreduce", "dist_sync"])
+def test_weighted_rows(name: str) -> None:
+    check(name, 2, 2, [weighted_rows_stay_rows])
+
+
+def test_rounds_over_collectives() -> None:
+    check("allreduce", 3, 0, ALL)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.simulated_gpus import Stream, current_stream, on_simulated_gpu, simulated_gpus
-from tests.kvstore.parameter_server.in_process import stores
+from tests.kvstore.parameter_server.in_process import Job
 
 pytestmark = pytest.mark.timeout(110)
 CARD = torch.device("cuda", 0)
@@ -17,8 +17,8 @@ NUMEL = 20_000
 
 
 @pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistStore]:
-    with simulated_gpus(), stores(1, monkeypatch) as (store,):
+def kv() -> Iterator[DistStore]:
+    with simulated_gpus(), Job(1) as job, job.stores()[0] as store:
         store.init("a", torch.full((NUMEL,), 5.0))
         yield store
 
@@ -48,8 +48,8 @@ def test_a_pull_writes_the_weights_between_the_callers_kernels(kv: DistStore, as
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch sees none here")
-def test_kernels_of_a_side_stream_are_ordered_with_pushes_and_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stores(1, monkeypatch) as (kv,), torch.cuda.stream(torch.cuda.Stream()):
+def test_kernels_of_a_side_stream_are_ordered_with_pushes_and_pulls() -> None:
+    with Job(1) as job, job.stores()[0] as kv, torch.cuda.stream(torch.cuda.Stream()):
         kv.init("a", torch.full((NUMEL,), 5.0))
         gradient, weights = torch.zeros(NUMEL, device="cuda"), torch.ones(NUMEL, device="cuda")
         for step in range(1, 6):

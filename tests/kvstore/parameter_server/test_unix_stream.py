@@ -46,17 +46,9 @@ def test_messages_of_every_size_arrive_whole_and_in_order(pair: Pair, size: int)
     sent = [[b"head", bytes_like(size, number)[:size], b""] for number in range(4)]
     for frames in sent:
         near.send(frames)
+    assert near.is_full or size < 1_000_000
     assert received(far, near, len(sent)) == sent
     assert not near.is_full
-
-
-def test_queued_messages_keep_their_order(pair: Pair) -> None:
-    near, far = pair
-    sent = [[struct.pack("<I", number), bytes(100_000)] for number in range(100)]
-    for frames in sent:
-        near.send(frames)
-    assert near.is_full
-    assert received(far, near, len(sent)) == sent
 
 
 def test_sent_memory_may_be_overwritten_at_once(pair: Pair) -> None:
@@ -75,13 +67,6 @@ def test_the_last_message_arrives_before_the_end(pair: Pair) -> None:
     assert [[bytes(frame) for frame in frames] for frames in far.receive()] == [[b"last"]]
     with pytest.raises(ConnectionError):
         list(far.receive())
-
-
-def test_sending_to_a_closed_peer_is_an_error(pair: Pair) -> None:
-    near, far = pair
-    far.close()
-    with pytest.raises(ConnectionError):
-        near.send([bytes(100_000)])
 
 
 @pytest.mark.parametrize(
@@ -105,10 +90,3 @@ def test_invalid_messages_are_refused_before_memory_is_allocated(invalid: bytes)
             list(far.receive())
         far.close()
     listener.close()
-
-
-def test_a_closed_listener_refuses_connections() -> None:
-    listener = UnixListener()
-    listener.close()
-    with pytest.raises(ConnectionError):
-        connect(listener.name)

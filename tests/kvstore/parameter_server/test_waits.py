@@ -86,31 +86,36 @@ def set_optimizer(kv: KVStore) -> None:
     kv.set_optimizer("sgd")
 
 
-def barrier_against(call: Callable[[KVStore], None]) -> list[str]:
+CALLS: list[Callable[[KVStore], None]] = [pull_at_once, pull_and_wait, set_optimizer]
+
+
+def barrier_against() -> list[str]:
     """Call a barrier on rank 0, which has not pushed, while rank 1 waits for its push; then go on."""
+    texts = []
     with kvstore.create("dist_sync") as kv:
         kv.init("a", torch.zeros(NUMEL))
         out = torch.empty(NUMEL)
-        kv.pushpull("a", torch.ones(NUMEL), out=out)
-        if kv.rank == 1:
-            kv.push("a", torch.ones(NUMEL))
-        with pytest.raises(MismatchError) as raised:
-            call(kv) if kv.rank else kv.barrier()
-        if kv.rank == 0:
-            kv.push("a", torch.ones(NUMEL))
-        kv.barrier()
-        kv.pull("a", out)
-        assert out.unique().tolist() == [2.0]
-        return [str(raised.value)]
+        for call in CALLS:
+            kv.pushpull("a", torch.ones(NUMEL), out=out)
+            if kv.rank == 1:
+                kv.push("a", torch.ones(NUMEL))
+            with pytest.raises(MismatchError) as raised:
+                call(kv) if kv.rank else kv.barrier()
+            if kv.rank == 0:
+                kv.push("a", torch.ones(NUMEL))
+            kv.barrier()
+            kv.pull("a", out)
+            assert out.unique().tolist() == [2.0]
+            texts.append(str(raised.value))
+    return texts
 
 
-@pytest.mark.parametrize("call", [pull_at_once, pull_and_wait, set_optimizer])
-def test_a_barrier_against_a_call_that_waits_for_a_push_is_an_error_of_both(call: Callable[[KVStore], None]) -> None:
-    ([first], [second]) = run_job(barrier_against, 2, 1, call)
-    name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
-    words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
-    assert first.startswith(f"rank 1 of 2: {words}")
-    assert second.startswith(f"rank 1: {words}")
+def test_a_barrier_against_a_call_that_waits_for_a_push_is_an_error_of_both() -> None:
+    for call, first, second in zip(CALLS, *run_job(barrier_against, 2, 1), strict=True):
+        name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
+        words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
+        assert first.startswith(f"rank 1 of 2: {words}")
+        assert second.startswith(f"rank 1: {words}")
 
 
 def pull_across_a_barrier() -> list[float]:
