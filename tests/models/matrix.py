@@ -32,9 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
-from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, split_batch, torch_backend
+from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, split_batch, torch_backend
 from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore import KVStore, create
+from gangline.kvstore.reducer import reducer
 from gangline.models.random_streams import mixed_seed
 from gangline.models.sample_dropout import SampleDropout
 
@@ -50,6 +51,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
     "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
 }
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
 LOSSES: dict[str, dict[str, Any]] = {
@@ -120,6 +122,10 @@ class Case:
     """Of a step: "early" or "late", by when gradients leave, where the road has a call for either; "fit" of Module."""
     batch: int = 8
     last: int = 5
+    bucket: int | None = None
+    """Bytes of a bucket of gradients, on roads with a store; None is the default, which holds all of them."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Kinds of the contexts of Module, in turn: "cpu", or "gpu" for the first GPU."""
     seed: int = 0
 
     @property
@@ -165,14 +171,15 @@ class Case:
         return networks
 
     def arrays(self) -> tuple[Tensor, Tensor]:
-        """Return the samples and labels of an epoch; each batch has a label that is not ignored."""
+        """Return the samples and labels of an epoch; each update, or batch of a wrapper, has a label that counts."""
         generator = torch.Generator().manual_seed(self.seed)
         samples = 3 * self.batch + self.last
         data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
         label = torch.randint(CLASSES, (samples,), generator=generator)
         if "ignore_index" in LOSSES[self.loss]:
             label[torch.rand(samples, generator=generator) < 0.4] = -1
-            label[:: self.batch] = 1
+            label[self.batch : 2 * self.batch] = -1
+            label[:: self.batch * (1 if self.is_wrapped else self.accumulate)] = 1
         return data.to(self.dtype), label
 
     def windows(self) -> list[list[tuple[Tensor, Tensor]]]:
@@ -309,8 +316,11 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
     module = Module(
         case.networks(),
         loss,
-        [cpu(index) for index in range(len(case.loads[rank]))],
-        case.loads[rank],
+        [
+            gpu(0) if case.devices[index % len(case.devices)] == "gpu" else cpu(index)
+            for index in range(len(case.loads[rank]))
+        ],
+        case.loads[rank] if any(case.loads[rank]) else None,
         compression_params=COMPRESSIONS[case.compression] if case.compression else None,
         sync_batchnorm="batchnorm" in case.features,
         loss_normalizer=normalizer,
@@ -341,7 +351,8 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
                 if number == len(window):
                     module.update()
         first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
-        assert all(torch.equal(first[name], other[name]) for other in others for name in dict(trained(module.network)))
+        for name in dict(trained(module.network)):
+            assert all(torch.equal(first[name].cpu(), other[name].cpu()) for other in others)
         return module.get_params()
 
 
@@ -508,10 +519,20 @@ def train(case: Case, communicator: Communicator | None) -> State:
     if case.is_wrapped:
         return by_wrapper(case)
     if communicator is None:
-        with create(case.store) as store:
-            return STORE_ROADS[case.road](case, store, 0)
-    with create("allreduce", communicator=communicator) as store:
-        return STORE_ROADS[case.road](case, store, communicator.rank)
+        return by_store(case, create(case.store))
+    return by_store(case, create("allreduce", communicator=communicator))
+
+
+def on_servers(case: Case) -> State:
+    """Run a case as a worker of a job with servers."""
+    return by_store(case, create("dist_sync"))
+
+
+def by_store(case: Case, store: KVStore) -> State:
+    with store, pytest.MonkeyPatch.context() as patch:
+        if case.bucket is not None:
+            patch.setattr(reducer, "BUCKET_BYTES", case.bucket)
+        return STORE_ROADS[case.road](case, store, store.rank)
 
 
 # Jobs that run one case after another

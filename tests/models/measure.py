@@ -1,15 +1,55 @@
-"""Distance between two sets of weights, as the equivalence guarantee defines it."""
+"""Weights of a plain torch loop, their distance from others, and the lines that gangline logs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gangline import Module
 
 
-def distance(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
+def plain_loop(
+    network: nn.Module,
+    batches: Iterable[tuple[Any, Tensor]],
+    *,
+    loss: Callable[[Any, Tensor], Tensor] = nn.functional.cross_entropy,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    **arguments: Any,
+) -> dict[str, Tensor]:
+    """Train a copy of a network by a torch loop; return its weights."""
+    network = copy.deepcopy(network)
+    own = optimizer(network.parameters(), **arguments)
+    for data, label in batches:
+        own.zero_grad()
+        loss(network(data), label).backward()
+        own.step()
+    return network.state_dict()
+
+
+@contextmanager
+def gangline_lines(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Return a list that gets the lines which gangline logs in this process."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gangline")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def distance(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Return the largest ||a - b|| / max(||b||, 1e-12) over all tensors, with norms in float64."""
     assert ours.keys() == reference.keys()
     return max(
@@ -18,7 +58,7 @@ def distance(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Ten
     )
 
 
-def same_bits(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> bool:
+def same_bits(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> bool:
     return ours.keys() == reference.keys() and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
@@ -26,4 +66,4 @@ def replicas_are_equal(module: Module) -> None:
     """Check that all replicas have the same bits, in parameters and buffers."""
     first, *others = [replica.network.state_dict() for replica in module.bound.replicas.all]
     for other in others:
-        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+        assert [name for name in first if not torch.equal(first[name].cpu(), other[name].cpu())] == []

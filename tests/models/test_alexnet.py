@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from gangline.collectives.context import cpu
 from gangline.models import zoo
-from gangline.models.module import Module
 
 CONVOLUTIONS = {0: (64, 3, 11), 3: (192, 64, 5), 6: (384, 192, 3), 8: (256, 384, 3), 10: (256, 256, 3)}
 """(outputs, inputs, kernel size) by torchvision's index in ``features``."""
@@ -113,18 +111,6 @@ def test_images_below_63_pixels_are_refused_before_training() -> None:
                 network(torch.zeros(shape))
             assert str(shape) in str(caught.value)
         assert network(torch.zeros(1, 3, 63, 63)).shape == (1, 2)
-
-
-def test_a_module_that_gets_too_small_images_keeps_its_weights(
-    loaded: tuple[nn.Module, dict[str, torch.Tensor]],
-) -> None:
-    network, state = loaded
-    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
-        data = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
-        with pytest.raises(ValueError, match=r"alexnet got images of shape \(2, 3, 32, 32\)"):
-            module.fit(data, num_epoch=1, batch_size=2)
-    for name, value in network.state_dict().items():
-        assert torch.equal(value, state[name])
 
 
 def test_weights_begin_as_he_says_and_biases_at_0() -> None:

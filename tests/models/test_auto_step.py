@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import distance, plain_loop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,15 +78,7 @@ def batch(step: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(steps: int, samples: int = BATCH) -> dict[str, torch.Tensor]:
-    """Return the weights of a plain torch loop."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), **RATE)
-    for step in range(steps):
-        data, label = batch(step, samples)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(data), label).backward()
-        optimizer.step()
-    return net.state_dict()
+    return plain_loop(network(), [batch(step, samples) for step in range(steps)], **RATE)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from measure import gangline_lines
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -143,18 +143,11 @@ def test_the_split_and_its_gain_are_logged_by_rank_0(tmp_path: Path) -> None:
 
 
 def logged(comm: Communicator, path: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gangline")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     join(comm, path)
     model = wrapped("DDP")
-    train(model, gangline.balance(model, DataLoader(images(20), BATCH)))
+    with gangline_lines() as lines:
+        train(model, gangline.balance(model, DataLoader(images(20), BATCH)))
     dist.destroy_process_group()
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
     return [line for line in lines if line.startswith("balance: ")]
 
 

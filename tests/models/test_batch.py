@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gangline.models.data.batches import as_batch, concat, map_tensors, move, num_samples, take, tensors_of
+from gangline.models.data.batches import as_batch, concat, map_tensors, move, num_samples, tensors_of
 
 HOST = torch.device("cpu")
 
@@ -40,12 +40,6 @@ def test_a_function_is_applied_to_each_tensor_in_order_and_the_nesting_stays() -
     own = [id(tensor) for tensor in (batch["image"], batch["pair"][0], batch["pair"][1]["deep"])]
     for found in (batch, move(batch, HOST)):  # tensors on the device already are not copied
         assert [id(tensor) for tensor in tensors_of(found)] == own
-
-
-@pytest.mark.parametrize("batch", [3, None, "text", (torch.ones(1), 2.0), {"a": [None]}])
-def test_values_other_than_tensors_are_refused(batch: Any) -> None:
-    with pytest.raises(TypeError, match=r"a batch holds a (int|NoneType|str|float)"):
-        map_tensors(torch.neg, batch)
 
 
 # -- from arrays ----------------------------------------------------------------------------------------------------
@@ -88,11 +82,6 @@ def test_wrong_values_are_refused_by_their_place(value: Any, message: str) -> No
 # -- how many samples -----------------------------------------------------------------------------------------------
 
 
-def test_the_first_axis_counts_samples() -> None:
-    assert num_samples(nested(), "data") == 6
-    assert num_samples(torch.zeros(1, 0), "data") == 1
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -110,34 +99,6 @@ def test_a_batch_without_one_size_is_refused(batch: Any, message: str) -> None:
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_slice_is_a_view() -> None:
-    batch = nested()
-    part = take(batch, slice(2, 4))
-    assert torch.equal(part["pair"][0], torch.tensor([[20], [30]]))
-    part["image"][0] = -1
-    part["pair"][1]["deep"][1] = -2
-    assert batch["image"].tolist() == [0, 1, -1, 3, 4, 5]
-    assert batch["pair"][1]["deep"].flatten().tolist() == [0, 100, 200, -2, 400, 500]
-
-
-def test_indices_pick_samples_in_their_order_into_memory_of_their_own() -> None:
-    batch = nested()
-    part = take(batch, torch.tensor([5, 0, 0]))
-    assert part["image"].tolist() == [5, 0, 0]
-    assert part["pair"][1]["deep"].flatten().tolist() == [500, 0, 0]
-    part["image"][1] = 7
-    assert batch["image"][0] == 0
-
-
-@pytest.mark.parametrize("cuts", [[6], [1, 5], [2, 1, 3]])
-def test_parts_are_joined_to_the_whole(cuts: list[int]) -> None:
-    whole, parts, start = nested(), [], 0
-    for size in cuts:
-        parts.append(take(whole, slice(start, start + size)))
-        start += size
-    assert same(concat(parts, HOST), whole)
 
 
 def test_numbers_without_axes_are_stacked() -> None:

@@ -2,99 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from measure import distance
-from test_promise_batchnorm import residual, with_dropout
+from measure import distance, gangline_lines, plain_loop, replicas_are_equal, same_bits
 from torch import nn
 
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore import KVStore, create
+from gangline.kvstore import create
 from tests.kvstore.parameter_server.processes import run_job
 
 SIDE, CLASSES = 5, 3
-OPTIMIZER: Any = {"lr": 0.01, "momentum": 0.9}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(5)
-    return residual().double()
-
-
-def trained(comm: Communicator) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    shares, rank = [[4, 2], [0, 5], [3, 3]], comm.rank
-    torch.manual_seed(5)
-    store, made, contexts = create("allreduce", communicator=comm), with_dropout().double(), [cpu(0), cpu(1)]
-    with store, Module(made, nn.CrossEntropyLoss(), contexts[: 2 - rank], sync_batchnorm=True) as module:
-        module.init_optimizer(store, "sgd", OPTIMIZER)
-        for (data, label), sizes in zip(batches(shares), shares, strict=True):
-            part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-            module.forward_backward_update(*((data[part], label[part]) if sizes[rank] else (None, None)))
-        return module.get_params()
-
-
-@pytest.mark.slow
-def test_random_layers_between_repeat_bit_for_bit() -> None:
-    first, again = (spawn(trained, 2) for _ in range(2))
-    assert all(torch.equal(value, again[0][name]) for name, value in first[0].items())
-
-
-def batches(shares: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return one batch for each list of workers' shares."""
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (
-            torch.randn(sum(sizes), 1, SIDE, SIDE, generator=generator, dtype=torch.float64),
-            torch.randint(CLASSES, (sum(sizes),), generator=generator),
-        )
-        for sizes in shares
-    ]
-
-
-def fitted(kvstore: str | KVStore | None, accumulate: int) -> dict[str, torch.Tensor]:
-    """Train 7 epochs with partial last batches, of which a worker may have no sample, and ignored labels."""
-    [(data, label)] = batches([[37]])
-    label[torch.arange(37) % 5 == 0] = -100
-    with Module(network(), nn.CrossEntropyLoss(), cpu(), sync_batchnorm=True) as module:
-        module.fit(
-            (data, label),
-            num_epoch=7,
-            seed=5,
-            batch_size=12,
-            accumulate=accumulate,
-            kvstore=kvstore,
-            optimizer="sgd",
-            optimizer_params=OPTIMIZER,
-        )
-        return module.get_params()
-
-
-def fitted_in_a_job(comm: Communicator | None, loads: str, accumulate: int) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
-    store = create("dist_sync") if comm is None else create("allreduce", communicator=comm)
-    with pytest.MonkeyPatch.context() as patch, store:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
-        return fitted(store, accumulate)
-
-
-@pytest.mark.slow
-def test_fit_with_servers_and_with_a_worker_that_never_has_samples_is_that_of_one_process() -> None:
-    expected = fitted(None, accumulate=3)
-    for params in run_job(fitted_in_a_job, 2, 1, None, "3,1", 3):
-        assert distance(params, expected) <= 1e-11
-    expected = fitted(None, accumulate=1)
-    for params in spawn(fitted_in_a_job, 3, "1,0,4", 1):
-        assert distance(params, expected) <= 1e-11
 
 
 def refused_by_servers() -> str:
-    with create("dist_async") as store, Module(network(), None, cpu(), sync_batchnorm=True) as module:
+    with create("dist_async") as store, Module(nn.BatchNorm1d(3), None, cpu(), sync_batchnorm=True) as module:
         with pytest.raises(ValueError, match="asynchronous") as refused:
             module.init_optimizer(store)
         return str(refused.value)
@@ -127,8 +56,19 @@ class Picky(nn.Module):
         return self.linear(data)
 
 
+WHEN = ("before", "after", "in backward")
+
+
+def of_three_workers(comm: Communicator) -> dict[str, Any]:
+    return {"failing": [failing(comm, when) for when in WHEN], "other layers": in_other_layers(comm)}
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    return spawn(of_three_workers, 3, threads=1)
+
+
 def failing(comm: Communicator, when: str) -> list[str]:
-    torch.set_num_threads(1)
     store, found = create("allreduce", communicator=comm), []
     contexts = [cpu(index) for index in range(1 + comm.rank)]  # three workers, the last one without samples
     with store, Module(Picky(when), nn.CrossEntropyLoss(), contexts, sync_batchnorm=True) as module:
@@ -145,14 +85,13 @@ def failing(comm: Communicator, when: str) -> list[str]:
         return [*found, str(module.network.norm.num_batches_tracked.item())]
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in backward"])
-def test_an_error_in_one_worker_is_raised_on_all_and_the_next_batch_works(when: str) -> None:
-    first, second, third = spawn(failing, 3, when)
-    for text, batches_seen in (first, third):
-        direction = "backward" if when == "in backward" else "forward"
-        assert text.startswith(f"not a number; ['Rank 1 raised this error in {direction}.'")
-        assert int(batches_seen) == (2 if when == "before" else 3)
-    assert "in the replica on cpu(1)" in second[0]
+def test_an_error_in_one_worker_is_raised_on_all_and_the_next_batch_works(three: list[dict[str, Any]]) -> None:
+    for when, first, second, third in zip(WHEN, *(each["failing"] for each in three), strict=True):
+        for text, batches_seen in (first, third):
+            direction = "backward" if when == "in backward" else "forward"
+            assert text.startswith(f"not a number; ['Rank 1 raised this error in {direction}.'")
+            assert int(batches_seen) == (2 if when == "before" else 3)
+        assert "in the replica on cpu(1)" in second[0]
 
 
 class Fickle(nn.Module):
@@ -182,8 +121,8 @@ def in_other_layers(comm: Communicator) -> list[str]:
     return found
 
 
-def test_workers_in_different_layers_are_an_error_on_all() -> None:
-    first, second, third = spawn(in_other_layers, 3)
+def test_workers_in_different_layers_are_an_error_on_all(three: list[dict[str, Any]]) -> None:
+    first, second, third = (each["other layers"] for each in three)
     assert first == second == third
     assert "rank 0, replica 0: forward of 'norms.1', rank 1, replica 0: forward of 'norms.0'" in first[0]
     assert "rank 0 is finished, rank 1 is in a layer" in first[1]
@@ -205,32 +144,136 @@ def refused(comm: Communicator) -> list[str]:
     return found
 
 
-def test_settings_that_differ_and_a_batch_of_one_value_are_errors_on_all_workers() -> None:
-    first, second = spawn(refused, 2)
+def of_two_workers(comm: Communicator) -> dict[str, Any]:
+    return {"refused": refused(comm), "warned": warned(comm)}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return spawn(of_two_workers, 2, threads=1)
+
+
+def test_settings_that_differ_and_a_batch_of_one_value_are_errors_on_all_workers(two: list[dict[str, Any]]) -> None:
+    first, second = (each["refused"] for each in two)
     assert first == second
     assert first[0].startswith("init_optimizer: sync_batchnorm is False on rank 0, but True on rank 1")
 
 
-def warned(comm: Communicator, loads: str, synchronized: bool) -> list[str]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gangline").addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
-        network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        with Module(network, nn.MSELoss(), cpu(), sync_batchnorm=synchronized) as module:
-            module.init_optimizer(store)
-            module.init_optimizer(store)
-    logging.getLogger("gangline").removeHandler(handler)
-    return texts
+def warned(comm: Communicator) -> list[list[str]]:
+    found = []
+    for loads, synchronized in (("3,1", False), ("1,1", False), ("3,1", True)):
+        with (
+            gangline_lines(logging.WARNING) as lines,
+            pytest.MonkeyPatch.context() as patch,
+            create("allreduce", communicator=comm) as store,
+        ):
+            patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+            network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+            with Module(network, nn.MSELoss(), cpu(), sync_batchnorm=synchronized) as module:
+                module.init_optimizer(store)
+                module.init_optimizer(store)
+        found.append(lines)
+    return found
 
 
-def test_unequal_workers_with_statistics_of_their_own_are_warned_of_once() -> None:
-    (text,), others = spawn(warned, 2, "3,1", False)
-    assert others == []
+def test_unequal_workers_with_statistics_of_their_own_are_warned_of_once(two: list[dict[str, Any]]) -> None:
+    [[text], *silent], others = (each["warned"] for each in two)
+    assert silent == [[], []]
+    assert others == [[], [], []]
     assert "batch normalization '1' will take mean and variance from each rank's own share" in text
     assert "loads 3, 1" in text
     assert text.endswith("pass sync_batchnorm=True to Module")
-    assert spawn(warned, 2, "1,1", False) == [[], []]
-    assert spawn(warned, 2, "3,1", True) == [[], []]
+
+
+# Contexts of one process
+
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def normalized(dropout: float = 0.3) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(SIDE * SIDE, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(dropout),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(dropout),
+        nn.Linear(8, CLASSES),
+    )
+
+
+def job(network: Callable[[], nn.Module], sizes: list[int], dtype: torch.dtype, seed: int) -> tuple[nn.Module, Batches]:
+    torch.manual_seed(seed)
+    made = network().to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    batches = [
+        (
+            torch.randn(size, 1, SIDE, SIDE, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+    return made, batches
+
+
+def by_module(network: nn.Module, batches: Batches, loads: list[float], **options: bool) -> dict[str, torch.Tensor]:
+    contexts = [cpu(index) for index in range(len(loads))]
+    with Module(copy.deepcopy(network), nn.CrossEntropyLoss(), contexts, loads, **options) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01, "momentum": 0.9})
+        for data, label in batches:
+            module.forward_backward_update(data, label)
+        if options:
+            replicas_are_equal(module)
+        return module.get_params()
+
+
+def test_gradients_of_outputs_and_inputs_are_those_of_one_device() -> None:
+    made, [(data, _)] = job(partial(normalized, 0.0), [7], torch.float64, 8)
+    reference, inputs = copy.deepcopy(made), data.clone().requires_grad_()
+    gradient = torch.randn(7, CLASSES, dtype=torch.float64)
+    reference(inputs).backward(gradient)
+    with Module(made, None, [cpu(0), cpu(1), cpu(2)], [4, 1, 2], sync_batchnorm=True) as module:
+        module.bind((7, 1, SIDE, SIDE), inputs_need_grad=True)
+        module.forward(data)
+        module.backward(gradient)
+        torch.testing.assert_close(module.get_input_grads(), inputs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_random_layers_between_repeat_bit_for_bit() -> None:
+    made, batches = job(normalized, [8, 8, 5, 2], torch.float32, 5)
+    torch.manual_seed(11)
+    first = by_module(made, batches * 2, [2, 1, 1], sync_batchnorm=True)
+    torch.manual_seed(12)  # the caller's, unrelated to the contexts
+    again = by_module(made, batches * 2, [2, 1, 1], sync_batchnorm=True)
+    assert same_bits(first, again)
+
+
+def test_an_error_in_one_replica_is_raised_and_the_next_batch_works() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(SIDE * SIDE), nn.Linear(SIDE * SIDE, CLASSES)
+
+        def forward(self, data: torch.Tensor) -> Any:
+            if data.isnan().any():
+                raise ArithmeticError("not a number")
+            return self.linear(self.norm(data.flatten(1)))
+
+    made, batches = job(Picky, [6, 6, 6], torch.float64, 2)
+    spoilt = batches[0][0].clone()
+    spoilt[-1] = torch.nan
+    with Module(made, nn.CrossEntropyLoss(), [cpu(0), cpu(1), cpu(2)], sync_batchnorm=True) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.01})
+        module.forward_backward_update(*batches[0])
+        with pytest.raises(ArithmeticError, match="not a number") as caught:
+            module.forward_backward_update(spoilt, batches[0][1])
+        assert any("cpu(2)" in note for note in caught.value.__notes__)
+        module.forward_backward_update(*batches[1])
+        assert module.get_loss().isfinite()
+
+
+def test_without_it_each_share_is_normalised_by_itself() -> None:
+    made, batches = job(partial(normalized, 0.0), [8, 8], torch.float64, 7)
+    assert distance(by_module(made, batches, [1, 1]), plain_loop(made, batches, lr=0.01, momentum=0.9)) > 1e-4

@@ -151,19 +151,6 @@ def test_of_several_errors_that_of_the_first_call_is_raised(pair: DeviceThreads)
     assert caught.value.__notes__ == ["in the replica on cpu(1)"]
 
 
-def test_the_threads_serve_on_after_an_error(pair: DeviceThreads) -> None:
-    threads = pair.run(both(threading.get_ident))
-    with pytest.raises(ZeroDivisionError):
-        pair.run(both(lambda: 1 // 0))
-    assert pair.run(both(threading.get_ident)) == threads
-
-
-def test_an_error_of_the_only_context_needs_no_note() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        DeviceThreads([cpu()]).run([(0, lambda: 1 // 0)])
-    assert not hasattr(caught.value, "__notes__")
-
-
 # -- torch's threads ------------------------------------------------------------------------------------------------
 
 

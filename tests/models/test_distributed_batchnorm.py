@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from measure import distance
+from measure import distance, gangline_lines, plain_loop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -76,17 +76,6 @@ def loss_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> torch.
     return nn.functional.cross_entropy(model(data), label, reduction="sum")
 
 
-def alone(name: str, shares: list[list[int]]) -> nn.Module:
-    """Train one process on whole batches."""
-    model = network(name)
-    optimizer = optimizer_of(model)
-    for step, sizes in enumerate(shares):
-        optimizer.zero_grad()
-        (loss_of(model, *batch_of(sum(sizes), step)) / sum(sizes)).backward()
-        optimizer.step()
-    return model
-
-
 def join(comm: Communicator, path: str, backend: str) -> None:
     assert torch_backend
     torch.set_num_threads(1)
@@ -107,48 +96,42 @@ def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()
-        found.append(distance(model.state_dict(), alone(name, shares).state_dict()))
+        batches = [batch_of(sum(sizes), step) for step, sizes in enumerate(shares)]
+        found.append(distance(model.state_dict(), plain_loop(network(name), batches, lr=0.02, momentum=0.9)))
     dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("gangline", 2)])
-def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(
-    backend: str, ranks: int, tmp_path: Path
-) -> None:
-    shares = [sizes[:ranks] for sizes in SHARES] * 5
-    for found in spawn(trained, ranks, str(tmp_path / "store"), backend, shares):
+def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(tmp_path: Path) -> None:
+    for found in spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5):
         assert max(found) <= 1e-11
 
 
-def balanced(comm: Communicator, path: str, synchronize: bool) -> tuple[list[int], list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gangline").addHandler(handler)
+def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]:
     join(comm, path, "gloo")
-    made = network("convolutions")
-    model = DistributedDataParallel(convert_sync_batchnorm(made) if synchronize else made)
-    data = TensorDataset(*batch_of(38, 7))  # the last batch has 2 samples, fewer than ranks
-    loader = gangline.balance(model, DataLoader(data, batch_size=4), loads=[3, 1, 1])
-    sizes = []
-    for features, labels in loader:
-        nn.functional.cross_entropy(model(features), labels).backward()
-        sizes.append(loader.samples)
+    found = []
+    for synchronize in (True, False):
+        made = network("convolutions")
+        model = DistributedDataParallel(convert_sync_batchnorm(made) if synchronize else made)
+        data = TensorDataset(*batch_of(38, 7))  # the last batch has 2 samples, fewer than ranks
+        sizes = []
+        with gangline_lines(logging.WARNING) as lines:
+            loader = gangline.balance(model, DataLoader(data, batch_size=4), loads=[3, 1, 1])
+            for features, labels in loader:
+                nn.functional.cross_entropy(model(features), labels).backward()
+                sizes.append(loader.samples)
+        found.append((sizes, lines))
     dist.destroy_process_group()
-    return sizes, texts
+    return found
 
 
-def test_ddp_with_balance_and_loads_3_to_1_splits_each_batch_without_a_warning(tmp_path: Path) -> None:
-    found = spawn(balanced, 3, str(tmp_path / "store"), True)
+def test_ddp_with_balance_and_loads_3_to_1_splits_each_batch_and_warns_of_layers_of_torch(tmp_path: Path) -> None:
+    found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store")), strict=True)
     assert [sum(sizes) for sizes in zip(*(sizes for sizes, _ in found), strict=True)] == [12, 12, 12, 2]
     assert found[0][0][0] > 2 * found[1][0][0]
     assert min(sizes[-1] for sizes, _ in found) == 0  # a repeated sample, which counts nothing
     assert [texts for _, texts in found] == [[], [], []]
-
-
-def test_ddp_with_balance_and_layers_of_torch_is_warned_of_once_on_rank_0(tmp_path: Path) -> None:
-    (_, (text,)), (_, others), _ = spawn(balanced, 3, str(tmp_path / "store"), False)
+    (_, (text,)), (_, others), _ = of_torch
     assert others == []
     assert "'module.1' and 1 more will take mean and variance from each rank's own share" in text
     assert "loads 3, 1, 1" in text

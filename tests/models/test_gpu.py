@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import distance, plain_loop, replicas_are_equal
 from torch import nn
 
 from gangline import Context, Module, contexts, cpu, gpu, num_gpus
@@ -34,12 +34,6 @@ def groups_of_gpus() -> list[list[Context]]:
     return [places for places in lists_of_contexts() if all(place.device_type == "gpu" for place in places)]
 
 
-def replicas_are_equal(module: Module) -> None:
-    first, *others = [dict(replica.network.named_parameters()) for replica in module.bound.replicas.all]
-    for other in others:
-        assert all(torch.equal(value.cpu(), other[name].cpu()) for name, value in first.items())
-
-
 @pytest.fixture
 def _no_waiting() -> Iterator[None]:
     """Make every synchronisation of the host with a GPU an error."""
@@ -47,70 +41,6 @@ def _no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 8, padding_idx=3, sparse=True)
-        self.bag = nn.EmbeddingBag(50, 8, sparse=True)
-        self.last = nn.Linear(16, CLASSES)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.last(torch.cat([self.table(words).mean(1), self.bag(words)], 1).tanh())
-        return output
-
-
-def normalized() -> nn.Module:
-    convolution = [nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten()]
-    return nn.Sequential(*convolution, nn.Linear(96, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize(
-    ("make", "shape", "optimizer", "arguments", "option"),
-    [
-        (perceptron, (50, 12), "sgd", {"lr": 0.1, "momentum": 0.9}, ""),
-        (perceptron, (20, 12), "sgd", {"lr": 0.1, "momentum": 0.9}, "accumulate"),
-        (normalized, (14, 2, 6, 6), "sgd", {"lr": 0.05, "momentum": 0.9}, "sync_batchnorm"),
-        (Words, (12, 4), "sgd", {"lr": 0.2}, ""),
-        (Words, (12, 4), "adagrad", {"lr": 0.05, "eps": 1e-3}, ""),
-    ],
-    ids=["dense", "accumulated", "joined batch statistics", "sparse sgd", "sparse adagrad"],
-)
-def test_float64_weights_are_those_of_one_device(
-    make: Callable[[], nn.Module],
-    shape: tuple[int, ...],
-    optimizer: str,
-    arguments: dict[str, Any],
-    option: str,
-    store: str,
-) -> None:
-    """Joined statistics run in threads with a barrier, also those of a GPU that is listed twice."""
-    network, loss = make().double(), nn.CrossEntropyLoss()
-    cuts = (slice(0, 13), slice(13, 18), slice(18, 20)) if option == "accumulate" else (slice(None),)
-    for places in lists_of_contexts():
-        reference, own = copy.deepcopy(network), copy.deepcopy(network)
-        plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer](reference.parameters(), **arguments)
-        loads, joined = list(range(len(places), 0, -1)), option == "sync_batchnorm"
-        with Module(own, loss, places, loads, sync_batchnorm=joined) as module:
-            module.bind(shape, grad_req="add" if option == "accumulate" else "write")
-            module.init_optimizer(store, optimizer, arguments)
-            for _ in range(20):
-                label = torch.randint(CLASSES, shape[:1])
-                data = torch.randint(50, shape) if make is Words else torch.randn(shape).double()
-                for part in cuts[:-1]:
-                    module.forward_backward(data[part], label[part])
-                module.forward_backward_update(data[cuts[-1]], label[cuts[-1]])
-                plain.zero_grad()
-                loss(reference(data), label).backward()
-                plain.step()
-            replicas_are_equal(module)
-            assert distance(module.get_params(), reference.state_dict()) <= (1e-9 if joined else 1e-11)
 
 
 @pytest.mark.usefixtures("_no_waiting")
@@ -276,8 +206,7 @@ def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
 ) -> None:
     network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()
     batches = [(torch.randn(32, 12).double(), torch.randint(CLASSES, (32,))) for _ in range(6)]
-    reference = copy.deepcopy(network)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    expected = plain_loop(network, batches * 3, lr=0.05)
     with (
         caplog.at_level(logging.INFO, "gangline"),
         Module(network, nn.CrossEntropyLoss(), [gpu(0), cpu(0)], "auto") as module,
@@ -285,11 +214,7 @@ def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
         module.init_optimizer("device", "sgd", {"lr": 0.05})
         module.fit(batches, num_epoch=3)
         assert module.work_load_list[0] < 0.3 < module.work_load_list[1]
-        for data, label in batches * 3:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(reference(data), label).backward()
-            optimizer.step()
-        assert distance(module.get_params(), reference.state_dict()) <= 1e-9
+        assert distance(module.get_params(), expected) <= 1e-9
     assert any(line.startswith("work_load_list auto: gpu(0) 0.") for line in caplog.messages)
 
 
@@ -308,9 +233,8 @@ def _little_memory() -> Iterator[None]:
 def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCaptureFixture) -> None:
     layers = [layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]  # each keeps 32 MiB of a whole batch
     network = nn.Sequential(*layers, nn.Linear(1 << 14, CLASSES))
-    reference = copy.deepcopy(network)
     data, label = torch.randn(512, 1 << 14), torch.randint(CLASSES, (512,))
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01)
+    expected = plain_loop(network, [(data, label)] * 2, lr=0.01)
     with (
         caplog.at_level(logging.INFO, "gangline"),
         Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module,
@@ -318,13 +242,10 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
         module.init_optimizer(None, "sgd", {"lr": 0.01})
         for _ in range(2):
             module.forward_backward_update(data, label)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(reference(data), label).backward()
-            optimizer.step()
         most = module.load_balancer.limits.max_samples[0]
         assert most is not None
         assert 1 <= most <= 256
-        assert distance(module.get_params(), reference.state_dict()) <= 1e-4
+        assert distance(module.get_params(), expected) <= 1e-4
         assert module.get_outputs().shape == (512, CLASSES)
     assert 1 <= sum("gpu(0) ran out of memory with" in line for line in caplog.messages) <= 9
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command import gangline_command
 from test_checkpoint_lock import start_holder
-from test_parallel import free_port
+from test_workers_together import free_port
 
 from gangline import Communicator, spawn
 from gangline.models.checkpoint.retention import epochs

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measure import distance
 from torch import nn
 
 from gangline import Context, Module, cpu
+from gangline.callback import Speedometer, do_checkpoint
 from gangline.kvstore import create
 
 
@@ -32,6 +32,7 @@ def counted(samples: int, columns: int) -> torch.Tensor:
 
 
 CONTEXTS = [cpu(0), cpu(1), cpu(2)]
+GOOD = counted(4, 2), counted(4, 3)
 
 
 # -- forward, backward, update, step by step ------------------------------------------------------------------------
@@ -61,23 +62,6 @@ def test_numpy_tuples_and_dicts_are_data_too() -> None:
             assert torch.equal(outputs["parts"][1], right * 2)
 
 
-def test_a_second_backward_before_update_adds_and_the_one_after_begins_anew() -> None:
-    data, label = counted(4, 2), counted(4, 3)
-    reference = linear()
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.01})
-        for times in (2, 1):
-            for _ in range(times):
-                module.forward_backward(data, label)
-            module.update()
-            reference.zero_grad()
-            (nn.functional.mse_loss(reference(data), label) * times).backward()
-            with torch.no_grad():
-                for parameter in reference.parameters():
-                    parameter -= 0.01 * parameter.grad  # type: ignore[operator]
-        assert distance(module.get_params(), reference.state_dict()) < 1e-6
-
-
 def test_backward_from_given_gradients_of_the_outputs() -> None:
     data, out_grads = counted(5, 2), counted(5, 3)
     reference = linear()
@@ -86,6 +70,8 @@ def test_backward_from_given_gradients_of_the_outputs() -> None:
         module.bind((5, 2), inputs_need_grad=True)
         module.init_optimizer("local", "sgd", {"lr": 1.0})
         module.forward(data)
+        with pytest.raises(RuntimeError, match=r"get_input_grads\(\) came before backward"):
+            module.get_input_grads()
         module.backward(out_grads)
         assert torch.allclose(module.get_input_grads(), out_grads @ linear().weight)
         assert [len(part) for part in module.get_input_grads(merge=False)] == [3, 2]
@@ -113,7 +99,9 @@ def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> No
                 module.init_optimizer("local", "sgd", {"lr": 0.1})
                 module.forward_backward_update(counted(8, 2), counted(8, 3))
             else:
-                module.fit((counted(8, 2), counted(8, 3)), num_epoch=1, batch_size=8, eval_metric="mse")
+                data, rate = (counted(8, 2), counted(8, 3)), {"lr": 0.0}
+                module.fit(data, num_epoch=1, batch_size=8, optimizer_params=rate, eval_metric="mse", initializer="one")
+                assert module.get_params()["0.weight"].eq(1).all()
             assert module.get_params()["0.weight"].shape == (3, 2)
     with (
         Module(nn.LazyLinear(3), nn.MSELoss(), cpu()) as module,
@@ -220,19 +208,6 @@ def test_a_network_that_begins_to_draw_late_is_noticed(caplog: pytest.LogCapture
         module.run_state.step = 7
         module.forward(torch.ones(4, 9), is_train=True)
         assert torch.equal(first, module.get_outputs())
-
-
-def test_parts_frozen_in_evaluation_mode_stay_so_after_scoring() -> None:
-    network = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
-    network[0].eval()
-    with Module(network, nn.MSELoss(), CONTEXTS[:2]) as module:
-        for _ in range(2):
-            module.forward(counted(4, 2), counted(4, 2), is_train=True)
-            module.forward(counted(4, 2), is_train=False)
-            assert torch.allclose(module.get_outputs(), counted(4, 2))  # initial values as torch's, and no dropout
-        module.forward(counted(4, 2), is_train=True)
-        for replica in module.bound.replicas.all:
-            assert [part.training for part in replica.network.modules()] == [True, False, True]
 
 
 # -- loops ----------------------------------------------------------------------------------------------------------
@@ -446,13 +421,26 @@ def test_wrong_batches_are_named_and_training_goes_on(
         (("local", "sdg"), ValueError, "optimizer 'sdg' is unknown"),
         (("local", "sgd", {"speed": 1}), ValueError, "no argument 'speed'"),
         (("local", "sgd", {"lr": -1.0}), ValueError, "Invalid learning rate"),
+        (("local", "muon"), ValueError, "key 'bias' does not fit optimizer 'muon'"),
         (("local", "sgd", {"lr_mult": {"wieght": 2}}), ValueError, r"lr_mult names \['wieght'\], which are no"),
+        (
+            ("local", "sgd", {"clip_gradient": 1.0, "clip_norm": 2.0}),
+            ValueError,
+            "clip_gradient=1.0 and clip_norm=2.0 are given; expected at most",
+        ),
+        (("local", "sgd", {"clip_norm": 0}), ValueError, "clip_norm is 0; expected a number above 0"),
+        (
+            ("local", "sgd", {"clip_global_norm": float("nan")}),
+            ValueError,
+            "clip_global_norm is nan; expected a number above 0",
+        ),
     ],
 )
 def test_wrong_optimizers_and_stores_are_named(arguments: Any, error: type[Exception], message: str) -> None:
     with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
         with pytest.raises(error, match=message):
             module.init_optimizer(*arguments)
+        assert not module.optimizer_initialized
         module.init_optimizer()
 
 
@@ -476,12 +464,25 @@ def test_wrong_optimizers_and_stores_are_named(arguments: Any, error: type[Excep
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected"),
         ({"accumulate": True}, TypeError, "accumulate is True; expected"),
         ({"accumulate": None}, TypeError, "accumulate is None; expected"),
+        ({"shuffle": "every-epoch"}, TypeError, "shuffle is 'every-epoch'; expected True, a new order in each epoch"),
+        ({"batch_end_callback": Speedometer}, TypeError, r"is the class Speedometer; .* write Speedometer\(\.\.\.\)"),
+        ({"optimizer_params": {"lr_scheduler": 1}}, ValueError, r"expected it as an argument of fit, such as fit\("),
+        ({"epoch_end_callback": do_checkpoint("/proc/x/net")}, OSError, "checkpoint folder /proc/x cannot be made"),
+        (
+            {"train_data": [GOOD], "eval_data": GOOD, "batch_size": None},
+            ValueError,
+            "eval_data holds samples, so batch_size is needed",
+        ),
     ],
 )
-def test_wrong_options_of_fit_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    good: dict[str, Any] = {"train_data": (counted(4, 2), counted(4, 3)), "num_epoch": 1, "batch_size": 2}
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module, pytest.raises(error, match=message):
-        module.fit(**{**good, "eval_metric": "mse", **options})
+def test_wrong_options_of_fit_are_named_and_nothing_is_trained(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good: dict[str, Any] = {"train_data": GOOD, "num_epoch": 1, "batch_size": 2, "eval_metric": "mse"}
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        with pytest.raises(error, match=message):
+            module.fit(**{**good, **options})
+        assert torch.equal(module.get_params()["weight"], linear().weight)
 
 
 def test_an_error_in_a_replica_names_its_context() -> None:
@@ -540,12 +541,12 @@ def test_an_output_that_is_no_loss_is_refused(call: str, loads: str | None) -> N
         assert module.predict(data, batch_size=4).shape == (4, 3)  # which needs no loss
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (4,), (4, 1)])
+@pytest.mark.parametrize("shape", [(), (1,), (-1,), (-1, 1)])
 def test_a_loss_is_one_number_or_one_per_sample(shape: tuple[int, ...]) -> None:
     class Loss(nn.Linear):
         def forward(self, data: torch.Tensor) -> torch.Tensor:
             losses = super().forward(data).square().mean(1)
-            return losses.mean().reshape(shape) if len(shape) < 1 or shape == (1,) else losses.reshape(shape)
+            return (losses if -1 in shape else losses.mean()).reshape(shape)
 
     torch.manual_seed(0)
     network = Loss(2, 3).double()
@@ -554,7 +555,7 @@ def test_a_loss_is_one_number_or_one_per_sample(shape: tuple[int, ...]) -> None:
     data = torch.randn(4, 2, dtype=torch.float64)
     loss = reference(data).square().mean()
     loss.backward()
-    with Module(network, context=cpu()) as module:
+    with Module(network, context=CONTEXTS[:2], work_load_list=[3, 1]) as module:
         module.init_optimizer("local", "sgd", {"lr": 1.0})
         module.forward_backward_update(data)
         assert module.get_loss().item() == pytest.approx(loss.item(), rel=1e-12)

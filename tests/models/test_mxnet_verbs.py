@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gangline import Module, Monitor, cpu
-from gangline.callback import Speedometer, do_checkpoint
+from gangline.callback import do_checkpoint
 from gangline.models.metrics.metric import create as create_metric
 
 CONTEXTS = [cpu(0), cpu(1)]
@@ -176,30 +176,6 @@ def test_parameters_and_buffers_may_be_given_apart() -> None:
             assert all(torch.all(value == 7) for value in module.get_params().values()), replace
             with pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
                 module.set_params(arg, True)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"shuffle": "every-epoch"}, TypeError, "shuffle is 'every-epoch'; expected True, a new order in each epoch"),
-        ({"batch_end_callback": Speedometer}, TypeError, r"is the class Speedometer; .* write Speedometer\(\.\.\.\)"),
-        ({"optimizer_params": {"lr_scheduler": 1}}, ValueError, r"expected it as an argument of fit, such as fit\("),
-        ({"epoch_end_callback": do_checkpoint("/proc/x/net")}, OSError, "checkpoint folder /proc/x cannot be made"),
-    ],
-)
-def test_what_fit_cannot_use_is_an_error_before_training(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with module_of() as module:
-        with pytest.raises(error, match=message):
-            module.fit(batch(), num_epoch=1, batch_size=4, **options)
-        assert torch.equal(module.get_params()["weight"], classifier().weight)
-
-
-def test_fit_initializes_lazy_layers_once_they_have_a_shape() -> None:
-    with module_of(nn.LazyLinear(3)) as module:
-        module.fit(batch(), num_epoch=1, batch_size=4, initializer="one", optimizer_params={"lr": 0.0})
-        assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))
 
 
 def test_the_eval_batch_end_callback_is_called_after_each_batch_of_a_validation() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import lstm_language_model, python_documentation
+from measure import plain_loop
 from torch import nn
 
 from gangline import Pipeline, Trainer, cpu, create, spawn
@@ -59,14 +60,9 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.slow
 def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
-    plain = network()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for data, label in batches(STEPS, 10):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(data), label).backward()
-        optimizer.step()
+    expected = plain_loop(network(), batches(STEPS, 10), optimizer=torch.optim.Adam, lr=0.01)
     for stages, micro_batches in ((1, 1), (2, 1), (2, 4), (3, 4), (3, 10), (3, 99)):
-        check_same(trained(stages, micro_batches), plain.state_dict())
+        check_same(trained(stages, micro_batches), expected)
 
 
 def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on_the_copies() -> None:
@@ -76,7 +72,7 @@ def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on
     check_same(trained(TWO_COPIES, 2, dropout=0.3, loads=[2, 1]), expected)
 
 
-@pytest.mark.parametrize("loads", [None, [2, 1], [1, 0], [1, 100]])
+@pytest.mark.parametrize("loads", [None, [1, 0]])
 def test_copies_on_other_contexts_compute_parts_of_the_batch(loads: Any) -> None:
     check_same(trained(TWO_COPIES, 3, loads=loads), trained(1, 1))
 

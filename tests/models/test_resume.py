@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measure import same_bits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gangline import Module, cpu
+from gangline import Communicator, Module, cpu, spawn
 from gangline.callback import Checkpoint
 from gangline.collectives.processes.process_pool import ProcessPool
+from gangline.kvstore import KVStore, create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.datasets import digits
 
@@ -65,73 +69,147 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def run(data: str, loads: list[float], optimizer: str, prefix: Path | None, resume: Any = None, cut: int = -1) -> Any:
-    """Train 3 epochs with a checkpoint every 2 batches and each epoch; stop after ``cut`` batches in all."""
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    make, options = DATA[data]
-    batches = 0
+class Words(nn.Module):
+    """Network with sparse gradients, and a table that nothing looks up."""
 
-    def count(_: Any) -> None:
-        nonlocal batches
-        if batches == cut:
-            raise Cut
-        batches += 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.unused = (nn.Embedding(12, 8, sparse=True) for _ in range(2))
+        self.last = nn.Linear(8, 3)
 
-    with Module(dropout_and_statistics(), nn.CrossEntropyLoss(), [cpu(i) for i in range(len(loads))], loads) as module:
-        saves = Checkpoint(module, prefix, period=2) if prefix else None
-        rate = lambda epoch, *_: module.set_learning_rate(0.1 / (epoch + 2))  # noqa: E731
-        try:
-            module.fit(
-                make(),
-                DataLoader(Augmented(), batch_size=9) if data == "loader" else None,  # which draws, too
-                num_epoch=3,
-                seed=5,
-                kvstore="device",
-                optimizer=optimizer,
-                optimizer_params={"learning_rate": 0.1},
-                batch_end_callback=[saves, count] if saves else count,
-                epoch_end_callback=[rate, Checkpoint(module, prefix)] if prefix else rate,
-                resume=resume,
-                **options,
-            )
-        except Cut:
-            return None
-        return module.get_params(), module.optimizer_state()
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.table((data * 100).long().abs() % 12).mean(1).tanh())
+        return output
 
 
-CUTS = (0, 1, 4, 7, 10)
-"""Batches to stop after: before the first checkpoint, within each epoch, and at the end of an epoch."""
+@dataclass
+class Job:
+    """A run of 3 epochs with a checkpoint every 2 batches and each epoch."""
+
+    data: str = "arrays"
+    loads: Sequence[float] = (2, 1)
+    optimizer: str = "sgd"
+    cuts: Sequence[int] = (0, 1, 4, 7, 10)
+    """Updates to stop after: before the first checkpoint, within each epoch, and at the end of an epoch."""
+    accumulate: int = 1
+    network: Callable[[], nn.Module] = dropout_and_statistics
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(
+        self, prefix: Path | None, resume: Any = None, cut: int = -1, store: str | KVStore = "device"
+    ) -> dict[str, torch.Tensor] | None:
+        """Return weights, optimizer state, learning rate and residuals; None if stopped after ``cut`` updates."""
+        rank = 0 if isinstance(store, str) else store.rank
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(11 + rank)
+        make, options = DATA[self.data]
+        updates = 0
+
+        def count(_: Any) -> None:
+            nonlocal updates
+            if updates == cut:
+                raise Cut
+            updates += 1
+
+        contexts = [cpu(index) for index in range(len(self.loads))]
+        with (
+            contextlib.nullcontext() if isinstance(store, str) else store,
+            Module(self.network(), nn.CrossEntropyLoss(), contexts, list(self.loads), **self.options) as module,
+        ):
+            saves = Checkpoint(module, prefix, period=2) if prefix else None
+            rate = lambda epoch, *_: module.set_learning_rate(0.1 / (epoch + 2))  # noqa: E731
+            try:
+                module.fit(
+                    make(),
+                    DataLoader(Augmented(), batch_size=9) if self.data == "loader" else None,  # which draws, too
+                    num_epoch=3,
+                    seed=5,
+                    kvstore=store,
+                    optimizer=self.optimizer,
+                    optimizer_params={"learning_rate": 0.1},
+                    batch_end_callback=[saves, count] if saves else count,
+                    epoch_end_callback=[rate, Checkpoint(module, prefix)] if prefix else rate,
+                    accumulate=self.accumulate,
+                    resume=resume,
+                    **options,
+                )
+            except Cut:
+                return None
+            state = module.optimizer_state()
+            residuals = {f"residual {name}": value for name, value in module.compression_residuals().items()}
+            return {
+                **module.get_params(),
+                **state.tensors,
+                **residuals,
+                "learning rate": torch.tensor(state.learning_rate),
+            }
+
+    def check(self, folder: Path, store: Callable[[], str | KVStore] = lambda: "device") -> None:
+        """Check that the run ends with the same bits after a cut."""
+        whole = self.run(folder / "whole" / "net", store=store())
+        assert whole is not None
+        for cut in self.cuts:
+            prefix = folder / f"cut{cut}" / "net"
+            assert self.run(prefix, cut=cut, store=store()) is None
+            resumed = self.run(prefix, resume="auto", store=store())
+            assert resumed is not None
+            assert same_bits(resumed, whole), cut
 
 
-RUNS = [(data, *run) for data in sorted(DATA) for run in (([1], "sgd", CUTS), ([2, 1, 0], "adam", CUTS))]
-FORKING = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS if run[0] == "loader-workers"]
-"""Fewer cuts for loaders with workers, which fork in every epoch and take longer."""
+JOBS = {
+    "accumulated": Job(loads=[1, 0, 2], optimizer="adam", accumulate=3, cuts=(0, 1, 2, 5)),
+    "2bit": Job(loads=[2, 0, 1], options={"compression_params": {"type": "2bit", "threshold": 0.03}}, cuts=(1, 4, 10)),
+    "topk": Job(options={"compression_params": {"type": "topk", "ratio": 0.1}}, cuts=(1, 4, 10)),
+    "fp16": Job(options={"compression_params": {"type": "fp16"}}, cuts=(1, 4, 10)),
+    "sparse": Job(loads=[2, 1, 0], optimizer="adagrad", network=Words),
+    "sparse, accumulated": Job(optimizer="adam", network=Words, accumulate=2, cuts=(1, 4)),
+    **{f"{data} {optimizer}": Job(data, loads, optimizer)
+       for data in ("arrays", "dataset", "loader", "loader-own-generator")
+       for loads, optimizer in (([1], "sgd"), ([2, 1, 0], "adam"))},
+    "loader-workers": Job("loader-workers", [2, 1, 0], "adam", cuts=(7,)),
+}  # fmt: skip
+FAST = ("accumulated", "2bit")
+
+
+@pytest.mark.parametrize("job", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in JOBS])
+def test_a_run_cut_off_after_any_batch_resumes_to_the_same_bits(tmp_path: Path, job: str) -> None:
+    JOBS[job].check(tmp_path)
+
+
+def checked_by_a_worker(comm: Communicator, folder: str) -> None:
+    for data in ("arrays", "dataset", "loader"):
+        Job(data, [1], "adam", cuts=(3, 4, 8)).check(Path(folder, data), lambda: create("allreduce", communicator=comm))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "loads", "optimizer", "cuts"),
-    [*(run for run in RUNS if run[0] != "loader-workers"), ("loader-workers", [2, 1, 0], "adam", (7,)), *FORKING],
-)
-def test_a_run_cut_off_after_any_batch_resumes_to_the_same_bits(
-    tmp_path: Path, data: str, loads: list[float], optimizer: str, cuts: tuple[int, ...]
-) -> None:
-    weights, state = run(data, loads, optimizer, tmp_path / "whole" / "net")
-    for cut in cuts:
-        prefix = tmp_path / f"cut{cut}" / "net"
-        assert run(data, loads, optimizer, prefix, cut=cut) is None
-        resumed_weights, resumed_state = run(data, loads, optimizer, prefix, resume="auto")
-        assert all(torch.equal(weights[name], value) for name, value in resumed_weights.items()), cut
-        assert all(torch.equal(state.tensors[name], value) for name, value in resumed_state.tensors.items()), cut
-        assert state.learning_rate == resumed_state.learning_rate
+def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
+    spawn(checked_by_a_worker, 2, str(tmp_path))
+    written = json.loads((tmp_path / "loader" / "whole" / "net-0003.json").read_text())
+    assert len(written["other_workers"]) == 1
+    assert not list(tmp_path.glob("*/*/*.aside"))
+
+
+def test_residuals_are_in_the_checkpoint_and_a_run_without_compression_leaves_them(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    found = JOBS["2bit"].run(prefix)
+    assert found is not None
+    saved = checkpoint.read(prefix, 3)
+    residuals = {f"residual {name}": value for name, value in saved.compression_residuals.items()}
+    assert same_bits(residuals, {name: value for name, value in found.items() if name.startswith("residual")})
+    assert any(value.any() for value in residuals.values())
+    with Module(dropout_and_statistics(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {"learning_rate": 0.1})
+        module.resume(saved)
+        assert module.compression_residuals() == {}
+        for name, value in module.network.named_parameters():
+            assert torch.equal(value, saved.params[name])
 
 
 def test_saving_changes_nothing_of_the_run(tmp_path: Path) -> None:
-    with_checkpoints, _ = run("arrays", [2, 1], "sgd", tmp_path / "net")
-    without, _ = run("arrays", [2, 1], "sgd", None)
-    assert all(torch.equal(with_checkpoints[name], value) for name, value in without.items())
+    with_checkpoints, without = Job().run(tmp_path / "net"), Job().run(None)
+    assert with_checkpoints is not None
+    assert without is not None
+    assert same_bits(with_checkpoints, without)
 
 
 def train_digits(prefix: str, kill_after: int = -1, resume: str | None = None) -> None:
@@ -177,10 +255,8 @@ def test_a_process_killed_in_mid_epoch_on_digits_resumes_to_the_same_bits(tmp_pa
     assert checkpoint.read(tmp_path / "killed" / "net", 1).position["batch"] == 10
     train_digits(str(tmp_path / "killed" / "net"), resume="auto")
     whole, resumed = (checkpoint.read(tmp_path / folder / "net-final", 0) for folder in ("whole", "killed"))
-    assert all(torch.equal(whole.params[name], value) for name, value in resumed.params.items())
-    states = whole.require_optimizer_state().tensors, resumed.require_optimizer_state().tensors
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+    assert same_bits(resumed.params, whole.params)
+    assert same_bits(resumed.require_optimizer_state().tensors, whole.require_optimizer_state().tensors)
 
 
 @pytest.mark.parametrize("step", range(12))
@@ -284,7 +360,7 @@ def test_load_returns_the_weights_and_the_optimizer_state(tmp_path: Path) -> Non
     [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")],
 )
 def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    run("arrays", [1], "sgd", tmp_path / "net", cut=7)
+    Job(loads=[1]).run(tmp_path / "net", cut=7)
     with (
         Module(dropout_and_statistics(), nn.CrossEntropyLoss(), cpu()) as module,
         pytest.raises(ValueError, match=f"middle of an epoch.*{message}"),

@@ -43,19 +43,6 @@ def trained(count: int, loads: list[float] | None = None, network: nn.Module | N
     return weights
 
 
-def test_without_it_contexts_draw_masks_of_their_own() -> None:
-    torch.manual_seed(0)
-    weights = []
-    for count in (1, 2):
-        torch.manual_seed(0)
-        module = Module(Network().double(), nn.CrossEntropyLoss(), [cpu(i) for i in range(count)])
-        module.init_optimizer("local", "sgd", {"learning_rate": 0.1})
-        module.forward_backward_update(torch.ones(8, 1, 8, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
-        weights.append(module.get_params()["last.weight"])
-        module.close()
-    assert not torch.allclose(*weights)
-
-
 def test_masks_keep_the_given_share_and_differ_between_samples_calls_and_steps() -> None:
     ones = torch.ones(64, 1000, dtype=torch.float64)
     with SampleDropout(7, 0, 64):

@@ -158,11 +158,8 @@ def weights_after_training(scenes: tuple[Path, Path], count: int) -> dict[str, t
     return weights
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_contexts_give_the_weights_of_one_with_dropout_and_augmentation(
-    scenes: tuple[Path, Path], count: int
-) -> None:
-    one, several = weights_after_training(scenes, 1), weights_after_training(scenes, count)
+def test_several_contexts_give_the_weights_of_one_with_dropout_and_augmentation(scenes: tuple[Path, Path]) -> None:
+    one, several = weights_after_training(scenes, 1), weights_after_training(scenes, 3)
     for name, weight in one.items():
         assert torch.allclose(weight, several[name], rtol=0, atol=1e-11), name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 
 LENGTH, CLASSES = 61, 11
 ADAM: dict[str, Any] = {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01, "wd": 0.01}}
+ACCUMULATED = {**ADAM, "accumulate": 4}
 CLIPPED: dict[str, Any] = {
     "optimizer": "sgd",
     "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05},
@@ -117,22 +117,65 @@ def held_bytes(module: Module) -> list[int]:
     return [weights, gradients, sum(one.nbytes for one in state.tensors.values())]
 
 
-def fit(
-    communicator: Any,
-    make: Callable[[], nn.Module],
-    memory: Any = None,
-    how: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    loads: str = "",
-) -> Any:
+def fit(store: Any, make: Callable[[], nn.Module], how: dict[str, Any], memory: Any = "auto", **options: Any) -> Any:
     """Train 4 epochs of 6 batches; return `results` and the bytes held."""
-    if loads:
-        os.environ["GANGLINE_WORK_LOAD_LIST"] = loads
-    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
-    with module_of(make, store, memory or "auto", **(options or {})) as module:
-        module.fit(data_of(make), num_epoch=4, batch_size=12, kvstore=store, **(how or ADAM))
-        held = held_bytes(module) if communicator is not None else []
+    with module_of(make, store, memory, **options) as module:
+        module.fit(data_of(make), num_epoch=4, batch_size=12, kvstore=store, **how)
+        held = held_bytes(module) if store != "local" else []
         return [*results(module, make), held]
+
+
+def unequal(own: Any, loads: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with a store of this job, whose workers have these loads."""
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=own) as store:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+        return call(store, *arguments)
+
+
+def of_two_workers(own: Any, folder: str) -> dict[str, Any]:
+    """Train in many ways as one of two workers; return what each showed."""
+    return {
+        "tied": unequal(own, "3,1", fit, tied, ACCUMULATED),
+        "saved": unequal(own, "1,1", half, f"{folder}/run", [3, 1], False),
+        "loaded": unequal(own, "1,1", load_and_train, f"{folder}/run"),
+        "own loaders": unequal(own, "1,1", own_loaders),
+        "replaced": unequal(own, "1,1", replaces, f"{folder}/weights.safetensors"),
+        "unusual": [unequal(own, "1,1", unusual, what) for what in UNUSUAL],
+        "closed": unequal(own, "1,1", is_closed),
+        "statistics": [
+            unequal(own, "1,0", trains_with_statistics, f"{folder}/statistics", resumed) for resumed in (False, True)
+        ],
+        "error": unequal(own, "1,1", catches_an_error),
+        "measured": unequal(own, "auto", measures),
+    }
+
+
+def of_three_workers(own: Any, folder: str) -> dict[str, Any]:
+    return {
+        "mlp": unequal(own, "2,3,1", fit, mlp, CLIPPED, [1, 0, 2]),
+        "step by step": unequal(own, "1,1,1", step_by_step),
+        "resumed": unequal(own, "1,1,1", half, f"{folder}/run", [1, 0, 2], True),
+    }
+
+
+Found = list[dict[str, Any]]
+"""The results of each worker."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Found:
+    return spawn(of_two_workers, 2, str(folder), threads=1)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: Found) -> Found:
+    """Results of three workers, which resume the run of two."""
+    return spawn(of_three_workers, 3, str(folder), threads=1)
 
 
 def assert_equal(found: list[Any], expected: list[Any]) -> None:
@@ -144,17 +187,10 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(found[3], expected[3], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("make", "size", "memory", "how", "loads"),
-    [
-        (mlp, 3, [1, 0, 2], CLIPPED, "2,3,1"),
-        (mlp, 2, [1, 1], ADAM, "1,0"),  # a worker that holds weights and computes nothing
-        (tied, 2, "auto", {**ADAM, "accumulate": 4}, "3,1"),
-    ],
-)
-def test_fit_gives_the_weights_of_one_worker(make: Any, size: int, memory: Any, how: Any, loads: str) -> None:
-    expected = fit(None, make, how=how)
-    found = spawn(fit, size, make, memory, how, None, loads)
+@pytest.mark.parametrize(("what", "make", "how"), [("mlp", mlp, CLIPPED), ("tied", tied, ACCUMULATED)])
+def test_fit_gives_the_weights_of_one_worker(what: str, make: Any, how: Any, two: Found, three: Found) -> None:
+    expected = fit("local", make, how)
+    found = [each[what] for each in (three if what == "mlp" else two)]
     assert_equal(found[0], expected)
     assert all(params == {} for params, *_ in found[1:])
     whole = sum(one.nbytes for one in expected[0].values())
@@ -162,43 +198,38 @@ def test_fit_gives_the_weights_of_one_worker(make: Any, size: int, memory: Any, 
     assert sum(weights for weights, _, _ in held) < whole * 1.02  # apart from one NaN for each that others own
     assert sum(gradients for _, gradients, _ in held) < whole * 1.02
     assert sum(state for _, _, state in held) == sum(one.nbytes for one in expected[1].values())
-    if isinstance(memory, list):
-        parts = [state for _, _, state in held]
-        assert [share > 100 for share in parts] == [bool(share) for share in memory]
+    if what == "mlp":
+        assert [state > 100 for _, _, state in held] == [True, False, True]  # memory is [1, 0, 2]
 
 
-def step_by_step(communicator: Any) -> Any:
+def step_by_step(store: Any) -> Any:
     """Train by gradients of the outputs; return the weights."""
-    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
-    rank, size = (store.rank, store.num_workers) if communicator is not None else (0, 1)
-    ends = {1: [0, 12], 3: [0, 7, 12, 12]}[size]
-    own = slice(ends[rank], ends[rank + 1])
-    module = Module(
+    is_whole = store == "local"
+    begin, end = (0, 12) if is_whole else [(0, 7), (7, 12), (12, 12)][store.rank]
+    with Module(
         mlp(),
         nn.CrossEntropyLoss(),
         context=cpu(),
-        shard=None if communicator is None else "weights",
-        memory=[3, 1, 1][:size],
-    )
-    module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
-    data, _ = data_of(mlp)
-    for step in range(20):
-        begin = 12 * (step % 5)
-        module.forward(data[begin : begin + 12][own] if own.stop > own.start else None, is_train=True)
-        grads = 0.01 * torch.cos(torch.arange(12 * CLASSES, dtype=torch.float64).view(12, CLASSES) + step)
-        module.backward(grads[own] if own.stop > own.start else None)
-        module.update()
-    return module.get_params()
+        shard=None if is_whole else "weights",
+        memory="auto" if is_whole else [3, 1, 1],
+    ) as module:
+        module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        data, _ = data_of(mlp)
+        for step in range(20):
+            own = slice(12 * (step % 5) + begin, 12 * (step % 5) + end)
+            module.forward(data[own] if end > begin else None, is_train=True)
+            grads = 0.01 * torch.cos(torch.arange(12 * CLASSES, dtype=torch.float64).view(12, CLASSES) + step)
+            module.backward(grads[begin:end] if end > begin else None)
+            module.update()
+        return module.get_params()
 
 
-def test_gradients_of_outputs_give_the_weights_of_one_worker() -> None:
-    expected, found = step_by_step(None), spawn(step_by_step, 3)[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11)
+def test_gradients_of_outputs_give_the_weights_of_one_worker(three: Found) -> None:
+    for name, value in step_by_step("local").items():
+        torch.testing.assert_close(three[0]["step by step"][name], value, rtol=0, atol=1e-11)
 
 
-def half(communicator: Any, prefix: str, memory: Any, resumed: bool) -> Any:
-    store = create("allreduce", communicator=communicator)
+def half(store: Any, prefix: str, memory: Any, resumed: bool) -> Any:
     with module_of(mlp, store, memory) as module:
         data = data_of(mlp)
         how = {**ADAM, "kvstore": store, "batch_size": 12}
@@ -210,31 +241,26 @@ def half(communicator: Any, prefix: str, memory: Any, resumed: bool) -> Any:
         return results(module, mlp)
 
 
-def test_a_checkpoint_is_resumed_by_other_owners_and_by_one_worker(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "run")
-    expected = fit(None, mlp)
-    spawn(half, 2, prefix, [3, 1], False)
-    assert_equal(spawn(half, 3, prefix, [1, 0, 2], True)[0], expected)
+def test_a_checkpoint_is_resumed_by_other_owners_and_by_one_worker(folder: Path, two: Found, three: Found) -> None:
+    expected = fit("local", mlp, ADAM)
+    assert_equal(three[0]["resumed"], expected)
     with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
-        module.fit(data_of(mlp), num_epoch=4, batch_size=12, resume=(prefix, 2), **ADAM)
+        module.fit(data_of(mlp), num_epoch=4, batch_size=12, resume=(folder / "run", 2), **ADAM)
         assert_equal(results(module, mlp), expected)
-    loaded = spawn(load_and_train, 2, prefix)[0]
-    assert_equal(loaded, expected)
+    assert_equal(two[0]["loaded"], expected)
 
 
-def load_and_train(communicator: Any, prefix: str) -> Any:
-    store = create("allreduce", communicator=communicator)
-    module = Module.load(
+def load_and_train(store: Any, prefix: str) -> Any:
+    with Module.load(
         prefix, 2, network=mlp(), load_optimizer_states=True, loss=nn.CrossEntropyLoss(), shard="weights", context=cpu()
-    )
-    module.init_optimizer(store, **ADAM)
-    module.fit(data_of(mlp), num_epoch=4, begin_epoch=2, batch_size=12, kvstore=store, **ADAM)
-    return results(module, mlp)
+    ) as module:
+        module.init_optimizer(store, **ADAM)
+        module.fit(data_of(mlp), num_epoch=4, begin_epoch=2, batch_size=12, kvstore=store, **ADAM)
+        return results(module, mlp)
 
 
-def own_loaders(communicator: Any) -> Any:
+def own_loaders(store: Any) -> Any:
     """Train and score on loaders of unequal length, one with no batch in some epochs' ends."""
-    store = create("allreduce", communicator=communicator)
     with module_of(mlp, store) as module:
         data, label = data_of(mlp)
         mine = slice(0, 40) if not store.rank else slice(40, 61)
@@ -247,8 +273,9 @@ def own_loaders(communicator: Any) -> Any:
         return module.get_params(), score, len(outputs), batches
 
 
-def test_loaders_of_unequal_length_train_and_score_together() -> None:
-    (params, score, length, batches), (_, other_score, other_length, other_batches) = spawn(own_loaders, 2)
+def test_loaders_of_unequal_length_train_and_score_together(two: Found) -> None:
+    params, score, length, batches = two[0]["own loaders"]
+    _, other_score, other_length, other_batches = two[1]["own loaders"]
     assert (length, other_length) == (40, 21)
     assert (batches, other_batches) == (list(range(7)), list(range(4)))
     assert all(value.isfinite().all() for value in params.values())
@@ -258,9 +285,8 @@ def test_loaders_of_unequal_length_train_and_score_together() -> None:
     assert score == other_score == [("accuracy", pytest.approx(expected))]
 
 
-def replaces(communicator: Any, path: str) -> Any:
+def replaces(store: Any, path: str) -> Any:
     """Read and replace weights; train again with another optimizer."""
-    store = create("allreduce", communicator=communicator)
     with module_of(mlp, store, [1, 2]) as module:
         module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
         first = module.get_params()
@@ -289,8 +315,8 @@ def replaces(communicator: Any, path: str) -> Any:
         return first, second, third, fourth, fifth, module.learning_rate
 
 
-def test_weights_are_read_and_replaced(tmp_path: Path) -> None:
-    found = spawn(replaces, 2, str(tmp_path / "weights.safetensors"))
+def test_weights_are_read_and_replaced(two: Found) -> None:
+    found = [each["replaced"] for each in two]
     first, second, third, fourth, fifth, rate = found[0]
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], third[name]) for name in first)
@@ -305,13 +331,6 @@ def test_weights_are_read_and_replaced(tmp_path: Path) -> None:
         module.fit(data_of(mlp), **how, **CLIPPED)
         for name, value in module.get_params().items():
             torch.testing.assert_close(second[name], value, rtol=0, atol=1e-11)
-
-
-def test_a_single_worker_holds_everything() -> None:
-    with Module(mlp(), nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
-        module.fit(data_of(mlp), num_epoch=4, batch_size=12, **ADAM)
-        assert_equal(results(module, mlp), fit(None, mlp))
-        assert module.network.state_dict()
 
 
 def one_updates(communicator: Any) -> Any:
@@ -352,58 +371,43 @@ def reads_its_parameter() -> nn.Module:
     return ReadsItsParameter().double()
 
 
-def some_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of the samples with a label; none may have one."""
-    return nn.functional.cross_entropy(output[label >= 0], label[label >= 0])
-
-
-def number_with_label(label: torch.Tensor) -> float:
-    return float((label >= 0).sum())
-
-
-def unusual(communicator: Any, what: str) -> Any:
+def unusual(store: Any, what: str) -> Any:
     """Train in an unusual way; return the weights."""
-    store: Any = "local" if communicator is None else create("allreduce", communicator=communicator)
-    shard = None if communicator is None else "weights"
+    shard = None if store == "local" else "weights"
     data, label = data_of(mlp)
     label = label.clone()
     make = reads_its_parameter if what == "checkpointed parameter" else mlp
-    loss: Any = nn.CrossEntropyLoss(ignore_index=3)
     how: dict[str, Any] = {"batch_size": 12, "shuffle": False, "kvstore": store, "num_epoch": 2, **ADAM}
-    normalizer, network = None, make()
+    network = make()
     if what == "updates without labels":
         how["accumulate"] = 2
         label[24:48] = 3
-    elif what == "a share without labels":
-        loss, normalizer, how["eval_metric"] = some_loss, number_with_label, "loss"
-        label[:6] = -1
     elif what == "unfrozen":
         network.get_submodule("0").requires_grad_(False)
-    elif what == "checkpointed parameter" and communicator is not None and store.rank:
+    elif what == "checkpointed parameter" and store != "local" and store.rank:
         network.get_parameter("numbers").data.zero_()  # rank 0's count
-    module = Module(network, loss, context=cpu(), loss_normalizer=normalizer, shard=shard)
-    module.fit((data, label), **how)
-    if what in ("frozen", "unfrozen"):
-        network.requires_grad_(what == "unfrozen")
-        network.get_submodule("4").requires_grad_(True)
-        module.fit((data, label), **{**how, **CLIPPED})
-    return module.get_params()
+    with Module(network, nn.CrossEntropyLoss(ignore_index=3), context=cpu(), shard=shard) as module:
+        module.fit((data, label), **how)
+        if what in ("frozen", "unfrozen"):
+            network.requires_grad_(what == "unfrozen")
+            network.get_submodule("4").requires_grad_(True)
+            module.fit((data, label), **{**how, **CLIPPED})
+        return module.get_params()
 
 
-UNUSUAL = ["checkpointed parameter", "updates without labels", "a share without labels", "frozen", "unfrozen"]
+UNUSUAL = ["checkpointed parameter", "updates without labels", "frozen", "unfrozen"]
 
 
-@pytest.mark.parametrize("what", UNUSUAL)
-def test_unusual_training_gives_the_weights_of_one_worker(what: str) -> None:
-    expected, found = unusual(None, what), spawn(unusual, 2, what)[0]
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11)
+def test_unusual_training_gives_the_weights_of_one_worker(two: Found) -> None:
+    for what, found in zip(UNUSUAL, two[0]["unusual"], strict=True):
+        expected = unusual("local", what)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-11, msg=f"{what}: {name}")
 
 
-def is_closed(communicator: Any) -> Any:
+def is_closed(store: Any) -> bool:
     """Use a network after its module was closed; rank 0 has all weights."""
-    store = create("allreduce", communicator=communicator)
     network = mlp()
     with Module(network, nn.CrossEntropyLoss(), context=cpu(), shard="weights", memory=[1, 0]) as module:
         module.fit(data_of(mlp), num_epoch=1, batch_size=12, kvstore=store, **ADAM)
@@ -418,16 +422,15 @@ def is_closed(communicator: Any) -> Any:
     again = Module(network, nn.CrossEntropyLoss(), context=cpu(), shard="weights", memory=[1, 0])
     with pytest.raises(ValueError, match=r"has divided, the weights of this network; make it anew \(rank 1\)"):
         again.init_optimizer(store, **ADAM)
+    return True
 
 
-def test_a_part_is_not_taken_for_the_whole_after_close() -> None:
-    spawn(is_closed, 2)
+def test_a_part_is_not_taken_for_the_whole_after_close(two: Found) -> None:
+    assert all(each["closed"] for each in two)
 
 
-def trains_with_statistics(communicator: Any, prefix: str, resumed: bool) -> Any:
+def trains_with_statistics(store: Any, prefix: str, resumed: bool) -> Any:
     """Train with statistics of batches on one of two workers; save in mid-epoch, or go on from there."""
-    os.environ["GANGLINE_WORK_LOAD_LIST"] = "1,0"
-    store = create("allreduce", communicator=communicator)
     with module_of(normalized, store, random="sample") as module:
         saver = Checkpoint(module, prefix, 4, save_optimizer_states=True)
         stop = [saver, lambda param: param.nbatch == 3 and not resumed]
@@ -443,16 +446,12 @@ def trains_with_statistics(communicator: Any, prefix: str, resumed: bool) -> Any
         return results(module, normalized)
 
 
-def test_statistics_are_saved_in_mid_epoch_by_a_worker_that_computes_nothing(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "run")
-    spawn(trains_with_statistics, 2, prefix, False)
-    found = spawn(trains_with_statistics, 2, prefix, True)[0]
-    assert_equal(found, fit(None, normalized, None, ADAM, {"random": "sample"}))
+def test_statistics_are_saved_in_mid_epoch_by_a_worker_that_computes_nothing(two: Found) -> None:
+    assert_equal(two[0]["statistics"][1], fit("local", normalized, ADAM, random="sample"))
 
 
-def catches_an_error(communicator: Any) -> Any:
+def catches_an_error(store: Any) -> Any:
     """Go on after an error of rank 0's loss, of which the other worker hears at once."""
-    store = create("allreduce", communicator=communicator)
     module = module_of(mlp, store)
     module.init_optimizer(store, **ADAM)
     data, label = data_of(mlp)
@@ -472,8 +471,8 @@ def catches_an_error(communicator: Any) -> Any:
     return messages, module.get_params()
 
 
-def test_all_workers_hear_of_an_error_and_can_go_on() -> None:
-    (own, params), (other, _) = spawn(catches_an_error, 2)
+def test_all_workers_hear_of_an_error_and_can_go_on(two: Found) -> None:
+    (own, params), (other, _) = (each["error"] for each in two)
     assert own[0] == "Target 99 is out of bounds."
     assert "forward or backward was refused: Target 99 is out of bounds" in other[0]
     assert len(own) == len(other) == 2
@@ -495,17 +494,15 @@ class Slow(nn.Module):
         return output
 
 
-def measures(communicator: Any) -> Any:
-    os.environ["GANGLINE_WORK_LOAD_LIST"] = "auto"
-    store = create("allreduce", communicator=communicator)
+def measures(store: Any) -> Any:
     with Module(Slow([0.002, 0.008][store.rank]), nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
         data, label = data_of(mlp)
         module.fit((data.float(), label), num_epoch=6, batch_size=30, kvstore=store, **ADAM)
         return module.workers.loads
 
 
-def test_measured_loads_leave_out_waits_for_the_weights_of_others() -> None:
-    assert spawn(measures, 2)[0][0] > 0.7
+def test_measured_loads_leave_out_waits_for_the_weights_of_others(two: Found) -> None:
+    assert two[0]["measured"][0] > 0.7
 
 
 def test_a_resumed_run_does_not_keep_what_it_restored(tmp_path: Path) -> None:

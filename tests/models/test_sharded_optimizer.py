@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from measure import plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
 from gangline.kvstore.allreduce.owners import Owners
 from gangline.kvstore.buckets import plan
+from gangline.kvstore.reducer import reducer
 
 STEPS = 20
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
-CLIPPED = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05})
 
 
 def network() -> nn.Module:
@@ -51,12 +52,12 @@ def state_bytes(store: Any) -> int:
     return sum(tensor.nbytes for tensor in state.tensors.values())
 
 
-def train(communicator: Any, memory: Any, optimizer: Any, folder: str = "", resumed: bool = False) -> Any:
+def train(communicator: Any, memory: Any, folder: str = "", resumed: bool = False) -> Any:
     """Train by a Trainer; return the weights, the bytes of own state, and the owned bytes."""
     store = create("allreduce", communicator=communicator)
     model = network()
     shard = None if memory is None else "optimizer"
-    trainer = Trainer(model, *optimizer, kvstore=store, shard=shard, memory=memory or "auto")
+    trainer = Trainer(model, *ADAM, kvstore=store, shard=shard, memory=memory or "auto")
     first = 0
     if resumed:
         model.load_state_dict(torch.load(f"{folder}/weights.pt"))
@@ -78,20 +79,10 @@ def train(communicator: Any, memory: Any, optimizer: Any, folder: str = "", resu
     return result
 
 
-def alone(optimizer: Any) -> dict[str, torch.Tensor]:
-    """Train as one process, by torch's optimizer."""
-    model = network()
-    name, arguments = optimizer
-    spec = OptimizerSpec.parse((name, arguments))
-    trained = spec.optimizer_class(model.parameters(), **spec.arguments)
-    for step in range(STEPS):
-        data, label = batch(step)
-        trained.zero_grad()
-        nn.functional.cross_entropy(model(data), label).backward()
-        if spec.clip_global_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), spec.clip_global_norm)
-        trained.step()
-    return model.state_dict()
+def alone() -> dict[str, torch.Tensor]:
+    """Train as one process, by torch's Adam."""
+    batches = [batch(step) for step in range(STEPS)]
+    return plain_loop(network(), batches, optimizer=torch.optim.Adam, lr=0.01, weight_decay=0.01)
 
 
 def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -99,32 +90,24 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
 
 
-@pytest.mark.parametrize(
-    ("size", "memory", "optimizer"), [(2, "auto", ADAM), (3, [1, 0, 2], CLIPPED), (3, [1, 1, 1], ADAM)]
-)
-def test_workers_of_unequal_memory_train_as_one_process(size: int, memory: Any, optimizer: Any) -> None:
-    found = spawn(train, size, memory, optimizer, threads=1)
+def test_workers_of_unequal_memory_train_as_one_process() -> None:
+    found = spawn(train, 3, [1, 0, 2], threads=1)
     for weights, _, _ in found:
-        check_same(weights, alone(optimizer))
-    whole = spawn(train, 2, None, optimizer, threads=1)[0][1]
+        check_same(weights, alone())
+    whole = spawn(train, 2, None, threads=1)[0][1]
     assert sum(own for _, own, _ in found) == pytest.approx(whole, rel=0.01)  # steps are counted per key
-    if memory == [1, 0, 2]:
-        assert found[1][1] == 0
+    assert found[1][1] == 0
 
 
-def test_the_state_of_each_worker_follows_its_memory() -> None:
-    found = spawn(train, 2, [3, 1], ADAM, threads=1)
+def test_the_state_of_each_worker_follows_its_memory_and_a_run_resumes_with_other_owners(tmp_path: Path) -> None:
+    found = spawn(train, 2, [3, 1], str(tmp_path), threads=1)
     owned = found[0][2]
     assert owned == found[1][2]
     assert owned[0] / sum(owned) == pytest.approx(0.75, abs=0.15)  # a key has one owner
     assert found[0][1] / found[1][1] == pytest.approx(owned[0] / owned[1], rel=0.02)
-
-
-@pytest.mark.parametrize("memory", [None, [1, 3], [1, 1]])
-def test_a_run_resumes_with_other_owners(tmp_path: Path, memory: Any) -> None:
-    spawn(train, 2, [3, 1], ADAM, str(tmp_path), threads=1)
-    for weights, _, _ in spawn(train, 2, memory, ADAM, str(tmp_path), True, threads=1):
-        check_same(weights, alone(ADAM))
+    for memory in (None, [1, 3]):
+        for weights, _, _ in spawn(train, 2, memory, str(tmp_path), True, threads=1):
+            check_same(weights, alone())
 
 
 def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
@@ -155,15 +138,20 @@ def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
 def test_a_distributed_optimizer_shards_and_resumes_with_other_owners() -> None:
     found = spawn(wrapped, 2, [3, 1], threads=1)
     for weights, _, _ in found:
-        check_same(weights, alone(ADAM))
+        check_same(weights, alone())
     assert found[0][1] > 2 * found[1][1] > 0
     middle = found[1][2]
     assert len(middle[1]["state"]) == 8
     for weights, _, _ in spawn(wrapped, 2, [1, 3], middle, threads=1):
-        check_same(weights, alone(ADAM))
+        check_same(weights, alone())
 
 
-def updates_between(communicator: Any) -> None:
+def misuses(communicator: Any) -> None:
+    store = create("allreduce", communicator=communicator)
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"memory is \[1\]; expected 'auto', or a number >= 0 for each of 2 workers"):
+        DistributedOptimizer(inner, store, shard="optimizer", memory=[1])
+    store.close()
     store = create("allreduce", communicator=communicator)
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).double()  # large enough to be copied in place
     optimizer = DistributedOptimizer(
@@ -178,20 +166,8 @@ def updates_between(communicator: Any) -> None:
     store.close()
 
 
-def test_a_backward_after_the_update_of_its_weights_is_an_error_on_all_workers() -> None:
-    spawn(updates_between, 2, threads=1)
-
-
-def refused(communicator: Any) -> None:
-    store = create("allreduce", communicator=communicator)
-    inner = torch.optim.SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"memory is \[1\]; expected 'auto', or a number >= 0 for each of 2 workers"):
-        DistributedOptimizer(inner, store, shard="optimizer", memory=[1])
-    store.close()
-
-
-def test_memory_for_another_number_of_workers_is_refused() -> None:
-    spawn(refused, 2, threads=1)
+def test_wrong_memory_and_a_backward_after_the_update_of_its_weights_are_errors_on_all_workers() -> None:
+    spawn(misuses, 2, threads=1)
 
 
 def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
@@ -210,7 +186,7 @@ def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
 
 def test_a_module_shards_too_and_its_checkpoint_is_whole(tmp_path: Path) -> None:
     for found in spawn(with_module, 2, str(tmp_path), threads=1):
-        check_same(found, alone(ADAM))
+        check_same(found, alone())
     loaded = Module.load(f"{tmp_path}/net", 1, network=network(), load_optimizer_states=True, context=cpu())
     loaded.init_optimizer(None, *ADAM)
     assert len(loaded.optimizer_state().tensors) == 3 * 8  # step and two moments of each of 8 parameters
@@ -280,21 +256,22 @@ def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
     trainer.step(12)
 
 
-def test_contexts_of_unequal_memory_own_unequal_parts() -> None:
+def test_contexts_of_unequal_memory_own_unequal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contexts of one process, each of which holds the state of what it owns; weights are as without shard."""
     torch.manual_seed(3)
-    wide = nn.Sequential(*[nn.Linear(1800, 1800) for _ in range(8)])  # 8 buckets
-    batch = torch.randn(4, 1800)
+    layer = (64 * 64 + 64) * 4
+    monkeypatch.setattr(reducer, "BUCKET_BYTES", layer)
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    batch = torch.randn(4, 64)
     found = []
     for shard in (None, "optimizer"):
-        module = Module(copy.deepcopy(wide), nn.MSELoss(), [cpu(0), cpu(1)], shard=shard, memory=[3, 1])
+        module = Module(copy.deepcopy(layers), nn.MSELoss(), [cpu(0), cpu(1)], shard=shard, memory=[3, 1])
         with module:
             module.init_optimizer("device", *ADAM)
             module.forward_backward_update(batch, batch)
             store = module._step.optimizer.store  # type: ignore[union-attr]
             found.append((module.get_params(), store.owned_bytes))  # type: ignore[union-attr]
     (expected, equal), (params, owned) = found
-    layer = (1800 * 1800 + 1800) * 4
     assert equal == [4 * layer, 4 * layer]
     assert owned == [6 * layer, 2 * layer]
     assert all(torch.equal(params[name], value) for name, value in expected.items())

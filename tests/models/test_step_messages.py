@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,8 +87,13 @@ def allreduce_steps(comm: Communicator) -> Any:
         return steps(store, comm.rank, calls)
 
 
-def test_a_step_of_allreduce_gathers_one_header_and_reduces_one_tensor_per_bucket() -> None:
-    for found, buckets in spawn(allreduce_steps, 2):
+@pytest.fixture(scope="module")
+def two() -> list[Any]:
+    return spawn(steps_and_epochs, 2, threads=1)
+
+
+def test_a_step_of_allreduce_gathers_one_header_and_reduces_one_tensor_per_bucket(two: list[Any]) -> None:
+    for (found, buckets), _ in two:
         assert buckets > 3
         for calls in found:
             assert calls.keys() <= {"all_gather", "all_reduce"}
@@ -151,11 +157,55 @@ def epochs_in_a_job(comm: Communicator) -> Any:
     return found
 
 
-def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each_step() -> None:
-    first, second = spawn(epochs_in_a_job, 2)
+def steps_and_epochs(comm: Communicator) -> Any:
+    return allreduce_steps(comm), epochs_in_a_job(comm)
+
+
+def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each_step(two: list[Any]) -> None:
+    first, second = (epochs for _, epochs in two)
     assert first == second
     assert all(seen == list(range(count)) for _, count, _, seen in first)
     exchanges = {(kind, count): calls for kind, count, calls, _ in first}
     for kind in ("loader", "list"):
         assert exchanges[kind, 12] - exchanges[kind, 4] == 2  # of stop requests, after the fourth and eighth update
     assert exchanges["stream", 12] - exchanges["stream", 4] == 1 + 2  # the eighth update; every four batches
+
+
+# Data for rank 0 alone do not reach the other workers
+
+
+ROWS, INPUTS, HIDDEN = 2_000, 8, 5_000
+
+
+def received(folder: str) -> tuple[int, int, int]:
+    """Return the bytes that the scheduler sent during predict and save_checkpoint, and the number of outputs."""
+    total = 0
+    receive = SchedulerClient._receive
+
+    def counted(self: SchedulerClient, frame: bytes) -> None:
+        nonlocal total
+        total += len(frame)
+        receive(self, frame)
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, 2))
+    data, label = torch.rand(ROWS, INPUTS), torch.zeros(ROWS, dtype=torch.int64)
+    compression = {"type": "2bit", "threshold": 0.5}
+    with Module(network, nn.CrossEntropyLoss(), cpu(), compression_params=compression) as module:
+        module.init_optimizer("dist_sync")
+        module.forward_backward_update(data[:4], label[:4])
+        SchedulerClient._receive = counted  # type: ignore[method-assign]
+        outputs = module.predict(data, batch_size=ROWS)
+        of_predict, total = total, 0
+        module.save_checkpoint(Path(folder, "net"), 1, save_optimizer_states=True)
+        return of_predict, total, 0 if outputs is None else len(outputs)
+
+
+def test_only_rank_0_receives_outputs_and_parts_of_checkpoints(tmp_path: Path) -> None:
+    first, second = run_job(received, 2, 1, str(tmp_path))
+    outputs, residuals = 4 * 2 * ROWS, 4 * (INPUTS + 1 + 2) * HIDDEN
+    assert first[0] > outputs
+    assert first[1] > 2 * residuals
+    assert second[0] < outputs / 10
+    assert second[1] < residuals / 10
+    assert (first[2], second[2]) == (ROWS, 0)

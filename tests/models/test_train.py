@@ -1,8 +1,9 @@
-"""`gangline train`, on the real digits."""
+"""`gangline train`: effects of its flags."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -10,89 +11,352 @@ import signal
 import subprocess
 import sys
 import termios
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command import write_digits
-from measure import distance
+from command import gangline_command, write_digits
+from safetensors.torch import save_file
 
-from gangline.cli.main import main
+from gangline.cli.options import normalization
 from gangline.models.checkpoint import checkpoint
+from gangline.models.checkpoint.retention import epochs
+from gangline.models.loop import fit
+from gangline.models.reports.page import read_progress
+from gangline.models.zoo import create
+
+MLP = ["train", "--network", "mlp", "--cpus", "2"]
 
 
-def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
-    """Run `gangline train` with these flags in this process; return exit code, stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", ["gangline", "train", *flags])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "images"
+    write_digits(folder)
+    return folder
+
+
+def settings(prefix: Path, epoch: int | str) -> dict[str, float]:
+    """Return the initial and the current learning rate in a checkpoint."""
+    state = checkpoint.read(prefix, epoch).require_optimizer_state()
+    return {"initial": state.initial_learning_rate, "now": state.learning_rate}
+
+
+def test_batch_and_rate_grow_with_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--scale-batch", "--batch-size", "32", "--lr", "0.02", "--num-epochs", "1"]
+    code, _, err = gangline_command(capsys, *MLP, *words, "--model-prefix", tmp_path / "m")
+    assert code == 0
+    assert "batch size 64" in err
+    assert settings(tmp_path / "m", 1)["initial"] == pytest.approx(0.04)
+
+
+def test_a_run_resumes_from_its_newest_checkpoint_and_keeps_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    words = ["--model-prefix", prefix, "--load-epoch", "auto", "--keep", "2", "--lr-schedule", "cosine"]
+    for number in (2, 4):
+        code, _, err = gangline_command(capsys, *MLP, *words, "--num-epochs", number)
+        assert code == 0
+    assert "Epoch[1]" not in err
+    assert "Epoch[3]" in err
+    assert epochs(prefix) == [3, 4]
+    assert checkpoint.read(prefix, "best").metadata["num_classes"] == 10
+    assert settings(prefix, 4)["now"] < settings(prefix, 3)["now"] < 0.05
+
+
+def test_patience_ends_a_run_that_learns_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--patience", "2", "--lr", "0", "--num-epochs", "9"]
+    code, _, err = gangline_command(capsys, *MLP, *words)
+    assert code == 0
+    assert "training ended by patience" in err
+    assert "Epoch[2] Validation-accuracy" in err
+    assert "Epoch[3]" not in err
+
+
+def test_pictures_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-epochs", "2", "--plots", "training-progress", "--plots", "tensorboard", "--top-k", "3"]
+    code, out, _ = gangline_command(capsys, *MLP, *words, "--model-prefix", tmp_path / "m")
+    assert code == 0
+    data = json.dumps(read_progress(tmp_path / "m.html"))
+    assert "mlp on digits" in data
+    assert "top_k_accuracy_3" in data
+    assert out.split("=")[1].strip()[:6] in data
+    assert [file.name.split(".")[0] for file in (tmp_path / "m-tensorboard").iterdir()] == ["events"]
+
+
+def test_only_the_data_are_read(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = gangline_command(capsys, *MLP, "--test-io", "--data-dir", images, "--augment", "flip")
+    assert code == 0
+    assert re.fullmatch(r"samples-per-second=[\d.]+\n", out)
+
+
+def test_weights_are_transferred_to_other_classes(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    source = create("mlp", 7)
+    save_file(source.state_dict(), tmp_path / "source.safetensors")
+    layers = [name for name, module in source.named_modules() if isinstance(module, torch.nn.Linear)]
+    words = ["--data-dir", images, "--pretrained", tmp_path / "source.safetensors", "--freeze-until", layers[1]]
+    code, out, err = gangline_command(
+        capsys, *MLP, *words, "--num-epochs", "3", "--batch-size", "6", "--lr", "0.02", "--model-prefix", tmp_path / "m"
+    )
+    assert code == 0
+    assert "48 training and 12 held-out images of digit0, digit1, digit2; read as 28x28 grey\n" in err
+    assert float(out.split("=")[1]) > 0.8
+    saved = checkpoint.read(tmp_path / "m", 3)
+    assert saved.metadata["classes"] == ["digit0", "digit1", "digit2"]
+    assert torch.equal(saved.params[f"{layers[0]}.weight"], source.state_dict()[f"{layers[0]}.weight"])
+    assert not torch.equal(saved.params[f"{layers[1]}.weight"], source.state_dict()[f"{layers[1]}.weight"])
+    assert len(saved.params[f"{layers[-1]}.weight"]) == 3
+    code, _, err = gangline_command(capsys, *MLP, *words[:4], "--freeze-until", "nowhere")
+    assert code == 1
+    assert "has no layer 'nowhere'" in err
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--clip", "norm=1", "--clip", "gradient=1"], "clip_gradient"),
+    (["--clip", "global_norm=0"], "clip_global_norm"),
+    (["--clip", "global=1"], "--clip is 'global=1'; expected gradient=X or norm=X or global_norm=X"),
+    (["--keep", "2"], "--save-period in minutes and --keep need --model-prefix"),
+    (["--save-period", "0"], "--save-period is '0'; expected epochs, such as 2, or minutes, such as 10min"),
+    (["--top-k", "11"], "--top-k is 11, but there are 10 classes"),
+    (["--image-shape", "28,28"], "--image-shape is '28,28', 2 numbers; expected 3"),
+    (["--image-shape", "2,28,28"], "--image-shape is '2,28,28'; expected 1 or 3 channels"),
+    (["--val-dir", "held-out"], "--val-dir needs --data-dir"),
+    (["--augment", "flip"], "--augment needs --data-dir"),
+    (["--freeze-until", "fc"], "--freeze-until needs --pretrained"),
+    (["--layer-factors", "10,20,0.1"], "--layer-factors needs --pretrained"),
+    (["--pretrained", "none.safetensors"], "none.safetensors do not exist"),
+    (
+        ["--lr-schedule", "cosine", "--lr-step-epochs", "2"],
+        "--lr-step-epochs is 2, but --lr-schedule is cosine; only piecewise steps",
+    ),
+    (["--warmup-epochs", "10"], "the warm-up takes 10 epochs of 10"),
+    (["--load-epoch", "newest", "--model-prefix", "m"], "--load-epoch is 'newest'; expected a number of epochs"),
+    (["--context", "parallel"], "'parallel' means all processes of a job"),
+    (["--context", "cpu", "--cpus", "2"], "--context cpu and --cpus 2 are given"),
+    (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
+    (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are given; expected one of them"),
+    (["--gpus", "first"], "'first' names no device"),
+    (["--gpus", "99"], "gpu(99) is not on this machine"),
+    (["--cpus", "2", "--work-load-list", "3"], "work_load_list has 1 entry for 2 contexts"),
+    (["--cpus", "2", "--work-load-list", "3,x"], "--work-load-list is '3,x'; expected numbers"),
+    (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
+    (["--lr-step-epochs", "1,50", "--num-epochs", "2"], "--num-epochs is 2: the rate would not step at epoch 50"),
+    (["--mom", "1.5"], "--mom is 1.5; expected a momentum from 0 to below 1"),
+    (["--kv-store", "local:2"], "--kv-store is 'local:2'; expected a number of updates, and dist_async before it"),
+    (["--network", "lenett"], "network 'lenett' is unknown; did you mean 'lenet'?"),
+    (["--kv-store", "devise"], "there is no store named 'devise'; did you mean 'device'?"),
+    (["--optimizer", "adm"], "optimizer 'adm' is unknown; did you mean 'adam'?"),
+    (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
+    (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json does not exist"),
+    (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
+    (["--lr", "-1"], "Invalid learning rate"),
+    (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
+    (["--gc-threshold", "0", "--gc-type", "2bit"], "threshold is 0.0; expected a finite number > 0"),
+]
+"""Flags of `gangline train --network mlp`, and a part of the last line that they print."""
+
+
+def test_a_wrong_value_is_one_line_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flags, message in WRONG:
+        code, out, err = gangline_command(capsys, "train", "--network", "mlp", *flags)
+        assert (code, out) == (2 if message.startswith("--") else 1, ""), flags
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("gangline: "), flags
+        assert message in last, flags
+        assert "Epoch[0]" not in err, flags
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rgb-mean", "0.1,0.2"], "--rgb-mean is '0.1,0.2', 2 numbers; expected one, or 1, one a channel"),
+        (["--rgb-mean", "123.68", "--rgb-std", "1"], "--rgb-mean is '123.68' and --rgb-std '1', some of them above 1"),
+        (["--augment", "spin"], "augmentation 'spin' has 'spin'"),
+        (["--augment", "crop=99"], "crop is 99x99, but images are resized to 28x28"),
+        (["--network", "alexnet"], "63"),
+    ],
+)
+def test_images_that_cannot_be_made_are_known_at_once(
+    more: list[str], message: str, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--image-shape", "3,32,32"] if "alexnet" in more else []
+    code, out, err = gangline_command(capsys, *MLP, "--data-dir", images, *more, *shape)
+    assert (code, out) == (2 if message.startswith("--") else 1, "")
+    assert message in err.strip().splitlines()[-1]
+
+
+def test_a_wrong_choice_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = gangline_command(capsys, "train", "--help")
+    assert code == 0
+    shown = "".join(re.findall(r"[\w-]+", shown))
+    for flag, value, choice in (
+        ("--dtype", "float8", "bfloat16"),
+        ("--gc-type", "3bit", "2bit"),
+        ("--plots", "curves", "training-progress"),
+        ("--lr-schedule", "steps", "piecewise"),
+        ("--context", "tpu", "multi-gpu"),
+    ):
+        code, out, err = gangline_command(capsys, "train", flag, value)
+        assert (code, out) == (2, "")
+        assert flag in err
+        assert f"'{choice}'" in err
+        assert choice in shown
+
+
+def test_a_run_says_what_it_goes_on_from_and_what_it_replaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    words = [*MLP, "--model-prefix", prefix, "--num-epochs"]
+    _, _, err = gangline_command(capsys, *words, 1, "--load-epoch", "auto")
+    assert f"{prefix} has no checkpoint to resume from: a new run begins" in err
+    _, _, err = gangline_command(capsys, *words, 2, "--load-epoch", "auto")
+    assert f"resuming from {prefix}-0001.json: 1 of 2 epochs are done\n" in err
+    code, out, err = gangline_command(capsys, *words, 2, "--load-epoch", "auto")
+    assert f"resuming from {prefix}-0002.json: 2 of 2 epochs are done; nothing is left to train" in err
+    assert code == 0
+    assert out.startswith("Validation-accuracy=")
+    _, _, err = gangline_command(capsys, *words, 1)
+    assert f"{prefix} has checkpoints of an earlier run, up to epoch 2, which this run replaces" in err
+
+
+def test_a_restarted_job_resumes_its_own_checkpoints_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "m"
+
+    def start(job: str, restart: int, *words: object) -> str:
+        """Train as a start of a job, in a process of its own as far as `fit` can tell; return stderr."""
+        monkeypatch.setattr(fit, "_fits", Counter())
+        monkeypatch.setenv("GANGLINE_RUN_ID", job)
+        monkeypatch.setenv("GANGLINE_RESTART", str(restart))
+        code, _, err = gangline_command(capsys, *MLP, "--model-prefix", prefix, *words)
+        assert code == 0
+        return err
+
+    start("old", 0, "--num-epochs", 2)
+    assert "resuming" not in start("new", 0, "--num-epochs", 1)
+    for words in ([], ["--load-epoch", "2"], ["--load-epoch", "9"], ["--load-epoch", "auto"]):
+        err = start("new", 1, "--num-epochs", 1, *words)
+        assert f"resuming from {prefix}-0001.json: 1 of 1 epochs are done" in err
+    err = start("other", 1, "--num-epochs", 1)
+    assert "restart 1: no earlier start of this job has written a checkpoint" in err
+    assert "resuming" not in err
+    assert f"resuming from {prefix}-0002.json" in start("another", 1, "--num-epochs", 2, "--load-epoch", "2")
+
+
+@pytest.mark.parametrize("command", ["train", "predict"])
+def test_a_checkpoint_of_another_network_is_refused(
+    command: str, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = tmp_path / "m"
+    gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", prefix)
+    words = [command, "--network", "lenet", "--model-prefix", prefix, "--load-epoch", "auto", "--data-dir", images]
+    code, _, err = gangline_command(capsys, *words)
+    assert code == 2
+    assert err.endswith(f"gangline: checkpoint {prefix}-0001.json is of network mlp, but --network is lenet\n")
+
+
+def test_weights_of_another_network_are_refused_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mlp.safetensors"
+    save_file({name: value.contiguous() for name, value in create("mlp", 10).state_dict().items()}, file)
+    code, _, err = gangline_command(capsys, "train", "--network", "lenet", "--cpus", "1", "--pretrained", file)
+    assert code == 1
+    assert f"gangline: weights {file} do not fit the network: parameters [" in err
+    assert "allow_missing" not in err
+
+
+def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = os.umask(0o027)
+    try:
+        gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert len(modes) == 6
+    assert set(modes.values()) == {0o640}
+
+
+def test_a_signal_before_the_first_step_is_reported_as_a_signal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gangline.models.loop.fit.check_signals", lambda module: module.workers.ask_to_stop("SIGTERM"))
+    code, out, err = gangline_command(capsys, *MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m")
+    assert (code, out) == (143, "")
+    assert "training was stopped by SIGTERM after 0 of 1 epochs; there is no checkpoint yet" in err
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        ("123.68,116.779,103.939", "58.393", ([0.485020, 0.457957, 0.407604], [0.228992] * 3)),
+        ("0.5", "1", ([0.5] * 3, [1.0] * 3)),
+        ("51", None, ([0.2] * 3, None)),
+        (None, None, (None, None)),
+    ],
+)
+def test_means_above_1_are_in_mxnets_unit(mean: str | None, std: str | None, expected: tuple[Any, Any]) -> None:
+    found = normalization(mean, std, 3)
+    assert [numbers and list(numbers) for numbers in found] == [
+        numbers and pytest.approx(numbers, abs=1e-6) for numbers in expected
+    ]
+
+
+def test_a_signal_that_ends_the_data_workers_as_they_start_is_reported_as_a_signal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*_: object, **__: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise EOFError  # as multiprocessing does if its fork server has ended
+
+    monkeypatch.setattr("gangline.models.module.Module.fit", fit)
+    code, out, err = gangline_command(capsys, *MLP, "--num-epochs", "1")
+    assert (code, out) == (143, "")
+    assert "training was stopped by SIGTERM after 0 of 1 epochs" in err
+
+
+# Training on the real digits
+
+
+def train(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    return gangline_command(capsys, "train", *flags)
 
 
 def weights(prefix: Path, epoch: int) -> dict[str, torch.Tensor]:
     return checkpoint.read(prefix, epoch).params
 
 
-WAYS = [
-    ["--cpus", "1"],
-    ["--cpus", "2", "--kv-store", "local"],
-    ["--cpus", "2", "--kv-store", "device"],
-    ["--cpus", "3", "--work-load-list", "3,1,2", "--kv-store", "local"],
-    ["--cpus", "3", "--work-load-list", "3,1,2", "--kv-store", "device"],
-]
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_whole_digits_runs_of_lenet_give_the_same_weights_every_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for dtype in ("float64", "float32"):
-        accuracies: list[float] = []
-        one_device: dict[str, torch.Tensor] = {}
-        for number, way in enumerate(WAYS):
-            prefix = tmp_path / f"{dtype}-{number}"
-            code, out, _ = train(monkeypatch, capsys, "--dtype", dtype, "--model-prefix", str(prefix), *way)
-            assert code == 0
-            accuracies.append(float(out.split("=")[1]))
-            assert out == f"Validation-accuracy={accuracies[-1]}\n"
-            one_device = one_device or weights(prefix, 10)
-            if dtype == "float64":
-                assert distance(weights(prefix, 10), one_device) <= 1e-9
-        assert min(accuracies) >= 0.97
-        assert max(accuracies) - min(accuracies) <= 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "epochs", "accuracy"),
-    [(["--num-epochs", "3"], 3, 0.9), pytest.param([], 10, 0.97, marks=pytest.mark.slow)],
-)
-def test_the_default_run_reaches_its_accuracy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], epochs: int, accuracy: float
-) -> None:
-    code, out, err = train(monkeypatch, capsys, "--cpus", "2", "--kv-store", "device", *flags)
+def test_the_default_run_reaches_its_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = train(capsys, "--cpus", "2", "--kv-store", "device")
     assert code == 0
-    assert float(out.removeprefix("Validation-accuracy=")) >= accuracy
+    assert float(out.removeprefix("Validation-accuracy=")) >= 0.97
     lines = [line.split(" ", 1)[1] for line in err.splitlines()]
     assert lines[0] == "lenet on cpu(0), cpu(1) by loads 1, 1, store device, batch size 64, 10 classes, float32"
     assert re.fullmatch(r"Epoch\[0\] Batch \[0-20\]\tSpeed: [\d.]+ samples/sec\taccuracy=0\.\d+", lines[1])
-    assert sum("Validation-accuracy" in line for line in lines) == epochs
+    assert sum("Validation-accuracy" in line for line in lines) == 10
 
 
-def test_load_epoch_resumes_from_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_epoch_resumes_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--lr-step-epochs", "2,3", "--optimizer", "adam", "--lr", "0.002"]
     whole, halves = tmp_path / "whole", tmp_path / "deep" / "halves"
-    train(monkeypatch, capsys, *flags, "--num-epochs", "4", "--model-prefix", str(whole))
-    train(monkeypatch, capsys, *flags, "--num-epochs", "2", "--model-prefix", str(halves))
-    code, out, _ = train(
-        monkeypatch, capsys, *flags, "--num-epochs", "4", "--model-prefix", str(halves), "--load-epoch", "2"
-    )
+    train(capsys, *flags, "--num-epochs", "4", "--model-prefix", str(whole))
+    train(capsys, *flags, "--num-epochs", "2", "--model-prefix", str(halves))
+    code, out, _ = train(capsys, *flags, "--num-epochs", "4", "--model-prefix", str(halves), "--load-epoch", "2")
     assert code == 0
     assert all(torch.equal(value, weights(whole, 4)[name]) for name, value in weights(halves, 4).items())
     rates = [checkpoint.read(whole, epoch).require_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
@@ -100,41 +364,27 @@ def test_load_epoch_resumes_from_the_checkpoint(
     assert out.startswith("Validation-accuracy=")
 
 
-def test_a_folder_of_images_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_digits(tmp_path / "images", images=240)
-    flags = ["--network", "mlp", "--data-dir", str(tmp_path / "images"), "--cpus", "2", "--num-epochs", "3"]
-    code, out, err = train(monkeypatch, capsys, *flags)
-    assert code == 0
-    assert "3 classes" in err
-    assert float(out.removeprefix("Validation-accuracy=")) > 0.9
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["2bit", "fp16", "bf16", "topk"])
+@pytest.mark.parametrize("kind", ["fp16", "topk"])
 def test_gc_type_compresses_pushes_and_checkpoints_keep_residuals(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--gc-type", kind, "--model-prefix", str(tmp_path / "net")]
-    flags += ["--gc-threshold", "0.03"] if kind == "2bit" else []
-    code, out, _ = train(monkeypatch, capsys, *flags, "--num-epochs", "2")
+    code, out, _ = train(capsys, *flags, "--num-epochs", "2")
     assert code == 0
     assert float(out.removeprefix("Validation-accuracy=")) > 0.2
     senders = {name.rpartition("/")[2] for name in checkpoint.read(tmp_path / "net", 2).compression_residuals}
-    assert senders == ({"0", "1"} if kind in ("2bit", "topk") else set())
+    assert senders == ({"0", "1"} if kind == "topk" else set())
 
 
-def test_gc_threshold_sets_the_threshold_of_2bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_threshold_sets_the_threshold_of_2bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "net"
     flags = ["--network", "mlp", "--cpus", "2", "--gc-type", "2bit", "--mom", "0", "--wd", "0", "--lr", "0.5"]
     flags += ["--model-prefix", str(prefix), "--batch-size", "720", "--dtype", "float64"]  # two batches to an epoch
     for threshold, moves in (("0.0078125", True), ("1000", False)):
-        train(monkeypatch, capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "1")
+        train(capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "1")
         first = weights(prefix, 1)
-        train(monkeypatch, capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "2", "--load-epoch", "1")
+        train(capsys, *flags, "--gc-threshold", threshold, "--num-epochs", "2", "--load-epoch", "1")
         moved = torch.cat([(weights(prefix, 2)[name] - value).flatten() for name, value in first.items()])
         steps = moved / (0.5 * float(threshold))
         assert bool(steps.abs().max() > 0.5) is moves
@@ -142,79 +392,34 @@ def test_gc_threshold_sets_the_threshold_of_2bit(
         assert steps.abs().max() < 4.5
 
 
-def test_loads_may_be_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = train(
-        monkeypatch, capsys, "--network", "mlp", "--cpus", "2", "--work-load-list", "auto", "--num-epochs", "3"
-    )
+def test_loads_may_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = train(capsys, "--network", "mlp", "--cpus", "2", "--work-load-list", "auto", "--num-epochs", "3")
     assert code == 0
     assert "mlp on cpu(0), cpu(1) by loads 0.5, 0.5 (auto), store device" in err
     assert re.search(r"work_load_list auto: cpu\(0\) \d\.\d+, cpu\(1\) \d\.\d+ \(alone .* samples/s\)", err)
     assert float(out.removeprefix("Validation-accuracy=")) > 0.5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_computes_in_it_and_keeps_float32_weights(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--network", "mlp", "--cpus", "2", "--num-epochs", "3", "--model-prefix", str(tmp_path / "net")]
-    code, out, err = train(monkeypatch, capsys, *flags, "--dtype", dtype)
+    code, out, err = train(capsys, *flags, "--dtype", "float16")
     assert code == 0
-    assert f"10 classes, {dtype}" in err
+    assert "10 classes, float16" in err
     assert float(out.removeprefix("Validation-accuracy=")) > 0.5
     saved = checkpoint.read(tmp_path / "net", 3)
     states = saved.require_optimizer_state().tensors
     assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
-    assert (saved.loss_scale is not None) == (dtype == "float16")
+    assert saved.loss_scale is not None
 
 
 @pytest.mark.slow
-def test_benchmark_trains_on_random_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = train(monkeypatch, capsys, "--network", "mlp", "--benchmark", "--num-epochs", "1")
+def test_benchmark_trains_on_random_images(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = train(capsys, "--network", "mlp", "--benchmark", "--num-epochs", "1")
     assert code == 0
     assert "samples/sec" in err
     assert out.startswith("Validation-accuracy=")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--network", "nosuch"], "network 'nosuch' is unknown; expected one of ['alexnet', 'lenet', 'mlp'"),
-        (["--dataset", "nosuch"], "--dataset is 'nosuch'; expected one of ['digits']"),
-        (["--kv-store", "nosuch"], "no store named 'nosuch'"),
-        (["--optimizer", "nosuch"], "optimizer 'nosuch' is unknown"),
-        (["--gpus", "0", "--cpus", "2"], "--gpus 0 and --cpus 2 are given; expected one of them"),
-        (["--gpus", "first"], "'first' names no device"),
-        (["--gpus", "99"], "gpu(99) is not on this machine"),
-        (["--cpus", "2", "--work-load-list", "3"], "work_load_list has 1 entry for 2 contexts"),
-        (["--cpus", "2", "--work-load-list", "3,x"], "--work-load-list is '3,x'; expected numbers"),
-        (["--lr-step-epochs", "1.5"], "--lr-step-epochs is '1.5'"),
-        (["--lr-step-epochs", "1,50", "--num-epochs", "2"], "--num-epochs is 2: the rate would not step at epoch 50"),
-        (["--mom", "1.5"], "--mom is 1.5; expected a momentum from 0 to below 1"),
-        (["--kv-store", "local:2"], "--kv-store is 'local:2'; expected a number of updates, and dist_async before it"),
-        (["--network", "lenett"], "network 'lenett' is unknown; did you mean 'lenet'?"),
-        (["--kv-store", "devise"], "there is no store named 'devise'; did you mean 'device'?"),
-        (["--optimizer", "adm"], "optimizer 'adm' is unknown; did you mean 'adam'?"),
-        (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
-        (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json does not exist"),
-        (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
-        (["--lr", "-1"], "Invalid learning rate"),
-        (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
-        (["--gc-threshold", "0.1", "--gc-type", "topk"], "--gc-threshold is 0.1, but --gc-type is topk"),
-        (["--gc-threshold", "0", "--gc-type", "2bit"], "threshold is 0.0; expected a finite number > 0"),
-        (["--gc-threshold", "nan", "--gc-type", "2bit"], "threshold is nan; expected a finite number > 0"),
-        (["--cpus", "2", "--work-load-list", "automatic"], "--work-load-list is 'automatic'; expected numbers"),
-        (["--network", "resnet19"], "network 'resnet19' is unknown"),
-    ],
-)
-def test_a_wrong_value_is_one_line_on_stderr(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = train(monkeypatch, capsys, *flags)
-    assert code == (2 if message.startswith("--") else 1)
-    assert out == ""
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("gangline: ")
-    assert message in last
 
 
 @pytest.fixture

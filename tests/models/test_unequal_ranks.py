@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from measure import distance, same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, spawn, torch_backend
-from tests.models.measure import distance, same_bits
 
 SAMPLES = 83
 STEPS = 20
@@ -108,56 +108,37 @@ def step(
     optimizer.step()
 
 
-def run(comm: Communicator, call: Callable[..., Any], path: str, backend: str, *arguments: Any) -> Any:
-    """Call a function in a rank of a torch.distributed job."""
+CALLS: dict[str, list[tuple[str, Callable[..., Any], Sequence[Any]]]] = {}
+"""For each backend the calls that two ranks make, with their names and arguments, one job for all."""
+
+
+def run(comm: Communicator, path: str, backend: str) -> dict[str, Any]:
+    """Make the calls of a backend as a rank of a torch.distributed job; return their results."""
     assert torch_backend
     dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
     try:
-        return call(*arguments)
+        return {name: call(*arguments) for name, call, arguments in CALLS[backend]}
     finally:
         dist.destroy_process_group()
 
 
-def job(size: int, folder: Path, call: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """Run a function in every rank of a job, and return the results."""
-    return spawn(run, size, call, str(folder / "store"), backend, *arguments, threads=1)
+Results = list[dict[str, Any]]
+"""The results of each rank, by name."""
 
 
-@pytest.mark.parametrize(
-    ("engine", "backend", "changed", "l2", "options"),
-    [
-        ("ddp", "gloo", [1, 4], 0.01, {}),
-        pytest.param("fsdp2", "gangline", [1, 4], 0.0, {}, marks=pytest.mark.slow),
-        ("by_hand", "gangline", [], 0.01, {"global_batch": 41}),  # 83 = 41 + 41 + 1: fewer samples than ranks
-    ],
-)
-def test_weights_after_20_steps_are_those_of_one_process(
-    engine: str, backend: str, changed: Sequence[float], l2: float, options: dict[str, Any], tmp_path: Path
-) -> None:
-    assert max(job(2, tmp_path, train, engine, changed, l2, options, backend=backend)) < 1e-11
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return spawn(run, 2, str(tmp_path_factory.mktemp("gloo") / "store"), "gloo", threads=1)
 
 
-def one_step_in_bfloat16() -> float:
-    data = Data()
-    gradients = []
-    for is_balanced in (True, False):
-        net = network().float()
-        if is_balanced:
-            model = DistributedDataParallel(net)
-            loader = gangline.balance(model, DataLoader(data, batch_size=24), loads=[3, 1])
-            features, labels, _ = next(iter(loader))
-        else:
-            model, (features, labels, _) = net, data[:48]  # type: ignore[assignment]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(features.float()), labels)
-        loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
-    balanced, expected = gradients
-    return float((balanced - expected).norm() / expected.norm())
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return spawn(run, 2, str(tmp_path_factory.mktemp("own") / "store"), "gangline", threads=1)
 
 
-def test_under_autocast_the_gradient_is_within_the_rounding_of_bfloat16(tmp_path: Path) -> None:
-    assert max(job(2, tmp_path, one_step_in_bfloat16)) < 2**-8
+def test_weights_after_20_steps_are_those_of_one_process(gloo: Results, own: Results) -> None:
+    assert max(each["ddp"] for each in gloo) < 1e-11
+    assert max(each["by hand"] for each in own) < 1e-11
 
 
 def read(loads: Sequence[float], state: dict[str, Any] | None, batches: int | None) -> tuple[Any, list[int]]:
@@ -175,12 +156,19 @@ def read(loads: Sequence[float], state: dict[str, Any] | None, batches: int | No
     return loader.state_dict(), seen
 
 
-def test_a_resumed_epoch_reads_each_sample_once_with_another_number_of_ranks(tmp_path: Path) -> None:
-    started = job(2, tmp_path, read, [3, 1], None, 4)
+def resume(comm: Communicator, path: str, state: dict[str, Any]) -> tuple[Any, list[int]]:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    try:
+        return read([1, 2, 3], state, None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_resumed_epoch_reads_each_sample_once_with_another_number_of_ranks(gloo: Results, tmp_path: Path) -> None:
+    started = [each["read"] for each in gloo]
     state = started[0][0]
     assert (state["epoch"], state["samples"]) == (0, 32)
-    (tmp_path / "store").unlink(missing_ok=True)
-    resumed = job(3, tmp_path, read, [1, 2, 3], state, None)
+    resumed = spawn(resume, 3, str(tmp_path / "store"), state, threads=1)
     assert [found[0]["epoch"] for found in resumed] == [1, 1, 1]
     seen = [number for _, numbers in [*started, *resumed] for number in numbers]
     assert sorted(seen) == list(range(SAMPLES))
@@ -217,8 +205,8 @@ def both_ways() -> bool:
     return same_bits(resumed_weights(-1), resumed_weights(3))
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    assert job(2, tmp_path, both_ways) == [True, True]
+def test_a_resumed_run_ends_with_the_same_bits(gloo: Results) -> None:
+    assert [each["both ways"] for each in gloo] == [True, True]
 
 
 def line(value: float = 0.0) -> nn.Linear:
@@ -336,10 +324,11 @@ def gradients_of(engine: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("engine", NOT_FOR)
-def test_gradients_are_those_of_the_whole_batch_in_loops_as_people_write_them(engine: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_whole_batch_in_loops_as_people_write_them(
+    engine: str, gloo: Results, own: Results
+) -> None:
     expected = {name: values for name, (_, values) in LOOPS.items() if name not in NOT_FOR[engine]}
-    backend = "gloo" if engine == "ddp" else "gangline"  # FSDP over gloo aborts now and then when processes end
-    assert job(2, tmp_path, gradients_of, engine, backend=backend)[0] == expected
+    assert (gloo if engine == "ddp" else own)[0][f"gradients of {engine}"] == expected
 
 
 def gradient_under_fsdp1() -> list[float]:
@@ -350,8 +339,8 @@ def gradient_under_fsdp1() -> list[float]:
     return [float(p.grad) for p in model.parameters() if p.grad is not None and p.grad.numel()]
 
 
-def test_the_gradient_under_fsdp1_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    assert job(2, tmp_path, gradient_under_fsdp1, backend="gangline")[0] == [9]
+def test_the_gradient_under_fsdp1_is_that_of_the_whole_batch(own: Results) -> None:
+    assert own[0]["fsdp1"] == [9]
 
 
 def step_of_a_network_that_was_not_named(engine: str) -> str:
@@ -369,9 +358,10 @@ def step_of_a_network_that_was_not_named(engine: str) -> str:
     ("engine", "name"), [("ddp", "DistributedDataParallel of Sequential"), ("fsdp2", "FSDPSequential")]
 )
 def test_a_network_that_trains_on_a_balanced_batch_without_being_named_is_an_error(
-    engine: str, name: str, tmp_path: Path
+    engine: str, name: str, gloo: Results, own: Results
 ) -> None:
-    for text in job(2, tmp_path, step_of_a_network_that_was_not_named, engine):
+    for each in gloo if engine == "ddp" else own:
+        text = each["not named"]
         assert text.startswith(f"balance: a {name}")
         assert "write balance([network, other_network], loader)" in text
 
@@ -385,7 +375,24 @@ def gather_wrong_rows() -> list[str]:
     return texts
 
 
-def test_rows_that_do_not_fit_together_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for different, scalar in job(2, tmp_path, gather_wrong_rows):
+def test_rows_that_do_not_fit_together_are_an_error_on_all_ranks(own: Results) -> None:
+    for different, scalar in (each["wrong rows"] for each in own):
         assert different.startswith("gather_rows: rank 1 has rows of another shape or dtype than rank 0")
         assert scalar == "rows is a tensor of 0 dimensions; expected [rows, ...]"
+
+
+CALLS["gloo"] = [
+    ("ddp", train, ("ddp", [1, 4], 0.01, {})),
+    ("read", read, ([3, 1], None, 4)),
+    ("both ways", both_ways, ()),
+    ("gradients of ddp", gradients_of, ("ddp",)),
+    ("not named", step_of_a_network_that_was_not_named, ("ddp",)),
+]
+CALLS["gangline"] = [  # FSDP over gloo aborts now and then when processes end
+    ("by hand", train, ("by_hand", [], 0.01, {"global_batch": 41})),  # 83 = 41 + 41 + 1: fewer samples than ranks
+    ("gradients of by_hand", gradients_of, ("by_hand",)),
+    ("gradients of fsdp2", gradients_of, ("fsdp2",)),
+    ("fsdp1", gradient_under_fsdp1, ()),
+    ("not named", step_of_a_network_that_was_not_named, ("fsdp2",)),
+    ("wrong rows", gather_wrong_rows, ()),
+]

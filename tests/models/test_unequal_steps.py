@@ -195,7 +195,7 @@ def steps_of_one_rank(comm: Communicator, path: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "gangline"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "gangline"])
 def test_steps_of_one_rank(backend: str, tmp_path: Path) -> None:
     spawn(steps_of_one_rank, 2, str(tmp_path / "store"), backend, threads=1)
 

@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import distance, gangline_lines
 from simulated_time import simulated_time
-from test_parallel import free_port
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -48,7 +47,7 @@ FEATURES, CLASSES, SAMPLES, BATCH = 6, 3, 189, 32
 RATE = {"learning_rate": 0.05, "momentum": 0.9}
 EQUAL, UNEQUAL = ([5e-4], [5e-4]), ([5e-4], [2e-3])
 """Seconds per sample of the contexts of each worker."""
-FAST, SLOW = UNEQUAL
+FAST = UNEQUAL[0]
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,22 +87,6 @@ def variable(words: str | None) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gangline")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
 def run(
     store: KVStore,
     seconds: Sequence[Sequence[float]],
@@ -119,7 +102,7 @@ def run(
     torch.set_num_threads(1)
     seen = Seen()
     times = simulated_time() if is_simulated else nullcontext()
-    with times, variable(words), logged() as lines, module(seconds[store.rank], loads) as made:
+    with times, variable(words), gangline_lines() as lines, module(seconds[store.rank], loads) as made:
         settings = {"batch_size": BATCH, "kvstore": store, "optimizer_params": RATE, "eval_metric": "loss"}
         settings |= {"batch_end_callback": [seen, *options.pop("callbacks", ())]}
         made.fit(data or samples(), num_epoch=epochs, **{**settings, **options})
@@ -130,10 +113,6 @@ def run(
 def in_a_job(comm: Communicator, *arguments: Any, **options: Any) -> dict[str, Any]:
     with create("allreduce", communicator=comm) as store:
         return run(store, *arguments, **options)
-
-
-def in_real_time(comm: Communicator, *arguments: Any) -> dict[str, Any]:
-    return in_a_job(comm, *arguments, is_simulated=False)
 
 
 def on_servers(name: str, *arguments: Any) -> dict[str, Any]:
@@ -161,34 +140,44 @@ def check_samples(found: Sequence[dict[str, Any]], epochs: int) -> None:
 # -- the split ------------------------------------------------------------------------------------------------------
 
 
-def test_loads_follow_the_speeds_and_the_weights_are_those_of_one_process() -> None:
-    found = spawn(in_a_job, 2, UNEQUAL)
-    check_samples(found, 4)
-    first = found[0]
-    assert first["loads"][0] == (0.5, 0.5)
-    assert first["loads"][5][0] > 0.6  # already in the first epoch
-    assert 0.7 < first["final"][0] < 0.9
-    assert first["final"] == found[1]["final"]
-    for each in found:
-        assert distance(each["params"], alone(4)) <= 1e-11
+def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
+    """Train in many ways as one of two workers; return what each showed."""
+    data, label = samples()
+    batches = [(data[start : start + 4], label[start : start + 4]) for start in range(0, 40, 4)]
+    return {
+        "both levels": in_a_job(comm, ([1e-3, 1e-3], [1e-3, 4e-3]), loads="auto", epochs=5),
+        "accumulated": in_a_job(comm, UNEQUAL, epochs=6, accumulate=2),
+        "real time": in_a_job(comm, UNEQUAL, is_simulated=False),
+        "fixed loads": in_a_job(comm, EQUAL, "3,1"),
+        "own batches": in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None),
+        "own loop": own_loop(comm),
+        "messages": [counted(comm, words) for words in (None, "auto")],
+        "refused": [refused(comm, words) for words, _ in REFUSED],
+        "page": page_in_a_job(comm, folder),
+    }
 
 
-def test_equal_workers_keep_about_equal_loads() -> None:
-    found = spawn(in_a_job, 2, EQUAL)
-    check_samples(found, 4)
-    assert all(0.35 < loads[0] < 0.65 for loads in found[0]["loads"])
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(of_two_workers, 2, str(tmp_path_factory.mktemp("pages")))
 
 
-def test_a_worker_is_as_fast_as_the_best_split_over_its_contexts() -> None:
-    found = spawn(both_levels, 2)
+def of_both(two: list[dict[str, Any]], what: str) -> list[Any]:
+    return [each[what] for each in two]
+
+
+def test_a_worker_is_as_fast_as_the_best_split_over_its_contexts(two: list[dict[str, Any]]) -> None:
+    found = of_both(two, "both levels")
     check_samples(found, 5)
     assert 0.5 < found[0]["final"][0] < 0.75  # 2 and 1/1 + 1/4 samples per millisecond: 0.62
     assert found[1]["contexts"][0] > 0.65
     assert distance(found[1]["params"], alone(5)) <= 1e-11
 
 
-def both_levels(comm: Communicator) -> dict[str, Any]:
-    return in_a_job(comm, ([1e-3, 1e-3], [1e-3, 4e-3]), loads="auto", epochs=5)
+def test_updates_of_several_batches_stay_exact_while_loads_change(two: list[dict[str, Any]]) -> None:
+    for each in of_both(two, "accumulated"):
+        assert each["final"][0] > 0.6
+        assert distance(each["params"], alone(6, accumulate=2)) <= 1e-11
 
 
 def slows_down_later(comm: Communicator) -> dict[str, Any]:
@@ -236,18 +225,6 @@ def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_
     assert distance(found[1]["params"], alone(8)) <= 1e-11
 
 
-def accumulated(comm: Communicator) -> dict[str, Any]:
-    return in_a_job(comm, UNEQUAL, epochs=6, accumulate=2)
-
-
-@pytest.mark.slow
-def test_updates_of_several_batches_stay_exact_while_loads_change() -> None:
-    found = spawn(accumulated, 2)
-    assert found[0]["final"][0] > 0.6
-    for each in found:
-        assert distance(each["params"], alone(6, accumulate=2)) <= 1e-11
-
-
 @pytest.mark.parametrize("store", [pytest.param("dist_sync", marks=pytest.mark.slow), "dist_async"])
 def test_workers_with_servers_are_balanced_too(store: str) -> None:
     found = run_job(on_servers, 2, 1, store, UNEQUAL)
@@ -261,13 +238,18 @@ def of_three_workers(comm: Communicator) -> dict[str, Any]:
     return in_a_job(comm, ([5e-4], [1e-3], [2e-3]), data=TensorDataset(*samples()))
 
 
-def test_three_workers_share_a_dataset_by_speed() -> None:
+def test_three_workers_share_a_dataset_by_speed_and_the_weights_are_those_of_one_process() -> None:
     found = spawn(of_three_workers, 3)
     check_samples(found, 4)
+    loads = found[0]["loads"]
+    assert loads[0] == pytest.approx([1 / 3] * 3, abs=1e-3)
+    assert loads[5][0] > 0.4  # already in the first epoch
     first, second, third = found[0]["final"]
     assert first > second > third
     assert first > 2 * third
-    assert distance(found[2]["params"], alone(4)) <= 1e-11
+    for each in found:
+        assert each["final"] == found[0]["final"]
+        assert distance(each["params"], alone(4)) <= 1e-11
 
 
 class ReadAhead(TensorDataset):
@@ -393,16 +375,16 @@ def counted(comm: Communicator, words: str | None) -> int:
     return calls
 
 
-def test_measuring_costs_one_message_at_each_epochs_start() -> None:
-    [fixed, _], [auto, _] = (spawn(counted, 2, words) for words in (None, "auto"))
+def test_measuring_costs_one_message_at_each_epochs_start(two: list[dict[str, Any]]) -> None:
+    fixed, auto = two[0]["messages"]
     assert auto == fixed + 3
 
 
 # -- logs and pages -------------------------------------------------------------------------------------------------
 
 
-def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0() -> None:
-    first, second = (each["lines"] for each in spawn(in_real_time, 2, UNEQUAL))
+def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[dict[str, Any]]) -> None:
+    first, second = (each["lines"] for each in of_both(two, "real time"))
     assert not [line for line in second if "worker" in line]
     moved = [line for line in first if line.startswith("work_load_list auto: worker 0 0.")]
     assert moved
@@ -418,15 +400,20 @@ def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0() -> None:
     assert len(epochs) == 4
 
 
-def test_fixed_loads_log_the_times_too() -> None:
-    first = spawn(in_a_job, 2, EQUAL, "3,1")[0]
+def test_fixed_loads_log_the_times_too(two: list[dict[str, Any]]) -> None:
+    first = two[0]["fixed loads"]
     assert set(first["loads"]) == {(3, 1)}
     assert len([line for line in first["lines"] if re.match(r"Epoch\[\d\] worker 0: load 3, computed", line)]) == 4
     assert not [line for line in first["lines"] if "work_load_list auto" in line]
 
 
-def page_in_a_job(comm: Communicator, path: str) -> None:
-    with variable("auto"), create("allreduce", communicator=comm) as store, module(UNEQUAL[comm.rank]) as made:
+def page_in_a_job(comm: Communicator, path: str) -> Path:
+    with (
+        simulated_time(),
+        variable("auto"),
+        create("allreduce", communicator=comm) as store,
+        module(UNEQUAL[comm.rank]) as made,
+    ):
         progress = TrainingProgress(made, f"{path}/{comm.rank}.html")
         made.fit(
             samples(),
@@ -437,11 +424,11 @@ def page_in_a_job(comm: Communicator, path: str) -> None:
             batch_end_callback=progress,
             epoch_end_callback=progress,
         )
+    return Path(f"{path}/{comm.rank}.html")
 
 
-def test_the_page_shows_the_split_and_how_it_moved(tmp_path: Path) -> None:
-    spawn(page_in_a_job, 2, str(tmp_path))
-    data = read_progress(tmp_path / "0.html")
+def test_the_page_shows_the_split_and_how_it_moved(two: list[dict[str, Any]]) -> None:
+    data = read_progress(two[0]["page"])
     splits = data["splits"]
     assert splits[0] == {"step": 0, "workers": [0.5, 0.5], "contexts": [1.0]}
     assert len(splits) > 1
@@ -495,26 +482,6 @@ def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
             assert max(resumed[0]["loads"][0]) < 0.5
 
 
-# -- context "parallel" ---------------------------------------------------------------------------------------------
-
-
-def in_parallel(comm: Communicator, port: int) -> Any:
-    rank = {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank.items():
-            patch.setenv(name, value)
-        with module(UNEQUAL[comm.rank], "auto", "parallel") as made:
-            made.fit(samples(), num_epoch=4, batch_size=BATCH, optimizer_params=RATE)
-            return made.workers.loads, made.get_params()
-
-
-def test_auto_with_context_parallel_measures_the_workers() -> None:
-    [(loads, params), (same, _)] = spawn(in_parallel, 2, free_port())
-    assert loads == same
-    assert loads[0] > 0.7
-    assert distance(params, alone(4)) <= 1e-11
-
-
 # -- errors and warnings --------------------------------------------------------------------------------------------
 
 
@@ -527,31 +494,25 @@ def refused(comm: Communicator, words: list[str]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["automatic"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is 'automatic'; expected one number per worker, "),
-        (["AUTO"] * 2, "such as 3,1, or auto"),
-        (["3,1,1"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is '3,1,1', which has 3 entries for 2 workers"),
-        (
-            ["3,1", "auto"],
-            "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1",
-        ),
-    ],
-)
-def test_wrong_words_are_refused_on_all_workers(words: list[str], expected: str) -> None:
-    for error in spawn(refused, 2, words):
-        assert expected in error
+REFUSED: list[tuple[list[str], str]] = [
+    (["automatic"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is 'automatic'; expected one number per worker, "),
+    (["AUTO"] * 2, "such as 3,1, or auto"),
+    (["3,1,1"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is '3,1,1', which has 3 entries for 2 workers"),
+    (
+        ["3,1", "auto"],
+        "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1",
+    ),
+]
 
 
-def own_batches(comm: Communicator) -> dict[str, Any]:
-    data, label = samples()
-    batches = [(data[start : start + 4], label[start : start + 4]) for start in range(0, 40, 4)]
-    return in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None)
+def test_wrong_words_are_refused_on_all_workers(two: list[dict[str, Any]]) -> None:
+    for (_, expected), *errors in zip(REFUSED, *of_both(two, "refused"), strict=True):
+        for error in errors:
+            assert expected in error
 
 
-def test_batches_of_a_workers_own_are_not_split_which_is_said_once() -> None:
-    first, second = spawn(own_batches, 2)
+def test_batches_of_a_workers_own_are_not_split_which_is_said_once(two: list[dict[str, Any]]) -> None:
+    first, second = of_both(two, "own batches")
     assert set(first["loads"]) == {(0.5, 0.5)}
     assert len([line for line in first["lines"] if "which are not split" in line]) == 1
     assert not [line for line in second["lines"] if "which are not split" in line]
@@ -559,7 +520,12 @@ def test_batches_of_a_workers_own_are_not_split_which_is_said_once() -> None:
 
 def own_loop(comm: Communicator) -> Any:
     data, label = samples()
-    with variable("auto"), create("allreduce", communicator=comm) as store, module(UNEQUAL[comm.rank]) as made:
+    with (
+        simulated_time(),
+        variable("auto"),
+        create("allreduce", communicator=comm) as store,
+        module(UNEQUAL[comm.rank]) as made,
+    ):
         made.init_optimizer(store, "sgd", RATE)
         for _ in range(4):
             made.begin_epoch()
@@ -570,8 +536,8 @@ def own_loop(comm: Communicator) -> Any:
         return made.workers.loads, made.get_params()
 
 
-def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch() -> None:
-    [(loads, params), (same, _)] = spawn(own_loop, 2)
+def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch(two: list[dict[str, Any]]) -> None:
+    [(loads, params), (same, _)] = of_both(two, "own loop")
     assert loads == same
     assert loads[0] > 0.7
     with module([0.0]) as made:

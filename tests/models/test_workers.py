@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
-from gangline.kvstore import create
+from gangline.kvstore import KVStore, create
 
 SAMPLES, FEATURES, CLASSES = 37, 6, 3
 IGNORED = -100
@@ -48,11 +47,10 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 """Data and loss."""
 
 
-@cache
-def trained(case: str, kvstore: Any, loads: tuple[float, ...]) -> Params:
+def trained(case: str, kvstore: Any) -> Params:
     """Train 20 steps; 37 samples leave a partial batch."""
     make, loss = CASES[case]
-    with Module(network(), loss, [cpu(i) for i in range(len(loads))], loads) as module:
+    with Module(network(), loss, cpu()) as module:
         module.fit(
             make(),
             num_epoch=4,
@@ -66,32 +64,35 @@ def trained(case: str, kvstore: Any, loads: tuple[float, ...]) -> Params:
         return module.get_params()
 
 
-def in_a_job(comm: Communicator, cases: list[str], contexts: tuple[float, ...], loads: str) -> list[Params]:
+def of_two_workers(comm: Communicator) -> dict[str, Any]:
+    return {
+        "cases": in_a_job(comm),
+        "own batches": [own_batches_in_a_job(comm, as_loader) for as_loader in (False, True)],
+        "auto": auto_in_a_job(comm),
+        "noise": noise_in_a_job(comm),
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """Train in many ways as two workers; return what each showed."""
+    return spawn(of_two_workers, 2, threads=1)
+
+
+def in_a_job(comm: Communicator) -> list[Params]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
-        for case in cases:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", "3,1")
+        for case in CASES:
             with create("allreduce", communicator=comm) as store:
-                found.append(trained(case, store, contexts))
+                found.append(trained(case, store))
     return found
 
 
-@pytest.mark.parametrize(
-    ("count", "loads", "contexts", "cases"),
-    [
-        (2, "3,1", (1.0,), list(CASES)),
-        pytest.param(2, "1,2.5", (2, 1, 0), ["elements", "dataset"], marks=pytest.mark.slow),
-        (3, "0,1,2", (1.0,), ["own-loss"]),
-    ],
-    ids=["3,1", "contexts", "idle-rank-0"],
-)
-def test_workers_train_as_one_process_does(
-    count: int, loads: str, contexts: tuple[float, ...], cases: list[str]
-) -> None:
-    results = spawn(in_a_job, count, cases, contexts, loads)
-    for case, *of_workers in zip(cases, *results, strict=True):
+def test_workers_train_as_one_process_does(two: list[dict[str, Any]]) -> None:
+    for case, *of_workers in zip(CASES, *(each["cases"] for each in two), strict=True):
         for params in of_workers:
-            assert distance(params, trained(case, None, (1.0,))) <= 1e-11, case
+            assert distance(params, trained(case, None)) <= 1e-11, case
         assert all(torch.equal(params[name], of_workers[0][name]) for params in of_workers for name in params), case
 
 
@@ -115,8 +116,7 @@ def own_batches_in_a_job(comm: Communicator, as_loader: bool) -> Params:
         return module.get_params()
 
 
-@pytest.mark.parametrize("as_loader", [False, True])
-def test_batches_of_a_workers_own_are_not_cut_and_may_be_fewer_than_the_others(as_loader: bool) -> None:
+def test_batches_of_a_workers_own_are_not_cut_and_may_be_fewer_than_the_others(two: list[dict[str, Any]]) -> None:
     joined = []
     for step in range(5):
         parts = [own_batches(rank)[step] for rank in range(2) if step < len(own_batches(rank))]
@@ -124,8 +124,33 @@ def test_batches_of_a_workers_own_are_not_cut_and_may_be_fewer_than_the_others(a
     with Module(network(0), nn.CrossEntropyLoss()) as module:
         module.fit(joined, num_epoch=2, optimizer_params={"learning_rate": 0.1})
         alone = module.get_params()
-    for params in spawn(own_batches_in_a_job, 2, as_loader):
+    for params in (params for each in two for params in each["own batches"]):
         assert distance(params, alone) <= 1e-11
+
+
+def auto(store: KVStore) -> Params:
+    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], work_load_list="auto") as module:
+        module.init_params("uniform")
+        module.fit(arrays(True), num_epoch=3, batch_size=5, kvstore=store, optimizer_params={"learning_rate": 0.05})
+        begun = module.get_params()
+        module.set_params({name: value + store.rank for name, value in begun.items()})
+        after = module.get_params()
+        assert all(torch.equal(after[name], value) for name, value in begun.items())  # rank 0's, which added nothing
+        return begun
+
+
+def auto_in_a_job(comm: Communicator) -> Params:
+    torch.manual_seed(comm.rank)
+    with create("allreduce", communicator=comm) as store:
+        return auto(store)
+
+
+def test_auto_loads_of_contexts_work_among_workers(two: list[dict[str, Any]]) -> None:
+    first, second = (each["auto"] for each in two)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+    torch.manual_seed(0)
+    with create("local") as store:
+        assert distance(first, auto(store)) <= 1e-11
 
 
 def noisy(rank: int) -> nn.Module:
@@ -144,8 +169,10 @@ def noise_in_a_job(comm: Communicator) -> tuple[Params, Params]:
         return begun, module.get_params()
 
 
-def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_one_worker() -> None:
-    found = spawn(noise_in_a_job, 2)
+def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_one_worker(
+    two: list[dict[str, Any]],
+) -> None:
+    found = [each["noise"] for each in two]
     network = noisy(0)
     network[1].running_mean.fill_(1)
     with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
@@ -156,46 +183,3 @@ def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_
     for begun_there, params in found:
         assert all(torch.equal(begun_there[name], value) for name, value in begun.items())
         assert distance(params, alone) <= 1e-11
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "auto": {"work_load_list": "auto", "context": [cpu(0), cpu(1)]},
-    "float16": {"autocast": torch.float16},
-    "2bit": {"compression_params": {"type": "2bit", "threshold": 0.01}, "context": [cpu(0), cpu(1)]},
-}
-
-
-def variant(name: str, store: Any) -> tuple[Params, Any]:
-    options = {"context": cpu()} | VARIANTS[name]
-    with Module(network() if name != "float16" else network().float(), nn.CrossEntropyLoss(), **options) as module:
-        data, label = arrays(ignore=True)
-        if name == "float16":
-            data = data.float() * 3000  # the first steps overflow on a worker that has such a sample
-        module.init_params("uniform")
-        module.fit((data, label), num_epoch=3, batch_size=5, kvstore=store, optimizer_params={"learning_rate": 0.05})
-        begun = module.get_params()
-        module.set_params({name: value + getattr(store, "rank", 0) for name, value in begun.items()})
-        after = module.get_params()
-        assert all(
-            torch.equal(after[name], value) for name, value in begun.items()
-        )  # rank 0's, which contributed nothing
-        return begun, module.loss_scale and module.loss_scale.state()
-
-
-def variants_in_a_job(comm: Communicator) -> dict[str, tuple[Params, Any]]:
-    found = {}
-    for name in VARIANTS:
-        torch.manual_seed(comm.rank)
-        with create("allreduce", communicator=comm) as store:
-            found[name] = variant(name, store)
-    return found
-
-
-def test_auto_loads_loss_scales_and_compression_work_among_workers() -> None:
-    first, second = spawn(variants_in_a_job, 2)
-    for name, (params, scale) in first.items():
-        assert all(torch.equal(second[name][0][key], value) for key, value in params.items()), name
-        assert second[name][1] == scale, name
-    assert first["float16"][1]["value"] < 2**16
-    with create("local") as store:
-        assert distance(first["auto"][0], variant("auto", store)[0]) <= 1e-11

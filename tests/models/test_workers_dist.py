@@ -51,26 +51,16 @@ def over_collectives(comm: Communicator) -> tuple[float, State]:
         return train(store)
 
 
-@pytest.fixture(scope="module")
-def alone() -> tuple[float, State]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "workers", "servers"), [("dist_sync", 4, 2), ("dist_device_sync", 2, 2)])
+def test_servers_give_the_same_result_as_one_process(store: str, workers: int, servers: int) -> None:
     threads = torch.get_num_threads()
-    try:
-        return train(None)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(
-    ("store", "workers", "servers"),
-    [("dist_sync", 2, 1), ("dist_sync", 4, 2), pytest.param("dist_device_sync", 2, 2, marks=pytest.mark.slow)],
-)
-def test_servers_give_the_same_result_as_one_process(
-    store: str, workers: int, servers: int, alone: tuple[float, State]
-) -> None:
+    accuracy_alone, alone = train(None)
+    torch.set_num_threads(threads)
     results = run_job(train, workers, servers, store)
     for accuracy, weights in results:
-        assert accuracy == pytest.approx(alone[0], abs=1e-6)
-        assert distance(weights, alone[1]) < 1e-9
+        assert accuracy == pytest.approx(accuracy_alone, abs=1e-6)
+        assert distance(weights, alone) < 1e-9
         assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
-import logging
-import random
 import re
 import socket
-import sys
-from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchmetrics
+from measure import gangline_lines
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from gangline import DeadNodeError, MismatchError, Module, cpu, spawn
-from gangline.callback import Checkpoint, Speedometer
-from gangline.cli.main import main
-from gangline.collectives.communicator import Communicator
+from gangline import Communicator, DeadNodeError, MismatchError, Module, cpu, spawn
+from gangline.callback import Speedometer
 from gangline.kvstore import create
 
 SAMPLES, FEATURES, CLASSES = 47, 5, 3
@@ -105,83 +96,6 @@ def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> N
     assert [own for *_, own, _ in everybody] == [[4] * 6 + [3], [2] * 6 + [1], [1] * 7]
 
 
-class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Dataset that adds noise from all three host generators to each sample."""
-
-    def __init__(self) -> None:
-        self.data, self.label = arrays()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.rand(FEATURES) + random.random() + float(np.random.rand())
-        return self.data[index] + noise, self.label[index]
-
-
-class Cut(Exception):  # noqa: N818
-    """Simulates a killed process."""
-
-
-def run(comm: Communicator, data: str, prefix: str, resume: Any = None, cut: int = -1) -> Any:
-    """Train 3 epochs with a checkpoint every 2 batches and each epoch; stop after ``cut`` batches in all."""
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(11 + comm.rank)
-    layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES)]
-    batches = 0
-
-    def count(_: Any) -> None:
-        nonlocal batches
-        if batches == cut:
-            raise Cut
-        batches += 1
-
-    train: Any = {"arrays": arrays(), "dataset": Augmented()}.get(data)
-    size: Any = {"batch_size": 12}
-    if data == "loader":
-        train, size = DataLoader(Augmented(), batch_size=6 + comm.rank, shuffle=True), {}
-    store = create("allreduce", communicator=comm)
-    with store, Module(nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [2, 1]) as module:
-        saves = Checkpoint(module, prefix, period=2)
-        try:
-            module.fit(
-                train,
-                num_epoch=3,
-                seed=5,
-                kvstore=store,
-                optimizer="adam",
-                optimizer_params={"learning_rate": 0.01},
-                batch_end_callback=[saves, count],
-                epoch_end_callback=Checkpoint(module, prefix),
-                resume=resume,
-                **size,
-            )
-        except Cut:
-            return None
-        return module.get_params(), module.optimizer_state().tensors, store.num_workers
-
-
-def resumed_in_a_job(comm: Communicator, folder: str) -> list[bool]:
-    equal = []
-    for data in ("arrays", "dataset", "loader"):
-        params, state, _ = run(comm, data, f"{folder}/{data}-whole/net")
-        for cut in (3, 4, 8):
-            prefix = f"{folder}/{data}-{cut}/net"
-            assert run(comm, data, prefix, cut=cut) is None
-            params_again, state_again, _ = run(comm, data, prefix, resume=prefix)
-            same = [torch.equal(params[name], value) for name, value in params_again.items()]
-            equal.append(all(same) and all(torch.equal(state[name], value) for name, value in state_again.items()))
-    return equal
-
-
-@pytest.mark.slow
-def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
-    assert spawn(resumed_in_a_job, 2, str(tmp_path)) == [[True] * 9] * 2
-    written = json.loads((tmp_path / "loader-whole" / "net-0003.json").read_text())
-    assert len(written["other_workers"]) == 1
-    assert not list(tmp_path.glob("*/*.aside"))
-
-
 def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
     with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer(store)
@@ -191,21 +105,34 @@ def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
         return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    first, second = spawn(unwritable_in_a_job, 2, str(tmp_path))
+def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
+    return {
+        "unwritable": unwritable_in_a_job(comm, folder),
+        "reports": reports_in_a_job(comm),
+        "refused": refused_in_a_job(comm),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "file").write_text("not a folder")
+    return spawn(of_two_workers, 2, str(folder), threads=1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(two: list[dict[str, Any]]) -> None:
+    first, second = (each["unwritable"] for each in two)
     assert first.startswith(("FileExistsError", "NotADirectoryError"))
     assert second == first
 
 
 def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gangline").addHandler(handler)
-    logging.getLogger("gangline").setLevel(logging.INFO)
     seen: list[float] = []
-    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+    with (
+        gangline_lines() as lines,
+        create("allreduce", communicator=comm) as store,
+        Module(network(), nn.CrossEntropyLoss(), cpu()) as module,
+    ):
         module.fit(
             arrays(21),
             arrays(7),
@@ -219,8 +146,8 @@ def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:
     return shown, round(seen[0] * 7)
 
 
-def test_rank_0_reports_and_a_callback_sees_the_same_score_on_all_workers() -> None:
-    (first, right), (second, right_there) = spawn(reports_in_a_job, 2)
+def test_rank_0_reports_and_a_callback_sees_the_same_score_on_all_workers(two: list[dict[str, Any]]) -> None:
+    (first, right), (second, right_there) = (each["reports"] for each in two)
     assert first == [
         "Epoch[0] Batch [0-2]",
         "Epoch[0] Batch [2-4]",
@@ -248,8 +175,8 @@ def refused_in_a_job(comm: Communicator) -> list[str]:
     return found
 
 
-def test_unsupported_options_with_workers_raise_the_same_error_on_all() -> None:
-    first, second = spawn(refused_in_a_job, 2)
+def test_unsupported_options_with_workers_raise_the_same_error_on_all(two: list[dict[str, Any]]) -> None:
+    first, second = (each["refused"] for each in two)
     assert first == second
     assert first[0].startswith("fit: train_data is {")
     assert first[0].index("'batch_size': 4") < first[0].index("on rank 0, but") < first[0].index("'batch_size': 5")
@@ -290,24 +217,49 @@ def test_a_failed_worker_ends_the_others_waits() -> None:
     assert "rank 1" in first
 
 
-def commanded(comm: Communicator, port: int, prefix: str) -> tuple[str, str]:
-    words = ["train", "--network", "mlp", "--num-epochs", "1", "--kv-store", "allreduce"]
+# Context "parallel": all processes of a job, by the store that the environment offers
+
+
+def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    data = torch.randn(24, 5, dtype=torch.float64)
+    return nn.Linear(5, 3).double(), (data, torch.arange(24) % 3)
+
+
+def trained(context: str) -> tuple[str | None, int, dict[str, torch.Tensor]]:
+    network, data = problem()
+    module = Module(network, nn.CrossEntropyLoss(), context)
+    module.fit(data, num_epoch=2, batch_size=8, optimizer_params={"learning_rate": 0.1})
+    store, count, params = module.store_type, module.workers.count, module.get_params()
+    module.close()
+    return store, count, params
+
+
+def worker(comm: Communicator, port: int) -> tuple[str | None, int, dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         as_launched(patch, comm, port)
-        patch.setattr(sys, "argv", ["gangline", *words, "--model-prefix", prefix])
-        with (
-            redirect_stdout(io.StringIO()) as out,
-            redirect_stderr(io.StringIO()) as log,
-            pytest.raises(SystemExit) as end,
-        ):
-            main()
-    assert not end.value.code
-    return out.getvalue(), log.getvalue()
+        return trained("parallel")
 
 
-def test_the_training_command_runs_in_a_job(tmp_path: Path) -> None:
-    (out, log), *others = spawn(commanded, 2, free_port(), str(tmp_path / "net"))
-    assert float(out.removeprefix("Validation-accuracy=")) > 0.5
-    assert "2 workers" in log
-    assert others == [("", "")]
-    assert (tmp_path / "net-0001.json").is_file()
+def test_all_processes_of_a_job_train_as_one_does() -> None:
+    _, _, expected = trained("cpu")
+    for store, count, params in spawn(worker, 2, free_port()):
+        assert (store, count) == ("allreduce", 2)
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-11)
+
+
+def test_without_a_job_it_is_an_error_before_anything_begins() -> None:
+    network, _ = problem()
+    with pytest.raises(RuntimeError, match="'parallel' means all processes of a job, and there is none"):
+        Module(network, nn.CrossEntropyLoss(), "parallel")
+
+
+def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    network, _ = problem()
+    module = Module(network, nn.CrossEntropyLoss(), "parallel")
+    with pytest.raises(ValueError, match=re.escape("kvstore is 'device', which does not leave this process")):
+        module.init_optimizer("device")
+    assert module.contexts == [cpu()] or torch.cuda.is_available()

@@ -17,9 +17,13 @@ UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP", "metric learning", "out of mem
 PAGE = (Path(__file__).parents[2] / "docs" / "unequal.md").read_text()
 
 
+LONG = ("compiled, then wrapped",)
+
+
 def half_fast(names: Iterable[str]) -> list[Any]:
     """Return the names as parameters, every second one marked slow: a script takes 2 to 5 s."""
-    return [pytest.param(name, marks=pytest.mark.slow) if index % 2 else name for index, name in enumerate(names)]
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow) if index % 2 or name in LONG else name for index, name in enumerate(names)]
 
 
 def check(name: str, size: int, wrapper: str, backend: str, **options: Any) -> None:
