@@ -266,7 +266,10 @@ def test_servers_outlive_the_workers_that_a_failure_stops(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_everything(number: signal.Signals) -> None:
-    with workers(DAEMON + READY) as run:
+    def heed() -> None:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
+
+    with workers(DAEMON + READY, preexec_fn=heed) as run:
         run.hear("[worker 0] ready", "[worker 1] ready", "[worker 0] daemon", "[worker 1] daemon")
         assert len(run.running()) == 6
         run.process.send_signal(number)
