@@ -87,12 +87,12 @@ def assert_as_alone(weights: list[torch.Tensor], alone: list[torch.Tensor]) -> N
 
 def train(store: str) -> tuple[list[torch.Tensor], str]:
     torch.set_num_threads(1)
-    return play(OPTIMIZERS[0], store), ray.get_runtime_context().get_node_id()
+    return play(OPTIMIZERS["sgd"], store), ray.get_runtime_context().get_node_id()
 
 
 @pytest.mark.parametrize(("store", "servers"), [("dist_sync", 2), ("allreduce", 0)])
 def test_workers_on_two_nodes_train_as_one_process(cluster: str, store: str, servers: int) -> None:
-    alone = plain_loop(OPTIMIZERS[0], "local", slice(None))
+    alone = plain_loop(OPTIMIZERS["sgd"], "local", slice(None))
     found = run(train, store, servers=servers, **PLACED)
     assert len({node for _, node in found}) == 2
     for weights, _ in found:
@@ -235,7 +235,7 @@ def train_loop(config: dict[str, str]) -> None:
     rank = torch.distributed.get_rank()
     assert torch.distributed.get_backend() == "gangline"
     own = slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None)
-    torch.save(plain_loop(OPTIMIZERS[0], "allreduce", own), Path(config["folder"], f"{rank}.pt"))
+    torch.save(plain_loop(OPTIMIZERS["sgd"], "allreduce", own), Path(config["folder"], f"{rank}.pt"))
     if rank == 0 and config.get("fail"):
         raise KeyError("no such thing")
 
@@ -257,7 +257,7 @@ def test_ray_train_trains_over_a_store_as_one_process(cluster: str, tmp_path: Pa
         ).fit()
 
     fit()
-    alone = plain_loop(OPTIMIZERS[0], "local", slice(None))
+    alone = plain_loop(OPTIMIZERS["sgd"], "local", slice(None))
     for rank in range(2):
         assert_as_alone(torch.load(tmp_path / f"{rank}.pt"), alone)
     with pytest.raises(Exception, match="no such thing"):
