@@ -113,9 +113,9 @@ def test_processes_started_by_hand_with_dmlc_variables_give_the_same_weights(tmp
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = f"DMLC_PS_ROOT_URI=127.0.0.1 DMLC_PS_ROOT_PORT={port} DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1"
-    gangline = f"{sys.executable} -m gangline"
+    role = f"{sys.executable} -m gangline.kvstore.parameter_server"
     worker = f"DMLC_ROLE=worker {sys.executable} {SCRIPT} {tmp_path} dist_sync train"
-    lines = [f"export {shared} PYTHONPATH={ROOT}", f"{gangline} scheduler &", f"{gangline} server &"]
+    lines = [f"export {shared} PYTHONPATH={ROOT}", f"{role}.scheduler &", f"{role}.server &"]
     lines += [f"DMLC_WORKER_ID=1 {worker} &", f"DMLC_WORKER_ID=0 {worker} && wait"]
     with Launch(["sh", "-c", "\n".join(lines)], cwd=ROOT) as run:
         code, out, errors = run.end(200)

@@ -27,7 +27,7 @@ def weights(folder: Path) -> tuple[set[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "script", ["server 1 kill at update 13", "server 0 kill at close 16", "worker 1 kill at push-sent 12"]
+    "script", ["server 1 kill at update 13", "server 0 kill at close 16", "worker 1 kill at push-sent 29"]
 )
 def test_a_killed_job_resumes_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.delenv("GANGLINE_FAULT", raising=False)
