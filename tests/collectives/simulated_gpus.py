@@ -91,6 +91,8 @@ class SimulatedGpuTensor(torch.Tensor):
 
     inner: Tensor
     card: torch.device
+    streams: set[Stream]
+    """Streams that may still use the memory: the one on which it was allocated, and recorded ones."""
 
     @staticmethod
     def __new__(cls, inner: Tensor, card: torch.device) -> SimulatedGpuTensor:
@@ -102,8 +104,14 @@ class SimulatedGpuTensor(torch.Tensor):
             dtype=inner.dtype,
             device="meta",
         )
-        made.inner, made.card = inner, card
+        made.inner, made.card, made.streams = inner, card, {current_stream(card)}
         return made
+
+    def __del__(self) -> None:
+        """Free the memory after the streams' earlier operations, as the allocator of CUDA does."""
+        inner = self.inner
+        for stream in self.streams:
+            stream.put(lambda: inner is not None)
 
     device = property(lambda self: self.card)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -114,6 +122,7 @@ class SimulatedGpuTensor(torch.Tensor):
 
     def record_stream(self, stream: Any) -> None:
         assert stream.device == self.card
+        self.streams.add(stream)
 
     def host(self) -> Tensor:
         """Return the values after the current stream's earlier operations."""
