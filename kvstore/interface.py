@@ -147,6 +147,30 @@ class KVStore(abc.ABC):
         self._check_open()
         return 0
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if `keep` has an effect: `gangline launch --restart-processes` starts single workers again."""
+        return False
+
+    def keep(self, state: Any) -> None:  # noqa: B027  stores without restarts keep nothing
+        """Keep this worker's state between two steps, for its restart; replaces the state kept before.
+
+        Keep all that the next step depends on: weights, random states, the position in the data. A worker that is
+        killed and started again gets it from `kept`, and repeats the step: its pushes count once, and what it computes
+        is equal, bit for bit, if it depends on the state alone.
+
+        Args:
+            state: anything that can be pickled, of any size; it is copied.
+        """
+
+    def kept(self) -> Any:
+        """Return the last state of this worker's former process, and continue from there; None if there is none.
+
+        Call it after the calls before the loop, such as `init` and `set_optimizer`, which must be the same in every
+        start; pushes and collectives then go on as they did after `keep`.
+        """
+        return None
+
     def check_not_restarted(self, what: str) -> None:  # noqa: B027  stores without restarts have nothing to check
         """Fail the job if this worker was restarted alone.
 

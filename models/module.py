@@ -474,6 +474,15 @@ class Module:
         return store.type if store is not None else None
 
     @property
+    def keeps_state(self) -> bool:
+        """True if this worker may be started again alone, and `keep` has an effect."""
+        return self._step.optimizer is not None and self._step.optimizer.keeps_state
+
+    def check_not_restarted(self, what: str) -> None:
+        """Fail the job if this worker was started again alone; see `KVStore.check_not_restarted`."""
+        self._require_optimizer("check_not_restarted()").check_not_restarted(what)
+
+    @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate; RuntimeError before `init_optimizer`."""
         return self._require_optimizer("learning_rate").learning_rate
@@ -902,6 +911,44 @@ class Module:
         self.run_state.position = Position(**saved.position)
         if len(saved.samples_seen) == len(replicas.all):
             replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
+
+    def keep(self, of_loop: Any) -> None:
+        """Keep the state of this worker between two steps, with that of a loop, for its restart (`KVStore.keep`)."""
+        replicas, run_state = self.bound.replicas, self.run_state
+        state = {
+            "parameters": {name: one.data for name, one in replicas.first.network.named_parameters()},
+            "buffers": [dict(replica.network.named_buffers()) for replica in replicas.all],
+            "samples_seen": replicas.samples_seen,
+            "step": run_state.step,
+            "position": run_state.position,
+            "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None,
+            "load_balancer": self.load_balancer.state() if self.load_balancer is not None else None,
+        }
+        self._require_optimizer("keep()").keep([state, of_loop])
+
+    def kept(self) -> Any:
+        """Restore what `keep` kept in the former process of this worker; return the loop's part, None if none is."""
+        replicas = self.bound.replicas
+        found = self._require_optimizer("kept()").kept()
+        if found is None:
+            return None
+        state, of_loop = found
+        with torch.no_grad():
+            for replica, buffers in zip(replicas.all, state["buffers"], strict=True):
+                for own, values in (
+                    (dict(replica.network.named_parameters()), state["parameters"]),
+                    (dict(replica.network.named_buffers()), buffers),
+                ):
+                    for name, value in values.items():
+                        own[name].copy_(value)
+        for replica, seen in zip(replicas.all, state["samples_seen"], strict=True):
+            replica.samples_seen = seen
+        self.run_state.step, self.run_state.position = state["step"], state["position"]
+        if self.loss_scale is not None:
+            self.loss_scale.load_state(state["loss_scale"])
+        if self.load_balancer is not None:
+            self.load_balancer.load_state(state["load_balancer"])
+        return of_loop
 
     # -- end ----------------------------------------------------------------------------------------------------
 

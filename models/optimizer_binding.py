@@ -108,6 +108,20 @@ class OptimizerBinding:
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Restore residuals, if gradients are compressed."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if this worker may be started again alone, and `keep` has an effect."""
+        return False
+
+    def keep(self, state: Any) -> None:
+        """Keep a state between two steps, with that of the store on this worker; see `KVStore.keep`."""
+
+    def kept(self) -> Any:
+        """Restore the store on this worker, and return the state of its former process; None if there is none."""
+
+    def check_not_restarted(self, what: str) -> None:
+        """Fail the job if this worker was started again alone; see `KVStore.check_not_restarted`."""
+
     def hand_back(self) -> None:
         """Give the parameters of the user's network memory of their own, until the next step."""
 
@@ -129,6 +143,7 @@ class StoreOptimizer(OptimizerBinding):
     def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
+        self._continues = not store.is_restarted  # or `kept` was called
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
@@ -146,6 +161,8 @@ class StoreOptimizer(OptimizerBinding):
     def begin_backward(  # noqa: D102  inherited
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
+        if not self._continues:
+            self.check_not_restarted("training by a Module without fit")
         self._reducer.begin(active, push_early=push_early, weight=weight, rerun=rerun)
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
@@ -189,6 +206,30 @@ class StoreOptimizer(OptimizerBinding):
         if self.store.compresses:
             self.store.load_compression_residuals(residuals)
 
+    @property
+    def keeps_state(self) -> bool:  # noqa: D102  inherited
+        return self.store.keeps_state
+
+    def keep(self, state: Any) -> None:  # noqa: D102  inherited
+        self.store.keep([state, self._reducer.order, self.compression_residuals(), self.learning_rate])
+
+    def kept(self) -> Any:  # noqa: D102  inherited
+        found = self.store.kept()
+        self._continues = True
+        if found is None:
+            if self.store.is_restarted and self.store.first_step:
+                self.check_not_restarted("training by a Module of which nothing was kept")
+            return None
+        state, order, residuals, learning_rate = found
+        if order:
+            self._reducer.use_order(order)
+        self.load_compression_residuals(residuals)
+        self.set_learning_rate(learning_rate)
+        return state
+
+    def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
+        self.store.check_not_restarted(what)
+
     def hand_back(self) -> None:  # noqa: D102  inherited
         self._reducer.hand_back()
 
@@ -205,6 +246,7 @@ class ShardedOptimizer(OptimizerBinding):
     def __init__(
         self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool
     ) -> None:
+        store.check_not_restarted("training with shard='weights'")
         self.weights, self.workers, self.store, self.owns_store = weights, workers, store, owns_store
         self._keys = OwnedKeys(spec, weights, store)
         self._optimizer = self._keys.optimizer

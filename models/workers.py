@@ -37,7 +37,7 @@ class Workers:
             MismatchError: if the workers' loads differ.
             RuntimeError: if this worker was restarted alone, without the others.
         """
-        if store is not None:
+        if store is not None and not store.keeps_state:
             store.check_not_restarted("training by a Module")
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0

@@ -27,7 +27,7 @@ LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 LOST = b"!"
 
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
-"""Variable of a server: descriptor of the memory in which its state outlives it."""
+"""Variable of a process that may be started again: descriptor of the memory in which its state outlives it."""
 
 
 def incarnation() -> int:

@@ -263,7 +263,7 @@ VARIABLES = (
         "Seconds for a restarted process to take its place in the job before the job fails.",
     ),
     Variable("GANGLINE_LAUNCHER_FD", "", "Set by `gangline launch`: pipe by which the scheduler says who has left."),
-    Variable("GANGLINE_KEPT_MEMORY", "", "Set by `gangline launch`: memory in which a server's state outlives it."),
+    Variable("GANGLINE_KEPT_MEMORY", "", "Set by `gangline launch`: memory in which a process's state outlives it."),
     Variable("GANGLINE_RUN_ID", "", "Set by `gangline launch`: name of the job that is the same in all its starts."),
     Variable("GANGLINE_SUPERVISED", "0", "Set by `gangline launch`: servers wait for workers without a limit."),
     Variable("GANGLINE_ANNOUNCE_FD", "", "Set for a scheduler that chooses its port: where it writes the port."),

@@ -138,7 +138,7 @@ class Supervisor:
         """Number of processes that may still be started again."""
         self._restarts = 0
         self._kept_memory: dict[str, int] = {}
-        """Descriptors by label: a server or scheduler that starts again finds its state in this memory."""
+        """Descriptors by label: a process that starts again finds its state in this memory."""
         self._from_scheduler: int | None = None
         """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended, or nothing is started again."""
         self._scheduler_line = b""
@@ -279,7 +279,7 @@ class Supervisor:
                     more = {**environment, LAUNCHER_FD: str(writing), KEPT_MEMORY: str(kept)}
                     self._start(process, more, [*descriptors, writing, kept])
                     os.close(writing)
-                elif process.role == "server" and has_restarts:
+                elif process.role in ("server", "worker") and has_restarts:
                     kept = self._kept_memory_of(process)
                     more = {**environment, KEPT_MEMORY: str(kept)}
                     self._start(process, more, [*descriptors, kept])

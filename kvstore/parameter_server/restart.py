@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgpack
+import torch
 
+from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.workload import split_batch
@@ -16,10 +22,32 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.client.server_commands import command
 from gangline.kvstore.parameter_server.environment import load_of
+from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 
 _log = logging.getLogger("gangline")
 _POLL_SECONDS = 0.02
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler of tensors as their own bytes: torch's would write all memory that a view is part of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided:
+            return NotImplemented
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (raw, value.dtype, value.shape)
+
+
+def _tensor(raw: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return values.view(dtype).view(shape)
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
 
 
 class Continuation:
@@ -54,6 +82,9 @@ class Continuation:
         self._step: int | None = None if scheduler.is_restarted else 0
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
+        memory = os.environ.pop(KEPT_MEMORY, "")
+        has_steps = scheduler.allows_restarts and not self._is_elastic and not is_async
+        self._memory = KeptState(int(memory)) if memory and has_steps else None
         if self._is_elastic and not is_async:
             scheduler.position = lambda: (scheduler.begun or 0) if self._is_set_up else 0
         elif not is_async:
@@ -83,6 +114,30 @@ class Continuation:
                 self._scheduler.continue_after(self._step, may_have_begun_next=True)
             _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
         return self._step
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if `keep` has an effect."""
+        return self._memory is not None
+
+    def keep(self, state: Any) -> None:
+        """Keep a state with this worker's pushes and collectives; see `KVStore.keep`."""
+        if self._memory is not None:
+            self._memory.write(_packed([state, self._pushes, self._rounds, self._scheduler.numbers]))
+
+    def kept(self) -> Any:
+        """Return the kept state, and continue from there; see `KVStore.kept`."""
+        found = None
+        if self._memory is not None and self._scheduler.is_restarted and self._step is None:
+            found = self._memory.read()
+        if found is None:
+            return None
+        state, pushes, rounds, self._scheduler.numbers = pickle.loads(found)  # noqa: S301  the launcher's memory
+        self._is_set_up, self._step = True, max(pushes.values(), default=0)
+        self._pushes.update(pushes)
+        self._rounds.update(rounds)
+        _log.warning("worker %d was restarted and repeats step %d", self._scheduler.rank, self._step)
+        return state
 
     def before_pull(self) -> None:
         """Let the first pull of a worker that comes late to an elastic job wait for the values before its first step.

@@ -185,6 +185,18 @@ class DistStore(KVStore):
         self._check_open()
         return self._continuation.first_step()
 
+    @property
+    def keeps_state(self) -> bool:  # noqa: D102  inherited
+        return self._continuation.keeps_state
+
+    def keep(self, state: Any) -> None:  # noqa: D102  inherited
+        self._check_open()
+        self._continuation.keep(state)
+
+    def kept(self) -> Any:  # noqa: D102  inherited
+        self._check_open()
+        return self._continuation.kept()
+
     def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
         self._continuation.refuse(what)
 

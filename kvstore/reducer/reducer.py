@@ -105,6 +105,8 @@ class Reducer:
         self._in_place = in_place
         self._sparse = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
+        self.order: list[list[Key]] = []
+        """Keys in the order of the buckets, repeated and sparse ones; empty before the first step."""
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
         self._is_rerun = False  # whether this backward computes again what a failed one may have pushed
@@ -433,13 +435,16 @@ class Reducer:
         if self._in_step:
             gathered = self._store.group.all_gather(own, "order of buckets")
             received = [theirs for theirs in gathered if theirs is not None]
-        order, all_repeated, all_sparse = (
-            dict.fromkeys(key for theirs in received for key in theirs[part]) for part in range(3)
-        )
+        self.use_order([list(dict.fromkeys(key for theirs in received for key in theirs[part])) for part in range(3)])
+
+    def use_order(self, orders: list[list[Key]]) -> None:
+        """Create the buckets in a known order, as `order`."""
+        order, repeated, sparse = orders
         if not order:  # no worker had samples
             return
-        self._repeated.update(all_repeated)
-        self._sparse.update(all_sparse)
+        self.order = orders
+        self._repeated.update(repeated)
+        self._sparse.update(sparse)
         others = [key for key in self._parameters[0] if key not in order]
         for keys in (order, others):
             dense = [key for key in keys if key not in self._sparse]

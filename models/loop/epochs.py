@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,19 +118,33 @@ class Epochs:
         self._stop_exchange = StopExchange(workers, self.module.worker_balance) if makes_same_updates else None
         on_host = all(replica.context.device_type == "cpu" for replica in self.module.bound.replicas.all)
         self._rise = LossRise(on_host=on_host, batches_per_epoch=self.batches_per_epoch)
+        self._keeps_state = self.module.keeps_state and not obstacle_to_restarts(self.module, self.train)
         self._divergence: list[Any] | None = None
         """Whether the inputs are finite, the step, and a text: the first divergence of this worker."""
 
-    def run(self, begin_epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> str:
-        """Train from batch ``skip`` of an epoch on; return the reason for the end."""
+    def run(
+        self,
+        begin_epoch: int,
+        skip: int,
+        saved: checkpoint.Checkpoint | None,
+        kept: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Train from batch ``skip`` of an epoch on; return the reason for the end.
+
+        Args:
+            begin_epoch: the epoch.
+            skip: number of its first batches that are done.
+            saved: checkpoint that was restored.
+            kept: what `_keep` kept, if this worker was started again alone.
+        """
         self.eval_frequency.begin(begin_epoch, skip)
         for epoch in range(begin_epoch, self.options.num_epoch):
             began, waited = time.perf_counter(), self.module.seconds_waiting
             self.metric.reset()
-            parts = self._begin_epoch(epoch, skip, saved)
+            parts = self._begin_epoch(epoch, skip, saved) if kept is None else self._continue_epoch(epoch, skip, kept)
             with self._accumulating():
-                stopped = self._train(enumerate(parts, skip), epoch)
-            skip = 0
+                stopped = self._train(self._numbered(parts, skip), epoch)
+            skip, kept = 0, None
             self._warn_of_rise(ends_epoch=True)
             if self._diverged(epoch):
                 return DIVERGED
@@ -158,6 +173,41 @@ class Epochs:
         run_state.position = Position(epoch, 0, train.plan(), host_states(train.generator))
         module.begin_epoch()
         return train.parts(module.workers, epoch)
+
+    def _continue_epoch(self, epoch: int, skip: int, kept: Mapping[str, Any]) -> Iterator[Any]:
+        """Return this worker's parts of the batches that its former process had not trained."""
+        module, train = self.module, self.train
+        if self._stop_exchange is not None:
+            self._stop_exchange.load_state(kept["stop_exchange"])
+        if kept["metric"] is not None:
+            self.metric.count_on(kept["metric"])
+        else:
+            module.logger.warning("the training metric of epoch %d begins with batch %d on this worker", epoch, skip)
+        set_host_states(module.run_state.position.random, train.generator)
+        return train.parts(module.workers, epoch, skip, lambda: set_host_states(kept["random"], train.generator))
+
+    def _numbered(self, parts: Iterator[Any], first: int) -> Iterator[tuple[int, Any]]:
+        """Yield the parts with the numbers of their batches; before each step, keep what its repetition needs."""
+        for nbatch in count(first):
+            if self._keeps_state and not nbatch % self.options.accumulate:
+                self._keep()
+            try:
+                part = next(parts)
+            except StopIteration:
+                return
+            yield nbatch, part
+
+    def _keep(self) -> None:
+        self.module.keep(
+            {
+                "run": self.module.run_state.run,
+                "stateful": {name: each.state() for name, each in self.module.run_state.stateful.items()},
+                "batches_per_epoch": self.batches_per_epoch,
+                "stop_exchange": self._stop_exchange.state() if self._stop_exchange is not None else None,
+                "metric": self.metric.counted(),
+                "random": host_states(self.train.generator),
+            }
+        )
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -375,6 +425,15 @@ class Epochs:
     def _step_scheduler(self, event: str, values: Mapping[str, float] | None = None) -> None:
         if isinstance(self.scheduler, DrivenScheduler):
             self.scheduler.after(event, values or {})
+
+
+def obstacle_to_restarts(module: Module, train: Source) -> str:
+    """Return why a worker that is started again alone cannot repeat its step exactly; "" if it can."""
+    if not module.workers.in_step:
+        return "training by workers that are not in step"
+    if not train.is_shared:
+        return "reading batches of each worker's own"
+    return "measuring the loads of the workers" if module.workers.is_auto else ""
 
 
 def _recorded(parts: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -19,7 +19,7 @@ from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.data.sources import Source, source
 from gangline.models.import_by_name import has_batches
 from gangline.models.loop.callbacks import Checkpoint
-from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, check_signals
+from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, check_signals, obstacle_to_restarts
 from gangline.models.loop.eval_frequency import EvalFrequency
 from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.improvement import check_metric
@@ -124,11 +124,15 @@ def _run(
 ) -> str:
     """Check the rest, resume, and run the epochs."""
     savers = _savers(callbacks)
-    per_epoch, reads_ahead, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
-    if own is not None:
-        saved = checkpoint.read(*own)
-    elif restart_number():
-        saved = _read_checkpoint(options.resume, savers)
+    kept = _kept(module, train)
+    if kept is not None:
+        per_epoch, reads_ahead, saved = kept["batches_per_epoch"], 0, None
+    else:
+        per_epoch, reads_ahead, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
+        if own is not None:
+            saved = checkpoint.read(*own)
+        elif restart_number():
+            saved = _read_checkpoint(options.resume, savers)
     scheduler = scheduler_of(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
     _check_metrics([scheduler, *callbacks.all], validation if evaluation is not None else None)
@@ -146,7 +150,8 @@ def _run(
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
     }
-    _check_same(module, train, evaluation, saved, settings)
+    if kept is None:
+        _check_same(module, train, evaluation, saved, settings)
     if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
         raise ValueError(
             f"eval_frequency is {options.eval_frequency}, but workers of {options.kvstore!r} with batches of their own "
@@ -156,7 +161,11 @@ def _run(
         return module.workers.stop
     module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead)
     begin_epoch, skip = options.begin_epoch, 0
-    if saved is not None:
+    if kept is not None:
+        for name, each in module.run_state.stateful.items():
+            each.load_state(kept["stateful"][name])
+        begin_epoch, skip = module.run_state.position.epoch, module.run_state.position.batch
+    elif saved is not None:
         _check_same_workers(module, train, saved)
         whole, saved = saved, saved.of_worker(module.workers.rank, module.workers.count)
         module.resume(saved)
@@ -166,12 +175,30 @@ def _run(
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.run_state.position.epoch = begin_epoch
-    _log_beginning(module, savers, options, saved, begin_epoch, skip)
+    if kept is None:
+        _log_beginning(module, savers, options, saved, begin_epoch, skip)
     if options.monitor is not None:
         module.install_monitor(options.monitor)
     loop = Epochs(module, train, evaluation, metric, validation, scheduler, frequency, callbacks, per_epoch, options)
-    with _locked_prefixes(module, savers):
-        return loop.run(begin_epoch, skip, saved)
+    with _locked_prefixes(module, savers, alone=kept is not None):
+        return loop.run(begin_epoch, skip, saved, kept)
+
+
+def _kept(module: Module, train: Source) -> Any:
+    """Return what the former process of this worker kept before its last step; None if this is its first start.
+
+    Raises:
+        RuntimeError: if this worker was started again alone, and cannot repeat the step; on the others, too.
+    """
+    if not module.keeps_state:
+        return None
+    if why := obstacle_to_restarts(module, train):
+        module.check_not_restarted(why)
+        return None
+    kept = module.kept()
+    if kept is not None and kept["run"] != module.run_state.run:
+        module.check_not_restarted("a second call of fit")
+    return kept
 
 
 def _log_beginning(
@@ -206,15 +233,18 @@ def _log_beginning(
 
 
 @contextmanager
-def _locked_prefixes(module: Module, savers: Iterable[Checkpoint]) -> Iterator[None]:
-    """Make rank 0 the only process that writes these checkpoints inside the block. Collective."""
+def _locked_prefixes(module: Module, savers: Iterable[Checkpoint], *, alone: bool) -> Iterator[None]:
+    """Make rank 0 the only process that writes these checkpoints inside the block. Collective unless ``alone``."""
     with ExitStack() as stack:
 
         def lock() -> None:
             for saver in savers:
                 stack.enter_context(writing(saver.prefix))
 
-        module.workers.run_on_first(lock, "fit")
+        if not alone:
+            module.workers.run_on_first(lock, "fit")
+        elif module.workers.is_first:
+            lock()
         yield
 
 

@@ -95,6 +95,14 @@ class StopExchange:
             self._interval = max(1, min(2 * self._interval, int(_SECONDS / seconds), _MOST_UPDATES))
         self._updates, self._clock = 0, now
 
+    def state(self) -> list[Any]:
+        """Return plain data, with which `load_state` goes on at the same updates."""
+        return [self._updates, self._interval, self._clock]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Restore what `state` returned."""
+        self._updates, self._interval, self._clock = state
+
 
 class EarlyStopping:
     """An ``eval_end_callback`` of `fit` that ends training if a metric has not improved for some validations.

@@ -55,6 +55,13 @@ class EvalMetric(abc.ABC):
     def reset_local(self) -> None:
         """Clear the value of `get_name_value` only."""
 
+    def counted(self) -> Any:
+        """Return what was counted since `reset`, for `count_on` in another process; None if this is not possible."""
+        return None
+
+    def count_on(self, counted: Any) -> None:  # noqa: B027  never called if `counted` returns None
+        """Go on with what `counted` returned, which was not None, after `reset`."""
+
     def gather(self, workers: Workers) -> None:
         """Combine the global value over all workers, until the next `update` or `reset`.
 
@@ -136,6 +143,14 @@ class _Composite(EvalMetric):
         for metric in self._metrics:
             metric.reset_local()
 
+    def counted(self) -> Any:
+        found = [metric.counted() for metric in self._metrics]
+        return None if None in found else found
+
+    def count_on(self, counted: Any) -> None:
+        for metric, of_metric in zip(self._metrics, counted, strict=True):
+            metric.count_on(of_metric)
+
     def gather(self, workers: Workers) -> None:
         for metric in self._metrics:
             metric.gather(workers)
@@ -199,6 +214,12 @@ class _One(EvalMetric):
         own = self._finish(states[0][0].value(everyones)) if states else None
         values = [own] if workers is None else workers.all_gather(own, "metric")
         return next((float(value) for value in values if value is not None), math.nan)
+
+    def counted(self) -> Any:
+        return [self._global, self._local]
+
+    def count_on(self, counted: Any) -> None:
+        self._global, self._local = counted
 
     def gather(self, workers: Workers) -> None:
         if workers.count > 1:

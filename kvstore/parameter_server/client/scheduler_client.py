@@ -255,6 +255,17 @@ class SchedulerClient:
         position = self.position() if self.keeps_positions and not name.startswith(_SET_UP) else 0
         return max(self._number_in_round, ROUND * position) + 1 if position else self._number + 1
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Numbers of this worker's last collectives, of those before the first push and of the others."""
+        with self._numbering:
+            return self._number, self._number_in_round
+
+    @numbers.setter
+    def numbers(self, numbers: tuple[int, int]) -> None:
+        with self._numbering:
+            self._number, self._number_in_round = numbers
+
     def _count(self, number: int, step: int = 0) -> None:
         """Set the number of the last collective to ``number + step``."""
         if self.keeps_positions and number >= ROUND:

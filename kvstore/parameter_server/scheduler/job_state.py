@@ -26,7 +26,7 @@ _KEPT = 4
 """Number of results kept for workers that lost them with their connection."""
 
 _RECORDED = 1024
-"""Number of collectives before the first push, and after the last one, whose results are kept for restarted workers."""
+"""Number of collectives of a round whose results are kept for restarted workers: the first and the last two rounds."""
 _RECORDED_BYTES = 256 << 20
 """Bytes of results that are kept for them; without its results a restarted worker fails."""
 
@@ -290,7 +290,8 @@ class JobState:
         nbytes = 0
         for number, outcome in sorted(self.outcomes.items()):
             nbytes += sum(map(len, outcome.data))
-            is_recorded = self._keeps_records and number // ROUND in (0, last // ROUND) and number % ROUND <= _RECORDED
+            rounds = (0, last // ROUND - 1, last // ROUND)  # a restarted worker repeats the step that it kept
+            is_recorded = self._keeps_records and number // ROUND in rounds and number % ROUND <= _RECORDED
             if number <= last - (_MAX_OPEN if outcome.error else _KEPT) and not (
                 is_recorded and nbytes <= _RECORDED_BYTES
             ):
