@@ -289,6 +289,39 @@ class Trainer:
             self._used = {key: (weakref.ref(one), one._version) for key, one in gradients.items() if one is not None}
         self._note_weights()
 
+    def keep(self, state: Any = None) -> None:
+        """Keep this worker's weights, and a state of the loop, between two steps, for the restart of this worker alone.
+
+        Without `gangline launch --restart-processes`, and a dist_sync store, it has no effect.
+
+        Args:
+            state: what else the next step depends on: its number, random states, buffers. Anything that can be pickled.
+        """
+        if isinstance(self._reducer, Reducer):
+            self._reducer.keep([state, self._steps, self._writes_data])
+
+    def kept(self) -> Any:
+        """Restore the weights that this worker's former process kept, and return the state; None in the first start.
+
+        Call it before the loop, which repeats the step that followed `keep`. Its gradients count once, and the weights
+        of all workers are equal, bit for bit, to those of an undisturbed job.
+
+        For example:
+
+            for step in range(trainer.kept() or 0, steps):
+                trainer.keep(step)
+                trainer.zero_grad()
+                loss_function(model(data[step]), labels[step]).backward()
+                trainer.step(len(data[step]))
+        """
+        found = self._reducer.kept() if isinstance(self._reducer, Reducer) else None
+        if found is None:
+            return None
+        state, self._steps, self._writes_data = found
+        self._steps -= 1  # `_note_weights` counts the step whose weights these are
+        self._note_weights()
+        return state
+
     def _warn_without_gradients(self, batch_size: float) -> None:
         """Log a warning, once, if no backward has computed a gradient for this step."""
         is_empty = self._sharded is None and not self._accumulated_samples and self._early_samples is None

@@ -916,8 +916,7 @@ class Module:
         """Keep the state of this worker between two steps, with that of a loop, for its restart (`KVStore.keep`)."""
         replicas, run_state = self.bound.replicas, self.run_state
         state = {
-            "parameters": {name: one.data for name, one in replicas.first.network.named_parameters()},
-            "buffers": [dict(replica.network.named_buffers()) for replica in replicas.all],
+            "untrained": [replica.untrained() for replica in replicas.all],
             "samples_seen": replicas.samples_seen,
             "step": run_state.step,
             "position": run_state.position,
@@ -933,15 +932,9 @@ class Module:
         if found is None:
             return None
         state, of_loop = found
-        with torch.no_grad():
-            for replica, buffers in zip(replicas.all, state["buffers"], strict=True):
-                for own, values in (
-                    (dict(replica.network.named_parameters()), state["parameters"]),
-                    (dict(replica.network.named_buffers()), buffers),
-                ):
-                    for name, value in values.items():
-                        own[name].copy_(value)
-        for replica, seen in zip(replicas.all, state["samples_seen"], strict=True):
+        for replica, values, seen in zip(replicas.all, state["untrained"], state["samples_seen"], strict=True):
+            for name, value in replica.untrained().items():
+                value.copy_(values[name])
             replica.samples_seen = seen
         self.run_state.step, self.run_state.position = state["step"], state["position"]
         if self.loss_scale is not None:

@@ -211,21 +211,14 @@ class StoreOptimizer(OptimizerBinding):
         return self.store.keeps_state
 
     def keep(self, state: Any) -> None:  # noqa: D102  inherited
-        self.store.keep([state, self._reducer.order, self.compression_residuals(), self.learning_rate])
+        self._reducer.keep(state)
 
     def kept(self) -> Any:  # noqa: D102  inherited
-        found = self.store.kept()
+        found = self._reducer.kept()
         self._continues = True
-        if found is None:
-            if self.store.is_restarted and self.store.first_step:
-                self.check_not_restarted("training by a Module of which nothing was kept")
-            return None
-        state, order, residuals, learning_rate = found
-        if order:
-            self._reducer.use_order(order)
-        self.load_compression_residuals(residuals)
-        self.set_learning_rate(learning_rate)
-        return state
+        if found is None and self.store.is_restarted and self.store.first_step:
+            self.check_not_restarted("training by a Module of which nothing was kept")
+        return found
 
     def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
         self.store.check_not_restarted(what)

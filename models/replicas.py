@@ -31,6 +31,11 @@ class Replica:
     samples_seen: int = 0
     """Training samples since running statistics were last averaged."""
 
+    def untrained(self) -> dict[str, torch.Tensor]:
+        """Return all buffers and the parameters that are not trained."""
+        fixed = {name: one.detach() for name, one in self.network.named_parameters() if not one.requires_grad}
+        return {**fixed, **dict(self.network.named_buffers())}
+
 
 class Replicas:
     """All replicas of a module. A context with a load of 0 has no replica and uses no memory."""

@@ -105,8 +105,7 @@ class Reducer:
         self._in_place = in_place
         self._sparse = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
-        self.order: list[list[Key]] = []
-        """Keys in the order of the buckets, repeated and sparse ones; empty before the first step."""
+        self._order: list[list[Key]] = []  # keys in the order of the buckets, repeated and sparse ones
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
         self._is_rerun = False  # whether this backward computes again what a failed one may have pushed
@@ -176,6 +175,30 @@ class Reducer:
         for state in self._buckets:
             state.push, state.pending = None, {}
         return True
+
+    def keep(self, state: Any) -> None:
+        """Keep the weights, and a state of the caller, between two steps; see `KVStore.keep`."""
+        if self._store.keeps_state:
+            weights = {key: parameter.detach() for key, parameter in self._parameters[0].items()}
+            residuals = self._store.compression_residuals()
+            self._store.keep([state, self._order, weights, residuals, self._store.learning_rate])
+
+    @torch.no_grad()
+    def kept(self) -> Any:
+        """Restore what a former process of this worker kept, and return the caller's part; None if there is none."""
+        found = self._store.kept()
+        if found is None:
+            return None
+        state, order, weights, residuals, learning_rate = found
+        if order:
+            self._use_order(order)
+        for of_replica in self._parameters:
+            for key, value in weights.items():
+                of_replica[key].copy_(value)
+        if self._store.compresses:
+            self._store.load_compression_residuals(residuals)
+        self._store.set_learning_rate(learning_rate)
+        return state
 
     def _drop_updates(self) -> None:
         """After a failed push, drop those that wait for an update; other workers drop or refuse them."""
@@ -435,14 +458,13 @@ class Reducer:
         if self._in_step:
             gathered = self._store.group.all_gather(own, "order of buckets")
             received = [theirs for theirs in gathered if theirs is not None]
-        self.use_order([list(dict.fromkeys(key for theirs in received for key in theirs[part])) for part in range(3)])
+        self._use_order([list(dict.fromkeys(key for theirs in received for key in theirs[part])) for part in range(3)])
 
-    def use_order(self, orders: list[list[Key]]) -> None:
-        """Create the buckets in a known order, as `order`."""
+    def _use_order(self, orders: list[list[Key]]) -> None:
         order, repeated, sparse = orders
         if not order:  # no worker had samples
             return
-        self.order = orders
+        self._order = orders
         self._repeated.update(repeated)
         self._sparse.update(sparse)
         others = [key for key in self._parameters[0] if key not in order]

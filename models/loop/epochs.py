@@ -429,8 +429,6 @@ class Epochs:
 
 def obstacle_to_restarts(module: Module, train: Source) -> str:
     """Return why a worker that is started again alone cannot repeat its step exactly; "" if it can."""
-    if not module.workers.in_step:
-        return "training by workers that are not in step"
     if not train.is_shared:
         return "reading batches of each worker's own"
     return "measuring the loads of the workers" if module.workers.is_auto else ""

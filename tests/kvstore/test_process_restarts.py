@@ -211,13 +211,13 @@ torch.manual_seed(0)
 data, labels = torch.randn(64, 3), torch.randint(0, 2, (64,))
 module = gangline.Module(torch.nn.Linear(3, 2), loss=torch.nn.CrossEntropyLoss(), context=gangline.cpu())
 die = lambda param: rank == 1 and param.nbatch == 2 and restart == 0 and os.kill(os.getpid(), 9)
-module.fit((data, labels), num_epoch=2, batch_size=8, kvstore="dist_sync", batch_end_callback=die)
+module.fit((data, labels), num_epoch=2, batch_size=8, kvstore="dist_async", batch_end_callback=die)
 print(f"rank {rank}, start {restart} {k}", flush=True)
 """
 
 
 @pytest.mark.slow
-def test_fit_refuses_to_go_on_alone_and_is_restarted_as_a_whole() -> None:
+def test_an_asynchronous_fit_does_not_go_on_alone_and_is_restarted_as_a_whole() -> None:
     head = "restart = int(os.environ['GANGLINE_RESTART'])\n"
     with workers(head + FIT, "--restart-processes", "3", "--max-restarts", "1") as run:
         status, out, errors = run.end(90)
