@@ -145,7 +145,7 @@ for epoch in range(2):
     [
         (LOOP, 9, "training by a Module without fit"),
         (ASYNC, 9, "training by a Module"),
-        (TWICE, 30, "a second call of fit"),
+        (TWICE, 7, "a second call of fit"),
     ],
 )
 def test_what_one_worker_cannot_continue_is_an_error_on_all(code: str, event: int, reason: str, tmp_path: Path) -> None:
