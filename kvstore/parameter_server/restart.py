@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
@@ -33,21 +32,14 @@ class _Pickler(pickle.Pickler):
     """Pickler of tensors as their own bytes: torch's would write all memory that a view is part of."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.layout != torch.strided:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or not value.numel():
             return NotImplemented
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor, (raw, value.dtype, value.shape)
+        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(octets.data), value.dtype, value.shape)
 
 
-def _tensor(raw: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    values = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    return values.view(dtype).view(shape)
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
+def _tensor(octets: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(octets, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class Continuation:
@@ -123,7 +115,7 @@ class Continuation:
     def keep(self, state: Any) -> None:
         """Keep a state with this worker's pushes and collectives; see `KVStore.keep`."""
         if self._memory is not None:
-            self._memory.write(_packed([state, self._pushes, self._rounds, self._scheduler.numbers]))
+            self._memory.write([state, self._pushes, self._rounds, self._scheduler.numbers], _Pickler)
 
     def kept(self) -> Any:
         """Return the kept state, and continue from there; see `KVStore.kept`."""
@@ -132,7 +124,7 @@ class Continuation:
             found = self._memory.read()
         if found is None:
             return None
-        state, pushes, rounds, self._scheduler.numbers = pickle.loads(found)  # noqa: S301  the launcher's memory
+        state, pushes, rounds, self._scheduler.numbers = found
         self._is_set_up, self._step = True, max(pushes.values(), default=0)
         self._pushes.update(pushes)
         self._rounds.update(rounds)

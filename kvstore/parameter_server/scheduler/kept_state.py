@@ -1,7 +1,8 @@
-"""State of a scheduler that outlives its process, in memory that the launcher owns."""
+"""State of a process that outlives it, in memory that the launcher owns."""
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import struct
@@ -9,8 +10,8 @@ import zlib
 from typing import Any
 
 _VERSION = struct.Struct("<Q")
-_ENTRY = struct.Struct("<QQQ")
-"""Offset, length and checksum of a content."""
+_ENTRY = struct.Struct("<QQQQ")
+"""Offset, length of the pickle, its checksum, and length of the buffers behind it."""
 _ENTRIES = 8
 """Offset of the entries of even and of odd versions."""
 _BEGIN = 4096
@@ -19,8 +20,8 @@ _BEGIN = 4096
 class KeptState:
     """An object that is replaced as a whole; a process may be killed between any two instructions.
 
-    Only this user's launcher and scheduler have the memory, so the object is pickled. It begins with the version of the
-    object. Two entries, for even and for odd versions, say where it is.
+    Only processes of this user's job have the memory, so the object is pickled. It begins with the version of the
+    object. Two entries, for even and for odd versions, say where it is. Large buffers are written without a copy.
 
     Args:
         descriptor: of the memory (a memfd).
@@ -41,23 +42,43 @@ class KeptState:
         if not self._version:
             return None
         entry = os.pread(self._descriptor, _ENTRY.size, self._entry(self._version))
-        self._offset, self._length, checksum = _ENTRY.unpack(entry)
-        content = os.pread(self._descriptor, self._length, self._offset)
+        self._offset, length, checksum, rest = _ENTRY.unpack(entry)
+        self._length = length + rest
+        content = os.pread(self._descriptor, length, self._offset)
         if zlib.crc32(content) != checksum:
-            raise OSError(f"the scheduler's kept state of version {self._version} has a wrong checksum")
-        return pickle.loads(content)  # noqa: S301  the launcher's memory
+            raise OSError(f"the kept state of version {self._version} has a wrong checksum")
+        stream = io.BytesIO(content)
+        sizes, offset, buffers = pickle.load(stream), self._offset + length, []  # noqa: S301  the launcher's memory
+        for size in sizes:
+            buffers.append(bytearray(size))
+            self._move(os.preadv, buffers[-1], offset)
+            offset += size
+        return pickle.load(stream, buffers=buffers)  # noqa: S301
 
-    def write(self, state: object) -> None:
+    def write(self, state: object, pickler: type[pickle.Pickler] = pickle.Pickler) -> None:
         """Replace the object."""
-        content = pickle.dumps(state)
-        fits_before = _BEGIN + len(content) <= self._offset
-        offset = _BEGIN if fits_before else self._offset + self._length
-        os.pwrite(self._descriptor, content, offset)
+        buffers: list[memoryview] = []
+        pickled = io.BytesIO()
+        pickler(pickled, 5, buffer_callback=lambda one: buffers.append(one.raw())).dump(state)
+        head = pickle.dumps([one.nbytes for one in buffers]) + pickled.getvalue()
+        length = len(head) + sum(one.nbytes for one in buffers)
+        offset = _BEGIN if _BEGIN + length <= self._offset else self._offset + self._length
+        behind = offset
+        for content in (memoryview(head), *buffers):
+            self._move(os.pwritev, content, behind)
+            behind += len(content)
         self._version += 1
-        entry = _ENTRY.pack(offset, len(content), zlib.crc32(content))
+        entry = _ENTRY.pack(offset, len(head), zlib.crc32(head), length - len(head))
         os.pwrite(self._descriptor, entry, self._entry(self._version))
         os.pwrite(self._descriptor, _VERSION.pack(self._version), 0)
-        self._offset, self._length = offset, len(content)
+        self._offset, self._length = offset, length
+
+    def _move(self, call: Any, content: bytearray | memoryview, offset: int) -> None:
+        """Read or write all of a buffer: one call moves less than 2 GiB."""
+        rest = memoryview(content)
+        while rest:
+            moved = call(self._descriptor, [rest], offset)
+            rest, offset = rest[moved:], offset + moved
 
     def _entry(self, version: int) -> int:
         return _ENTRIES + _ENTRY.size * (version % 2)
