@@ -16,7 +16,6 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.models.loop.schedules import Schedule, TorchScheduler, schedule
-from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES = 24
 
@@ -177,16 +176,6 @@ def trained_by_workers(comm: Communicator) -> Any:
 def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
     for rates, params in spawn(trained_by_workers, 2):
         assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
-        for name, value in by_torch(rates).items():
-            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
-
-
-def trained_by_servers() -> Any:
-    return fitted(("cosine", {"warmup_batches": 3}), store="dist_sync", shuffle=False)
-
-
-def test_the_rate_reaches_servers() -> None:
-    for rates, params in run_job(trained_by_servers, 2, 1):
         for name, value in by_torch(rates).items():
             torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
 from torch import Tensor, nn
 
 from gangline import Communicator, Module
@@ -51,19 +50,6 @@ def over_collectives(comm: Communicator) -> tuple[float, State]:
         return train(store)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("store", "workers", "servers"), [("dist_sync", 4, 2), ("dist_device_sync", 2, 2)])
-def test_servers_give_the_same_result_as_one_process(store: str, workers: int, servers: int) -> None:
-    threads = torch.get_num_threads()
-    accuracy_alone, alone = train(None)
-    torch.set_num_threads(threads)
-    results = run_job(train, workers, servers, store)
-    for accuracy, weights in results:
-        assert accuracy == pytest.approx(accuracy_alone, abs=1e-6)
-        assert distance(weights, alone) < 1e-9
-        assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
-
-
 def test_async_workers_learn() -> None:
     [(accuracy, weights), (_, other)] = run_job(train, 2, 1, "dist_async", 6, 0.02)
     assert accuracy > 0.85
@@ -100,11 +86,3 @@ def test_lenet_learns_digits_with_every_store(workers: int, servers: int) -> Non
         assert launched(workers, servers if "dist" in store else 0, store) == pytest.approx(alone, abs=0.02), store
     rate = 0.04 / workers  # each push is a separate update
     assert launched(workers, servers, "dist_async", rate=f"{rate}") >= 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kv_store", ["dist_sync", "allreduce"])
-def test_torchrun_alone_is_enough(kv_store: str) -> None:
-    own = str(Path(sys.executable).parent / "torchrun")
-    assert lenet(own, "--nproc-per-node", "2", "--no-python", kv_store=kv_store) >= 0.95
