@@ -8,38 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gangline.models.data.batches import as_batch, concat, map_tensors, move, num_samples, tensors_of
+from gangline.models.data.batches import as_batch, concat, num_samples
 
 HOST = torch.device("cpu")
-
-
-def nested() -> dict[str, Any]:
-    """Six samples in three tensors; sample i holds i in the first, 10 i and 100 i in the others."""
-    count = torch.arange(6)
-    return {"image": count, "pair": (count.unsqueeze(1) * 10, {"deep": count.reshape(6, 1, 1).double() * 100})}
-
-
-def same(left: Any, right: Any) -> bool:
-    """Return True if nesting, dtypes, shapes and values are equal."""
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    return (
-        isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right) and all(map(same, left, right))
-    )
-
-
-def test_a_function_is_applied_to_each_tensor_in_order_and_the_nesting_stays() -> None:
-    batch = nested()
-    doubled = map_tensors(lambda tensor: tensor * 2, batch)
-    assert torch.equal(doubled["image"], torch.arange(6) * 2)
-    assert torch.equal(doubled["pair"][1]["deep"], torch.arange(6).reshape(6, 1, 1).double() * 200)
-    assert same(map_tensors(lambda tensor: tensor, batch), batch)
-    assert same(map_tensors(torch.neg, [torch.ones(2), [torch.zeros(1)]]), (-torch.ones(2), (-torch.zeros(1),)))
-    own = [id(tensor) for tensor in (batch["image"], batch["pair"][0], batch["pair"][1]["deep"])]
-    for found in (batch, move(batch, HOST)):  # tensors on the device already are not copied
-        assert [id(tensor) for tensor in tensors_of(found)] == own
 
 
 # -- from arrays ----------------------------------------------------------------------------------------------------
