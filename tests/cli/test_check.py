@@ -160,6 +160,7 @@ def test_a_name_server_that_never_answers_ends_at_the_deadline(tmp_path: Path) -
     assert "/etc/resolv.conf" in finding["remedy"]
 
 
+@pytest.mark.slow
 @HOSTS
 def test_loopback_that_is_down_is_broken() -> None:
     with Hosts(1) as hosts:

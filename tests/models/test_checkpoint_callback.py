@@ -291,32 +291,29 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "how", "named"),
+    ("suffix", "how"),
     [
-        (".json", "torn", ".json"),
-        (".json", "empty", ".json"),
-        (".json", "other-form", ".json"),
-        (".json", "nested", ".json"),
-        (".json", "step", ".json"),
-        (".safetensors", "foreign", ".safetensors"),
-        (".safetensors", "last-byte", ".safetensors"),
-        (".state.safetensors", "last-byte", ".state.safetensors"),
-        (".state.safetensors", "state", ".state.safetensors"),
-        (".safetensors", "torn", ".safetensors"),
-        (".safetensors", "gone", ".safetensors"),
-        (".state.safetensors", "torn", ".state.safetensors"),
+        (".json", "torn"),
+        (".json", "empty"),
+        (".json", "other-form"),
+        (".json", "nested"),
+        (".json", "step"),
+        (".safetensors", "foreign"),
+        (".safetensors", "last-byte"),
+        (".state.safetensors", "last-byte"),
+        (".state.safetensors", "state"),
+        (".safetensors", "torn"),
+        (".safetensors", "gone"),
+        (".state.safetensors", "torn"),
     ],
 )
-@pytest.mark.parametrize("resume", ["auto", "prefix"])
-def test_a_corrupt_newest_checkpoint_is_an_error_before_training(
-    tmp_path: Path, suffix: str, how: str, named: str, resume: str
-) -> None:
+def test_a_corrupt_newest_checkpoint_is_an_error_before_training(tmp_path: Path, suffix: str, how: str) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 2)
     damage(tmp_path / f"net-0002{suffix}", how)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{named}".replace(".", r"\.")):
-        fitted(prefix, 3, resume=prefix if resume == "prefix" else "auto")
+    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{suffix}".replace(".", r"\.")):
+        fitted(prefix, 3, resume="auto")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -365,33 +365,6 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
             assert same_bits(weights, found[place + 1][2])
 
 
-def exchanges_in_a_job(comm: Communicator) -> tuple[int, int]:
-    """Return the number of exchanges between workers in an epoch of 4 and of 12 batches."""
-    counts = []
-    for size in (6, 2):
-        with create("allreduce", communicator=comm) as store:
-            calls, exchange = [0], store.exchange
-
-            def counted(data: bytes, calls: list[int] = calls, exchange: Any = exchange) -> list[bytes]:
-                calls[0] += 1
-                return list(exchange(data))
-
-            store.exchange = counted  # type: ignore[method-assign]
-            run_of(size, store)
-            counts.append(calls[0])
-    return counts[0], counts[1]
-
-
-def run_of(size: int, store: Any) -> None:
-    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(arrays(), num_epoch=1, batch_size=size, kvstore=store, eval_metric="loss")
-
-
-def test_stop_requests_are_not_exchanged_in_every_step() -> None:
-    for few, many in spawn(exchanges_in_a_job, 2):
-        assert many - few < 12 - 4
-
-
 class Exchanges:
     """Workers in step whose rank 0 takes some seconds per update."""
 
