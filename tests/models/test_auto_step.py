@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, plain_loop
+from measure import distance, labelled, plain_loop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,9 +72,7 @@ def module_of(loads: Any, store: Any = "device", **options: bool) -> Module:
 
 
 def batch(step: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
-    return data, torch.randint(CLASSES, (samples,), generator=generator)
+    return labelled(samples, FEATURES, CLASSES, seed=step, dtype=torch.float64)
 
 
 def plain(steps: int, samples: int = BATCH) -> dict[str, torch.Tensor]:

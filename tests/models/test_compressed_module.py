@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from command import gangline_command
-from measure import replicas_are_equal
+from measure import contexts, replicas_are_equal
 from torch import nn
 
-from gangline import Context, Module, cpu
+from gangline import Module, cpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 6, 3
 TWO_BITS: dict[str, Any] = {"type": "2bit", "threshold": 0.03}
-
-
-def contexts(count: int) -> list[Context]:
-    return [cpu(index) for index in range(count)]
 
 
 def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import Cut, distance, labelled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -28,16 +29,7 @@ from gangline.models.loop.callbacks import BatchEndParam
 SAMPLES, FEATURES, CLASSES = 20, 3, 4
 CONTEXTS = [[cpu(0)], [cpu(0), cpu(1)]]
 both = pytest.mark.parametrize("contexts", CONTEXTS, ids=["one", "two"])
-
-
-class Cut(BaseException):
-    """Simulates a killed process: no code of gangline catches it."""
-
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(SAMPLES, FEATURES, generator=generator)
-    return data, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+arrays = partial(labelled, SAMPLES, FEATURES, CLASSES)
 
 
 def classifier() -> nn.Linear:

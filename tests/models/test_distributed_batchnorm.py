@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from measure import distance, gangline_lines, plain_loop
+from measure import distance, gangline_lines, labelled, plain_loop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
-from gangline import Communicator, convert_sync_batchnorm, spawn, torch_backend
+from gangline import Communicator, convert_sync_batchnorm, spawn
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm, warn_of_batchnorm
+from tests.models.unequal_jobs import join
 
 SHARES = [[9, 3, 2], [1, 6, 5], [5, 0, 7], [4, 4, 1]]
 """Samples of each rank in each batch."""
@@ -44,15 +45,8 @@ def convolutions() -> nn.Module:
 
 
 def batch_of(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(samples, 1, 3, 4, generator=generator, dtype=torch.float64)
-    return data, torch.randint(3, (samples,), generator=generator)
-
-
-def join(comm: Communicator, path: str, backend: str) -> None:
-    assert torch_backend
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    data, label = labelled(samples, 12, 3, seed=seed, dtype=torch.float64)
+    return data.view(samples, 1, 3, 4), label
 
 
 def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]) -> float:
@@ -73,7 +67,7 @@ def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]
 
 
 def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(tmp_path: Path) -> None:
-    assert max(spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5)) <= 1e-11
+    assert max(spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5, threads=1)) <= 1e-11
 
 
 def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]:
@@ -95,7 +89,7 @@ def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]
 
 
 def test_ddp_with_balance_and_loads_3_to_1_splits_each_batch_and_warns_of_layers_of_torch(tmp_path: Path) -> None:
-    found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store")), strict=True)
+    found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store"), threads=1), strict=True)
     assert [sum(sizes) for sizes in zip(*(sizes for sizes, _ in found), strict=True)] == [12, 12, 12, 2]
     assert found[0][0][0] > 2 * found[1][0][0]
     assert min(sizes[-1] for sizes, _ in found) == 0  # a repeated sample, which counts nothing
@@ -132,7 +126,7 @@ def ill(comm: Communicator, path: str) -> list[str]:
 
 
 def test_ranks_in_different_layers_one_value_half_precision_evaluation_and_groups(tmp_path: Path) -> None:
-    first, second = spawn(ill, 2, str(tmp_path / "store"))
+    first, second = spawn(ill, 2, str(tmp_path / "store"), threads=1)
     assert first[:3] == second
     assert "rank 0: forward of number 0, rank 1: forward of number 1" in first[0]
     assert first[2].startswith("torch.bfloat16 [0.34999999")
@@ -204,4 +198,4 @@ def on_gpu(comm: Communicator, path: str) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_two_ranks_on_a_gpu_have_the_statistics_and_gradients_of_the_whole_batch(tmp_path: Path) -> None:
-    assert max(spawn(on_gpu, 2, str(tmp_path / "store"))) <= 1e-5
+    assert max(spawn(on_gpu, 2, str(tmp_path / "store"), threads=1)) <= 1e-5

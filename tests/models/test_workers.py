@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from measure import distance, gangline_lines, same_bits
+from measure import distance, gangline_lines, labelled, same_bits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,9 +23,8 @@ Params = Mapping[str, torch.Tensor]
 
 
 def arrays(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
-    return data[:samples], torch.randint(CLASSES, (SAMPLES,), generator=generator)[:samples]
+    data, label = labelled(SAMPLES, FEATURES, CLASSES, dtype=torch.float64)
+    return data[:samples], label[:samples]
 
 
 def network(seed: int = 1) -> nn.Module:
