@@ -58,7 +58,12 @@ WHEN = ("before", "after", "in backward")
 
 
 def of_three_workers(comm: Communicator) -> dict[str, Any]:
-    return {"failing": [failing(comm, when) for when in WHEN], "other layers": in_other_layers(comm)}
+    return {
+        "failing": [failing(comm, when) for when in WHEN],
+        "other layers": in_other_layers(comm),
+        "refused": refused(comm),
+        "warned": warned(comm),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -137,29 +142,20 @@ def refused(comm: Communicator) -> list[str]:
     with store, Module(network, nn.MSELoss(), cpu(), sync_batchnorm=True) as module:
         module.init_optimizer(store)
         with pytest.raises(ValueError, match="Expected more than 1 value per channel") as one_value:
-            module.forward_backward_update(*((torch.ones(1, 2), torch.ones(1, 3)) if comm.rank else (None, None)))
+            module.forward_backward_update(*((torch.ones(1, 2), torch.ones(1, 3)) if comm.rank == 1 else (None, None)))
         found.append(str(one_value.value))
     return found
 
 
-def of_two_workers(comm: Communicator) -> dict[str, Any]:
-    return {"refused": refused(comm), "warned": warned(comm)}
-
-
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return spawn(of_two_workers, 2, threads=1)
-
-
-def test_settings_that_differ_and_a_batch_of_one_value_are_errors_on_all_workers(two: list[dict[str, Any]]) -> None:
-    first, second = (each["refused"] for each in two)
-    assert first == second
+def test_settings_that_differ_and_a_batch_of_one_value_are_errors_on_all_workers(three: list[dict[str, Any]]) -> None:
+    first, second, third = (each["refused"] for each in three)
+    assert first == second == third
     assert first[0].startswith("init_optimizer: sync_batchnorm is False on rank 0, but True on rank 1")
 
 
 def warned(comm: Communicator) -> list[list[str]]:
     found = []
-    for loads, synchronized in (("3,1", False), ("1,1", False), ("3,1", True)):
+    for loads, synchronized in (("3,1,1", False), ("1,1,1", False), ("3,1,1", True)):
         with (
             gangline_lines(logging.WARNING) as lines,
             pytest.MonkeyPatch.context() as patch,
@@ -174,12 +170,12 @@ def warned(comm: Communicator) -> list[list[str]]:
     return found
 
 
-def test_unequal_workers_with_statistics_of_their_own_are_warned_of_once(two: list[dict[str, Any]]) -> None:
-    [[text], *silent], others = (each["warned"] for each in two)
+def test_unequal_workers_with_statistics_of_their_own_are_warned_of_once(three: list[dict[str, Any]]) -> None:
+    [[text], *silent], *others = (each["warned"] for each in three)
     assert silent == [[], []]
-    assert others == [[], [], []]
+    assert others == [[[], [], []]] * 2
     assert "batch normalization '1' will take mean and variance from each rank's own share" in text
-    assert "loads 3, 1" in text
+    assert "loads 3, 1, 1" in text
     assert text.endswith("pass sync_batchnorm=True to Module")
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gangline import Communicator, Module
-from gangline.kvstore import KVStore, create
+from gangline import Module
+from gangline.kvstore import KVStore
 from gangline.models.data.datasets import digits
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -43,11 +43,6 @@ def train(kvstore: str | KVStore | None, epochs: int = 3, rate: float = 0.2) -> 
         )
         [(_, accuracy)] = module.score(data.validation, "acc", batch_size=100)
         return accuracy, module.get_params()
-
-
-def over_collectives(comm: Communicator) -> tuple[float, State]:
-    with create("allreduce", communicator=comm) as store:
-        return train(store)
 
 
 def test_async_workers_learn() -> None:
