@@ -540,21 +540,8 @@ def test_one_context_waits_for_nothing() -> None:
 
 
 def in_a_job(comm: Communicator, folder: str) -> tuple[list[str], float]:
-    with (
-        create("allreduce", communicator=comm) as store,
-        Module(network(), nn.CrossEntropyLoss(), [cpu(0)]) as module,
-    ):
-        progress = TrainingProgress(module, Path(folder, f"{comm.rank}.html"))
-        module.fit(
-            arrays(),
-            arrays(12, seed=2),
-            num_epoch=2,
-            batch_size=8,
-            kvstore=store,
-            optimizer_params=RATE,
-            batch_end_callback=progress,
-            eval_end_callback=progress,
-        )
+    with create("allreduce", communicator=comm) as store, module_on([1], store) as module:
+        fit(module, TrainingProgress(module, Path(folder, f"{comm.rank}.html")), epochs=2, eval_data=arrays(12, seed=2))
         [(_, accuracy)] = module.score(arrays(12, seed=2), batch_size=8)
         return sorted(path.name for path in Path(folder).glob("*")), accuracy
 

@@ -110,8 +110,7 @@ def tables_of(module: Module) -> list[torch.Tensor]:
 # -- equal to plain torch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("loads", [[1], [1, 1], [3, 0, 1, 2]])
+@pytest.mark.parametrize(("loads", "store"), [([1], "local"), ([1, 1], "device"), ([3, 0, 1, 2], "local")])
 def test_sparseadam_trains_a_network_of_tables_as_torch_does(loads: list[float], store: str) -> None:
     job = Job("tables", "sparseadam", {"lr": 0.02, "eps": 1e-3}, [7, 4])
     assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
