@@ -34,7 +34,8 @@ LAUNCHING = [
     )
 ]
 
-LONG = {"images", "monitoring", "clusters", "progress", "backend"}  # pages whose examples train or start processes
+LONG = {"images", "monitoring", "clusters", "devices", "progress", "backend"}
+"""Pages whose examples train or start processes."""
 
 
 def ids(pages: list[Path]) -> list[str]:

@@ -135,13 +135,6 @@ def test_an_installed_gangline_runs_beside_a_users_own_folders(installed: Instal
 
 
 @pytest.mark.slow
-def test_mypy_strict_accepts_a_users_script(installed: Installed) -> None:
-    environment = {**installed.environment, "MYPYPATH": installed.environment["PYTHONPATH"]}
-    words = ["-m", "mypy", "--strict", "--follow-imports=silent", "script.py"]
-    assert "Success" in installed._replace(environment=environment).run(*words)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_clean_environment_trains_launches_and_measures(wheel: Path, project: Path) -> None:
     venv.create(project / ".venv", with_pip=True)

@@ -49,6 +49,7 @@ def test_help_and_the_front_door_import_no_torch() -> None:
     assert "--work-load-list" in done.stdout
 
 
+@pytest.mark.slow
 def test_env_shows_the_devices_and_their_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,23 +42,16 @@ def gangline(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
     return python("-m", "gangline", *arguments, code=code, OMP_NUM_THREADS="1")
 
 
-def test_two_contexts_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -> None:
-    found = Scaling("context", 16, (ONE, TWO))
-    assert found.wins_from == {1: 1, 2: 41}
-    assert found.best is ONE
-    assert found.verdict.endswith("from 41 samples on they win: use a batch size of 128")
-
-
-def test_all_devices_are_kept_where_they_win() -> None:
-    found = Scaling("process", 256, (ONE, TWO))
-    assert found.best is TWO
-    assert found.verdict == "with batches of 256, 2 processes are 1.68 times as fast as 1: keep them"
-
-
-def test_contexts_that_share_the_same_cores_never_win() -> None:
-    found = Scaling("context", 64, (ONE, times(2, 0.003, 0.0001)))
-    assert found.wins_from[2] is None
-    assert found.verdict.endswith("no batch size makes them faster: train on 1")
+def test_devices_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -> None:
+    few = Scaling("context", 16, (ONE, TWO))
+    assert (few.best, few.wins_from) == (ONE, {1: 1, 2: 41})
+    assert few.verdict.endswith("from 41 samples on they win: use a batch size of 128")
+    many = Scaling("process", 256, (ONE, TWO))
+    assert many.best is TWO
+    assert many.verdict == "with batches of 256, 2 processes are 1.68 times as fast as 1: keep them"
+    shared = Scaling("context", 64, (ONE, times(2, 0.003, 0.0001)))  # of the same cores
+    assert shared.wins_from[2] is None
+    assert shared.verdict.endswith("no batch size makes them faster: train on 1")
 
 
 def test_times_between_the_measured_sizes_lie_on_lines_and_beyond_them_the_line_goes_on() -> None:

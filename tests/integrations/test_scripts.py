@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,12 +20,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ONE = ["--batch-size", "16"]
 TWO = ["--batch-size", "8", "--loads", "3", "1"]
 PACKAGES = {"accelerate_example": "accelerate", "lightning_boring": "lightning", "transformers_trainer": "transformers"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def need(script: str) -> None:
@@ -84,7 +78,7 @@ def run_script(rank: Rank, script: str, folder: str, ports: list[int]) -> None:
 @pytest.mark.parametrize("script", PACKAGES)
 def test_two_unequal_ranks_train_as_one_process(script: str, tmp_path: Path) -> None:
     need(script)
-    with Processes(run_script, 3, script, str(tmp_path), [free_port(), free_port()], limit=100) as processes:
+    with Processes(run_script, 3, script, str(tmp_path), free_ports(2), limit=100) as processes:
         assert processes.all_heard() == ["done"] * 3
     assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
 

@@ -1,4 +1,4 @@
-"""Weights of a plain torch loop, their distance from others, and the lines that gangline logs."""
+"""Small jobs that several tests run: contexts, data, a plain torch loop, distances of weights, and logged lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gangline import Module
+from gangline import Context, Module, cpu
+
+
+class Cut(BaseException):
+    """Simulates a killed process: no code of gangline catches it."""
+
+
+def contexts(count: int) -> list[Context]:
+    return [cpu(index) for index in range(count)]
+
+
+def labelled(
+    samples: int, features: int, classes: int, *, seed: int = 7, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return random samples and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(samples, features, generator=generator, dtype=dtype)
+    return data, torch.randint(classes, (samples,), generator=generator)
+
+
+class Told:
+    """Metric with a given value for each validation, of so many batches."""
+
+    def __init__(self, values: Iterable[float], batches: int = 1) -> None:
+        self._values = iter([value for value in values for _ in range(batches)])
+
+    def __call__(self, label: Tensor, output: Tensor) -> float:
+        return next(self._values)
 
 
 def plain_loop(

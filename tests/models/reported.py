@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from measure import labelled
 from torch import nn
 
 from gangline import Module, cpu
@@ -18,8 +19,7 @@ def network() -> nn.Module:
 
 
 def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+    return labelled(samples, 4, 3, seed=seed)
 
 
 def module_on(loads: list[float], store: Any = "local") -> Module:

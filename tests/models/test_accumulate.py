@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import Cut, contexts, distance
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,14 +24,6 @@ FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 counts = pytest.mark.parametrize("count", [1, 3])
-
-
-class Cut(BaseException):
-    """Simulates a killed process: no code of gangline catches it."""
-
-
-def contexts(count: int) -> list[Any]:
-    return [cpu(index) for index in range(count)]
 
 
 def perceptron() -> nn.Module:

@@ -202,26 +202,13 @@ def test_words_are_the_arguments() -> None:
         ({"crop": 2.5}, TypeError, "crop is 2.5; expected a number of pixels"),
         ({"resize": True}, TypeError, "resize is True"),
         ({"crop": (8, 8, 8)}, TypeError, "crop is"),
+        ({"crop": 9}, ValueError, "crop is 9x9, but images are resized to 8x8"),  # from here on for images of 8x8
+        ({"crop": (4, 12)}, ValueError, "crop is 4x12"),
+        ({"mean": (0.5,)}, ValueError, "mean has 1 numbers; expected 3, one per channel"),
+        ({"std": (0.5,) * 4}, ValueError, "std has 4 numbers; expected 3"),
+        ({"translate": (-9, 0)}, ValueError, "translate is from -9 to 0 pixels, which moves an image of 8x8 out of"),
     ],
 )
 def test_invalid_words_and_arguments_are_refused(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        Augmentation.parse(given) if isinstance(given, str) else Augmentation(**given)
-
-
-@pytest.mark.parametrize(
-    ("augmentation", "message"),
-    [
-        (Augmentation(crop=9), "crop is 9x9, but images are resized to 8x8"),
-        (Augmentation(crop=(4, 12)), "crop is 4x12"),
-        (Augmentation(mean=(0.5,)), "mean has 1 numbers; expected 3, one per channel"),
-        (Augmentation(std=(0.5,) * 4), "std has 4 numbers; expected 3"),
-        (
-            Augmentation(translate=(-9, 0)),
-            "translate is from -9 to 0 pixels, which moves an image of 8x8 out of",
-        ),
-    ],
-)
-def test_an_augmentation_that_does_not_fit_the_images_is_refused(augmentation: Augmentation, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        augmentation.check(SHAPE)
+        (Augmentation.parse(given) if isinstance(given, str) else Augmentation(**given)).check(SHAPE)

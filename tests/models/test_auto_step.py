@@ -1,4 +1,4 @@
-"""A step with work_load_list="auto" does what one with fixed loads does, and restarts exactly when memory runs out."""
+"""A step: forward and backward in one task, errors and interrupts; exact restarts when memory runs out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, plain_loop
+from measure import distance, labelled, plain_loop
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,9 +72,7 @@ def module_of(loads: Any, store: Any = "device", **options: bool) -> Module:
 
 
 def batch(step: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
-    return data, torch.randint(CLASSES, (samples,), generator=generator)
+    return labelled(samples, FEATURES, CLASSES, seed=step, dtype=torch.float64)
 
 
 def plain(steps: int, samples: int = BATCH) -> dict[str, torch.Tensor]:
@@ -158,16 +156,15 @@ def test_gradients_that_were_pushed_before_memory_ran_out_count_once(monkeypatch
         assert distance(module.get_params(), plain(4)) <= 1e-12
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_restart_in_any_loop_keeps_the_weights_of_one_device(accumulate: int) -> None:
+def test_a_restart_while_gradients_accumulate_keeps_the_weights_of_one_device() -> None:
     with module_of("auto") as module:
-        module.grad_req = "write" if accumulate == 1 else "add"
+        module.grad_req = "add"
         for step in range(4):
             if step == 2:
                 module.bound.replicas.all[1].network.before = out_of_memory(2, times=2)  # type: ignore[assignment]
             data, label = batch(step)
-            for part in range(accumulate):
-                module.forward_backward(data[part::accumulate], label[part::accumulate])
+            for part in range(2):
+                module.forward_backward(data[part::2], label[part::2])
             module.update()
         assert distance(module.get_params(), plain(4)) <= 1e-12
 
@@ -205,6 +202,58 @@ def test_a_worker_that_restarts_keeps_the_step_of_all_workers_exact() -> None:
     expected = plain(6, 20)
     for params in spawn(restarts_in_a_job, 2, threads=1):
         assert distance(params, expected) <= 1e-12
+
+
+# -- forward and backward in one task -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", ["auto", [1, 1]])
+def test_a_replica_begins_backward_while_another_is_in_forward(loads: Any) -> None:
+    came = threading.Event()
+    with module_of(loads) as module:
+        module.forward_backward_update(*batch(0))  # the first step shows that the network draws no random numbers
+        first, second = (replica.network for replica in module.bound.replicas.all)
+        first.layers[3].bias.register_post_accumulate_grad_hook(lambda _: came.set())  # type: ignore[index, union-attr]
+        second.before = lambda _: None if came.wait(LIMIT) else ValueError("no gradient came")  # type: ignore[assignment]
+        module.forward_backward_update(*batch(1))
+    assert came.is_set()
+
+
+def test_after_a_failed_forward_the_others_gradients_are_dropped() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("no such luck")
+
+    with module_of([1, 1]) as module:
+        for step in range(2):
+            module.forward_backward_update(*batch(step))
+        second, before = module.bound.replicas.all[1].network, module.get_params()
+        second.before = fail  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            module.forward_backward_update(*batch(7))
+        assert any("cpu(1)" in note for note in caught.value.__notes__)
+        second.before = lambda _: None  # type: ignore[assignment]
+        assert distance(module.get_params(), before) == 0
+        with pytest.raises(RuntimeError, match="came before backward"):
+            module.update()
+        module.forward_backward_update(*batch(2))
+        assert module.step == 3
+        assert distance(module.get_params(), plain(3)) <= 1e-12
+
+
+def test_a_loss_that_depends_on_nothing_trained_is_an_error() -> None:
+    class Detached(Net):
+        detached = False
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            output = super().forward(data)
+            return output.detach() if Detached.detached else output
+
+    with Module(Detached().double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device")
+        module.forward_backward_update(*batch(0))
+        Detached.detached = True
+        with pytest.raises(RuntimeError, match="depends on no parameter"):
+            module.forward_backward_update(*batch(1))
 
 
 # -- interrupts -----------------------------------------------------------------------------------------------------

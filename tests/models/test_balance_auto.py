@@ -170,32 +170,3 @@ def trains_with_batchnorm(comm: Communicator, path: str) -> list[list[int]]:
 def test_no_rank_gets_a_single_sample_if_the_network_normalizes_batches(tmp_path: Path) -> None:
     for shares in spawn(trains_with_batchnorm, 2, str(tmp_path / "store"), threads=1):
         assert shares == [[30, 2], [2, 2]]
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def given_limits(comm: Communicator, path: str, memory: list[int]) -> str | list[int]:
-    join(comm, path)
-    model = wrapped("DDP")
-    try:
-        loader = gangline.balance(model, DataLoader(images(4), BATCH), loads=[1, 1], memory=memory)
-        return train(model, loader)[-1]
-    except ValueError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("memory", "found"),
-    [
-        ([100, 5], [27, 5]),
-        ([10, 5], "memory is [10, 5], together 15 samples; expected the global batch of 32 or more: raise them, or "),
-        ([10], "memory is [10]; expected a maximum number of samples for each of 2 ranks, 1 or more"),
-    ],
-)
-@pytest.mark.slow
-def test_limits_that_are_given_hold(memory: list[int], found: str | list[int], tmp_path: Path) -> None:
-    for answer in spawn(given_limits, 2, str(tmp_path / "store"), memory, threads=1):
-        assert answer == found or (isinstance(found, str) and isinstance(answer, str) and answer.startswith(found))

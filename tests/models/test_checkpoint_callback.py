@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measure import Told, labelled
 from torch import nn
 
 from gangline import Module, cpu
@@ -27,11 +29,7 @@ from gangline.models.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES = 12
-
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+arrays = partial(labelled, SAMPLES, 4, 3)
 
 
 def network() -> nn.Module:
@@ -39,11 +37,14 @@ def network() -> nn.Module:
     return nn.Linear(4, 3)
 
 
+OF_FIT = {"batch_end_callback", "eval_data", "resume", "validation_metric"}
+
+
 def fitted(
     prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
 ) -> tuple[Module, Checkpoint]:
     """Train with 3 batches per epoch and a Checkpoint with these options."""
-    fit = {name: options.pop(name) for name in ("eval_data", "validation_metric", "resume") if name in options}
+    fit = {name: options.pop(name) for name in OF_FIT & options.keys()}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = Checkpoint(module, prefix, **options)
         where = "batch_end_callback" if by_batches else "epoch_end_callback"
@@ -119,19 +120,9 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
 # -- which are kept -------------------------------------------------------------------------------------------------
 
 
-class Told:
-    """Metric with a given value for each validation, of one batch each."""
-
-    def __init__(self, values: list[float]) -> None:
-        self._values = [value for value in values for _ in range(3)]
-
-    def __call__(self, label: torch.Tensor, output: torch.Tensor) -> float:
-        return self._values.pop(0)
-
-
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5, 0.9, 0.1, 0.3])
+    values = Told([0.2, 0.9, 0.5, 0.9, 0.1, 0.3], batches=3)
     _, saves = fitted(prefix, 6, keep=2, keep_best="custom", eval_data=arrays(), validation_metric=values)
     assert epochs(prefix) == [5, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
@@ -145,7 +136,7 @@ def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
 
 def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5])
+    values = Told([0.2, 0.9, 0.5], batches=3)
     fitted(prefix, 3, keep_best="custom", eval_data=arrays(), validation_metric=values)
     best = Module.load(prefix, "best", network=network())
     second = checkpoint.read(prefix, 2).params
@@ -158,7 +149,7 @@ def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None
 
 def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.1, float("nan"), 0.5])
+    values = Told([0.2, 0.1, float("nan"), 0.5], batches=3)
     fitted(prefix, 4, keep_best="custom", mode="min", eval_data=arrays(), validation_metric=values)
     assert checkpoint.read(prefix, "best").position["epoch"] == 2
 
@@ -170,20 +161,8 @@ def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
     prefix = tmp_path / "net"
 
     def run(num_epoch: int, values: list[float], before: list[Any], resume: Any, **options: Any) -> Checkpoint:
-        saves = Checkpoint(None, prefix, keep_best="custom", **options)
-        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-            module.fit(
-                arrays(),
-                arrays(),
-                "loss",
-                num_epoch=num_epoch,
-                batch_size=4,
-                validation_metric=Told(values),
-                batch_end_callback=before,
-                epoch_end_callback=saves,
-                resume=resume,
-            )
-        return saves
+        options |= {"eval_data": arrays(), "validation_metric": Told(values, batches=3)}
+        return fitted(prefix, num_epoch, keep_best="custom", batch_end_callback=before, resume=resume, **options)[1]
 
     run(2, [0.2, 0.9], [], None)
     for resume in ("auto", (prefix, 1)):
@@ -291,32 +270,29 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "how", "named"),
+    ("suffix", "how"),
     [
-        (".json", "torn", ".json"),
-        (".json", "empty", ".json"),
-        (".json", "other-form", ".json"),
-        (".json", "nested", ".json"),
-        (".json", "step", ".json"),
-        (".safetensors", "foreign", ".safetensors"),
-        (".safetensors", "last-byte", ".safetensors"),
-        (".state.safetensors", "last-byte", ".state.safetensors"),
-        (".state.safetensors", "state", ".state.safetensors"),
-        (".safetensors", "torn", ".safetensors"),
-        (".safetensors", "gone", ".safetensors"),
-        (".state.safetensors", "torn", ".state.safetensors"),
+        (".json", "torn"),
+        (".json", "empty"),
+        (".json", "other-form"),
+        (".json", "nested"),
+        (".json", "step"),
+        (".safetensors", "foreign"),
+        (".safetensors", "last-byte"),
+        (".state.safetensors", "last-byte"),
+        (".state.safetensors", "state"),
+        (".safetensors", "torn"),
+        (".safetensors", "gone"),
+        (".state.safetensors", "torn"),
     ],
 )
-@pytest.mark.parametrize("resume", ["auto", "prefix"])
-def test_a_corrupt_newest_checkpoint_is_an_error_before_training(
-    tmp_path: Path, suffix: str, how: str, named: str, resume: str
-) -> None:
+def test_a_corrupt_newest_checkpoint_is_an_error_before_training(tmp_path: Path, suffix: str, how: str) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 2)
     damage(tmp_path / f"net-0002{suffix}", how)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{named}".replace(".", r"\.")):
-        fitted(prefix, 3, resume=prefix if resume == "prefix" else "auto")
+    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{suffix}".replace(".", r"\.")):
+        fitted(prefix, 3, resume="auto")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

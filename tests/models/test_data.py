@@ -196,14 +196,6 @@ def test_data_alone_serves_where_no_labels_are_needed() -> None:
     assert torch.equal(first["x"], data[:4])
 
 
-def test_a_dataset_is_read_batch_by_batch() -> None:
-    dataset = Counted()
-    epoch = source(dataset, 4, shuffle=False, seed=0).epoch(0)
-    assert dataset.read == []
-    next(epoch)
-    assert dataset.read == [0, 1, 2, 3]
-
-
 def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
     plan = source(arrays(), 4, shuffle=True, seed=3).plan()
     assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
@@ -408,30 +400,20 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ),
     *((batches, 4, ValueError, OWN_SIZE) for batches in (in_order(), iter(in_order()), Stream(4))),
     *((DataLoader(data, batch_size=4), 4, ValueError, OWN_SIZE) for data in (Counted(), Stream())),
+    ([3], None, TypeError, r"a batch of train_data is a int; expected \(data, label\)"),
+    ([(DATA, LABEL, LABEL)], None, TypeError, r"a batch of train_data is a tuple; expected \(data, label\)"),
+    ([(DATA, 3)], None, TypeError, "a batch of train_data, label, is a int"),
+    ([("text", LABEL)], None, TypeError, "a batch of train_data, data, is a str"),
+    ([({"x": None}, LABEL)], None, TypeError, r"a batch of train_data, data,\['x'\] is a NoneType"),
 ]
 
 
 @pytest.mark.parametrize(("data", "batch_size", "error", "message"), REFUSED)
-def test_data_and_batch_sizes_that_do_not_fit_are_refused(
+def test_data_batches_and_batch_sizes_that_do_not_fit_are_refused(
     data: Any, batch_size: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        source(data, batch_size, shuffle=False, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (3, r"a batch of train_data is a int; expected \(data, label\)"),
-        ((DATA, LABEL, LABEL), r"a batch of train_data is a tuple; expected \(data, label\)"),
-        ((DATA, 3), "a batch of train_data, label, is a int"),
-        (("text", LABEL), "a batch of train_data, data, is a str"),
-        (({"x": None}, LABEL), r"a batch of train_data, data,\['x'\] is a NoneType"),
-    ],
-)
-def test_a_batch_that_is_none_is_refused(item: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        next(source([item], None, shuffle=False, seed=0).epoch(0))
+        next(source(data, batch_size, shuffle=False, seed=0).epoch(0))
 
 
 # -- digits ---------------------------------------------------------------------------------------------------------

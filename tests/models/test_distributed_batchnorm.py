@@ -5,38 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from measure import distance, gangline_lines, plain_loop
+from measure import distance, gangline_lines, labelled, plain_loop
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
-from gangline import Communicator, convert_sync_batchnorm, spawn, torch_backend
+from gangline import Communicator, convert_sync_batchnorm, spawn
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm, warn_of_batchnorm
+from tests.models.unequal_jobs import join
 
 SHARES = [[9, 3, 2], [1, 6, 5], [5, 0, 7], [4, 4, 1]]
 """Samples of each rank in each batch."""
 
 
-class Recomputed(nn.Module):
-    """Network that recomputes its layers in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, data: torch.Tensor) -> Any:
-        return checkpoint(self.inner, data.flatten(1), use_reentrant=False)
-
-
 def plain() -> nn.Module:
-    return nn.Sequential(
+    torch.manual_seed(4)
+    layers = [
         nn.Conv2d(1, 4, 2, bias=False),
         nn.BatchNorm2d(4),
         nn.ReLU(),
@@ -46,72 +35,46 @@ def plain() -> nn.Module:
         nn.BatchNorm1d(6, track_running_stats=False),
         nn.Tanh(),
         nn.Linear(6, 3),
-    )
+    ]
+    return nn.Sequential(*layers).double()
 
 
 def convolutions() -> nn.Module:
     layers = [nn.Conv2d(1, 4, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.BatchNorm2d(4)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
-
-
-NETWORKS = {made.__name__: made for made in (plain, Recomputed, convolutions)}
-
-
-def network(name: str = "plain") -> nn.Module:
-    torch.manual_seed(4)
-    return NETWORKS[name]().double()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()
 
 
 def batch_of(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(samples, 1, 3, 4, generator=generator, dtype=torch.float64)
-    return data, torch.randint(3, (samples,), generator=generator)
+    data, label = labelled(samples, 12, 3, seed=seed, dtype=torch.float64)
+    return data.view(samples, 1, 3, 4), label
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-
-
-def loss_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(data), label, reduction="sum")
-
-
-def join(comm: Communicator, path: str, backend: str) -> None:
-    assert torch_backend
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
-
-
-def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]) -> list[float]:
+def trained(comm: Communicator, path: str, backend: str, shares: list[list[int]]) -> float:
     join(comm, path, backend)
-    found = []
-    for name in NETWORKS:
-        model = convert_sync_batchnorm(network(name))
-        optimizer = optimizer_of(model)
-        for step, sizes in enumerate(shares):
-            optimizer.zero_grad()
-            start = sum(sizes[: comm.rank])
-            data, label = (part[start : start + sizes[comm.rank]] for part in batch_of(sum(sizes), step))
-            (loss_of(model, data, label) / sum(sizes)).backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-        batches = [batch_of(sum(sizes), step) for step, sizes in enumerate(shares)]
-        found.append(distance(model.state_dict(), plain_loop(network(name), batches, lr=0.02, momentum=0.9)))
+    model = convert_sync_batchnorm(plain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step, sizes in enumerate(shares):
+        optimizer.zero_grad()
+        start = sum(sizes[: comm.rank])
+        data, label = (part[start : start + sizes[comm.rank]] for part in batch_of(sum(sizes), step))
+        (nn.functional.cross_entropy(model(data), label, reduction="sum") / sum(sizes)).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
     dist.destroy_process_group()
-    return found
+    batches = [batch_of(sum(sizes), step) for step, sizes in enumerate(shares)]
+    return distance(model.state_dict(), plain_loop(plain(), batches, lr=0.02, momentum=0.9))
 
 
 def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(tmp_path: Path) -> None:
-    for found in spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5):
-        assert max(found) <= 1e-11
+    assert max(spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5, threads=1)) <= 1e-11
 
 
 def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]:
     join(comm, path, "gloo")
     found = []
     for synchronize in (True, False):
-        made = network("convolutions")
+        made = convolutions()
         model = DistributedDataParallel(convert_sync_batchnorm(made) if synchronize else made)
         data = TensorDataset(*batch_of(38, 7))  # the last batch has 2 samples, fewer than ranks
         sizes = []
@@ -126,7 +89,7 @@ def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]
 
 
 def test_ddp_with_balance_and_loads_3_to_1_splits_each_batch_and_warns_of_layers_of_torch(tmp_path: Path) -> None:
-    found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store")), strict=True)
+    found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store"), threads=1), strict=True)
     assert [sum(sizes) for sizes in zip(*(sizes for sizes, _ in found), strict=True)] == [12, 12, 12, 2]
     assert found[0][0][0] > 2 * found[1][0][0]
     assert min(sizes[-1] for sizes, _ in found) == 0  # a repeated sample, which counts nothing
@@ -163,7 +126,7 @@ def ill(comm: Communicator, path: str) -> list[str]:
 
 
 def test_ranks_in_different_layers_one_value_half_precision_evaluation_and_groups(tmp_path: Path) -> None:
-    first, second = spawn(ill, 2, str(tmp_path / "store"))
+    first, second = spawn(ill, 2, str(tmp_path / "store"), threads=1)
     assert first[:3] == second
     assert "rank 0: forward of number 0, rank 1: forward of number 1" in first[0]
     assert first[2].startswith("torch.bfloat16 [0.34999999")
@@ -235,4 +198,4 @@ def on_gpu(comm: Communicator, path: str) -> float:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_two_ranks_on_a_gpu_have_the_statistics_and_gradients_of_the_whole_batch(tmp_path: Path) -> None:
-    assert max(spawn(on_gpu, 2, str(tmp_path / "store"))) <= 1e-5
+    assert max(spawn(on_gpu, 2, str(tmp_path / "store"), threads=1)) <= 1e-5

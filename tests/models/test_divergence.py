@@ -130,10 +130,9 @@ def test_on_nan_continue_goes_on_and_keeps_the_last_finite_checkpoint(
         fitted(tmp_path / "net", (data, label), spoil, on_nan="go")
 
 
-def worker_with_nan(comm: Communicator, folder: str, shared: bool) -> tuple[str, int]:
+def worker_with_nan(comm: Communicator, prefix: Path, shared: bool) -> tuple[str, int]:
     """Train with one sample of nan, in the data of all or in those of rank 1 alone; return the end and the step."""
     data, label = arrays()
-    prefix = Path(folder) / "net"
     with create("allreduce", communicator=comm) as store, Module(Network(), nn.CrossEntropyLoss(), cpu()) as module:
         if shared or comm.rank == 1:
             data[29, 3] = torch.nan
@@ -150,13 +149,17 @@ def worker_with_nan(comm: Communicator, folder: str, shared: bool) -> tuple[str,
         return reason, module.step
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_all_workers_stop_in_the_same_step(tmp_path: Path, shared: bool) -> None:
-    first, second = spawn(worker_with_nan, 2, str(tmp_path), shared)
-    assert first == second == ("diverged", 4)
-    saved = checkpoint.read(tmp_path / "net", 0)
-    assert saved.position["batch"] == 3
-    assert all(torch.isfinite(value).all() for value in saved.params.values())
+def workers_with_nan(comm: Communicator, folder: Path) -> list[tuple[str, int]]:
+    return [worker_with_nan(comm, folder / str(shared), shared) for shared in (True, False)]
+
+
+def test_all_workers_stop_in_the_same_step(tmp_path: Path) -> None:
+    first, second = spawn(workers_with_nan, 2, tmp_path)
+    assert first == second == [("diverged", 4)] * 2
+    for shared in (True, False):
+        saved = checkpoint.read(tmp_path / str(shared), 0)
+        assert saved.position["batch"] == 3
+        assert all(torch.isfinite(value).all() for value in saved.params.values())
 
 
 def test_a_rise_of_the_loss_is_seen_in_a_short_epoch(caplog: pytest.LogCaptureFixture) -> None:

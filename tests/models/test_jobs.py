@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from command import gangline_command
 from test_checkpoint_lock import start_holder
-from test_workers_together import free_port
 
 from gangline import Communicator, spawn
+from gangline.launcher.job import free_ports
 from gangline.models.checkpoint.retention import epochs
 
 Result = tuple[int, str, str]
@@ -52,7 +52,7 @@ def _train(comm: Communicator, port: int, words: list[str]) -> Result:
 
 def job(workers: int, *words: object) -> list[Result]:
     """Run `gangline train` as the workers of a job without servers."""
-    results: list[Result] = spawn(_train, workers, free_port(), [str(word) for word in words], threads=1)
+    results: list[Result] = spawn(_train, workers, free_ports(1)[0], [str(word) for word in words], threads=1)
     return results
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from measure import labelled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,10 +16,7 @@ from gangline import Module, cpu
 from gangline.models.data.sources import read_speed
 from gangline.models.loop.monitor import Monitor
 
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(12, 4, generator=generator), torch.randint(3, (12,), generator=generator)
+arrays = partial(labelled, 12, 4, 3)
 
 
 def network() -> nn.Module:

@@ -39,14 +39,14 @@ TWO_COPIES: Any = [{"embed": cpu(0), "lstm2": cpu(1)}, {"embed": cpu(2), "lstm1"
 
 
 def trained(
-    stages: Any, micro_batches: int, dropout: float = 0.0, loss: Any = None, loads: Sequence[float] | None = None
+    stages: Any, micro_batches: int, dropout: float = 0.0, loads: Sequence[float] | None = None, steps: int = 5
 ) -> dict[str, torch.Tensor]:
     cuts = CUTS[stages] if isinstance(stages, int) else stages
     pipeline = Pipeline(
-        network(dropout), loss or nn.CrossEntropyLoss(), cuts, micro_batches=micro_batches, work_load_list=loads
+        network(dropout), nn.CrossEntropyLoss(), cuts, micro_batches=micro_batches, work_load_list=loads
     )
     optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
-    for data, label in batches(STEPS, 10):
+    for data, label in batches(steps, 10):
         optimizer.zero_grad()
         pipeline.forward_backward(data, label)
         optimizer.step()
@@ -62,7 +62,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
     expected = plain_loop(network(), batches(STEPS, 10), optimizer=torch.optim.Adam, lr=0.01)
     for stages, micro_batches in ((1, 1), (2, 1), (2, 4), (3, 4), (3, 10), (3, 99)):
-        check_same(trained(stages, micro_batches), expected)
+        check_same(trained(stages, micro_batches, steps=STEPS), expected)
 
 
 def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on_the_copies() -> None:
@@ -252,6 +252,6 @@ def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_pipelines_of_two_workers_train_as_one_context() -> None:
-    expected = trained(1, 1)
+    expected = trained(1, 1, steps=STEPS)
     for found in spawn(in_two_workers, 2, threads=1):
         check_same(found, expected)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from measure import distance, same_bits
+from measure import contexts, distance, labelled, same_bits
 from torch import nn
 from torch.nn import functional as F
 
-from gangline import Module, cpu
+from gangline import Module
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loss.loss_scale import LossScale
 
@@ -31,12 +30,7 @@ def perceptron() -> nn.Module:
 
 
 def batch(samples: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, FEATURES, generator=generator), torch.randint(CLASSES, (samples,), generator=generator)
-
-
-def contexts(count: int) -> list[Any]:
-    return [cpu(index) for index in range(count)]
+    return labelled(samples, FEATURES, CLASSES, seed=seed)
 
 
 def overflowing(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create, register
 from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.metrics.metric import EvalMetric
+from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
 from gangline.models.reports.drawing import drawn
 from gangline.models.reports.page import FORMAT, TrainingProgress, read_progress
@@ -162,28 +162,13 @@ def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
 def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Uncopied(EvalMetric):
-        lock = None
-
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-        def update(self, label: Any, output: Any, module: Any) -> None: ...
-
-        def get_name_value(self) -> list[tuple[str, float]]:
-            return [("own", 0.5)]
-
-        get_global_name_value = get_name_value
-
-        def reset(self) -> None: ...
-
-        reset_local = reset
-
+    metric = create_metric("acc")
+    metric.lock = threading.Lock()  # type: ignore[attr-defined]
     with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), eval_metric=Uncopied())
+        fit(module, TrainingProgress(module, tmp_path / "page.html"), eval_metric=metric)
     points = read_progress(tmp_path / "page.html")["points"]
     assert (points["metrics"], len(points["loss"])) == ({}, 9)
-    assert len([line for line in caplog.messages if "Uncopied cannot be copied" in line]) == 1
+    assert len([line for line in caplog.messages if "cannot be copied" in line]) == 1
 
 
 def test_text_from_outside_stays_text(tmp_path: Path) -> None:
@@ -555,21 +540,8 @@ def test_one_context_waits_for_nothing() -> None:
 
 
 def in_a_job(comm: Communicator, folder: str) -> tuple[list[str], float]:
-    with (
-        create("allreduce", communicator=comm) as store,
-        Module(network(), nn.CrossEntropyLoss(), [cpu(0)]) as module,
-    ):
-        progress = TrainingProgress(module, Path(folder, f"{comm.rank}.html"))
-        module.fit(
-            arrays(),
-            arrays(12, seed=2),
-            num_epoch=2,
-            batch_size=8,
-            kvstore=store,
-            optimizer_params=RATE,
-            batch_end_callback=progress,
-            eval_end_callback=progress,
-        )
+    with create("allreduce", communicator=comm) as store, module_on([1], store) as module:
+        fit(module, TrainingProgress(module, Path(folder, f"{comm.rank}.html")), epochs=2, eval_data=arrays(12, seed=2))
         [(_, accuracy)] = module.score(arrays(12, seed=2), batch_size=8)
         return sorted(path.name for path in Path(folder).glob("*")), accuracy
 

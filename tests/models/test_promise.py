@@ -41,21 +41,6 @@ def convolution() -> nn.Module:
     )
 
 
-class TiedWithUnused(nn.Module):
-    """Network in which two layers share a weight and a third is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.second = nn.Linear(FEATURES, FEATURES)
-        self.second.weight = self.first.weight
-        self.unused = nn.Linear(3, 3)
-        self.last = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, data: torch.Tensor) -> Any:
-        return self.last(self.second(self.first(data).sigmoid()).tanh())
-
-
 def labels(samples: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(CLASSES, (samples,), generator=generator)
 
@@ -337,7 +322,7 @@ loads = st.lists(
 @given(
     loads=loads,
     store=st.sampled_from(["local", "device"]),
-    network=st.sampled_from([perceptron, convolution, TiedWithUnused]),
+    network=st.sampled_from([perceptron, convolution]),
     loss=st.sampled_from(sorted(LOSSES)),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     batch_size=st.integers(1, 13),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import logging
 import pickle
@@ -15,13 +14,13 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from measure import distance, replicas_are_equal, same_bits
+from measure import contexts, distance, replicas_are_equal, same_bits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gangline import Module, Work, cpu
+from gangline import Module, Work
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.device import DeviceStore
@@ -167,10 +166,6 @@ def batch(samples: int = 6, seed: int = 0, columns: int = CLASSES) -> tuple[torc
 def doubles(samples: int = 6, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     data, label = batch(samples, seed)
     return data.double(), label.double()
-
-
-def contexts(count: int) -> list[Any]:
-    return [cpu(index) for index in range(count)]
 
 
 def optimizer_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -353,32 +348,6 @@ def test_eager_steps_separate_steps_and_single_keys_give_the_same_bits(optimizer
                     assert same_bits(other_state, state), (name, how, type(store))
 
 
-@small_buckets
-def test_decay_is_added_behind_the_clip_with_a_factor_for_each_parameter() -> None:
-    network = perceptron().double()
-    reference = copy.deepcopy(network)
-    decays = {"0.weight": 2.0, "0.bias": 0.0, "2.bias": 0.0, "4.bias": 0.0}
-    groups = [{"params": [p], "weight_decay": 0.1 * decays.get(name, 1.0)} for name, p in reference.named_parameters()]
-    plain = torch.optim.SGD(groups, lr=0.1)
-    with Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1, "wd": 0.1, "wd_mult": decays, "clip_global_norm": 0.01})
-        for step in range(3):
-            data, label = doubles(seed=step)
-            plain.zero_grad()
-            F.mse_loss(reference(data), label).backward()
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-            plain.step()
-            module.forward_backward_update(data, label)
-        assert distance(module.get_params(), reference.state_dict()) <= 1e-13
-
-
-@pytest.mark.parametrize("limit", [1, 260, 1 << 20])
-def test_the_size_of_buckets_changes_no_bit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = by("device", "eager", "sgd", [2, 1])
-    monkeypatch.setattr(reducer, "BUCKET_BYTES", limit)
-    assert same_bits(by("device", "eager", "sgd", [2, 1])[0], whole)
-
-
 # -- parameters that not every step uses ----------------------------------------------------------------------------
 
 
@@ -459,19 +428,6 @@ def test_frozen_parameters_stay_and_those_freed_join(count: int) -> None:
 # -- changes by the user between steps ------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """Network with one weight in two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.second.weight = self.first.weight
-        self.last = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(self.first(data).tanh()).tanh())  # type: ignore[no-any-return]
-
-
 class Recurrent(nn.Module):
     """LSTM over the features, one per step."""
 
@@ -523,12 +479,7 @@ def move_away(network: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "perceptron": perceptron,
-    "tied": Tied,
-    "lstm": Recurrent,
-    "convolution": convolution,
-}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"lstm": Recurrent, "convolution": convolution}
 BETWEEN: dict[str, Callable[[nn.Module], None]] = {
     "nothing": nothing,
     "zero_grad": lambda network: network.zero_grad(set_to_none=True),
@@ -628,23 +579,9 @@ def test_weights_loaded_into_one_replica_or_set_in_all_fill_buckets_everywhere(s
         assert distance(module.get_params(), reference.state_dict()) < 1e-13
 
 
-def saved_and_loaded(network: nn.Module) -> nn.Module:
-    """Return the network after pickling, and a new one with the weights of its state dict."""
-    torch.save(network, io.BytesIO())
-    file = io.BytesIO()
-    torch.save(network.state_dict(), file)
-    file.seek(0)
-    other = copy.deepcopy(network)
-    for parameter in other.parameters():
-        nn.init.zeros_(parameter)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    return other
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda network: pickle.loads(pickle.dumps(network)),
-    "torch.save": saved_and_loaded,
 }
 
 
@@ -957,7 +894,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("layers", [2, 9])
 def test_an_update_adds_each_gradient_once_and_copies_weights_as_one(layers: int, count: int, store: str) -> None:
     network = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)])

@@ -156,7 +156,7 @@ def test_blocks_can_begin_as_the_identity(name: str, last: str) -> None:
 # -- outputs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(64, 64), (96, 96), (32, 45)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (32, 45)], ids=str)
 @pytest.mark.parametrize("name", SMALL_AND_BOTTLENECK)
 def test_outputs_are_those_of_the_layers_written_out(name: str, size: tuple[int, int]) -> None:
     torch.manual_seed(0)

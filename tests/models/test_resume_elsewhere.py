@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
+from measure import distance, labelled
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,9 +28,7 @@ class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Dataset that records which samples are read."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.data = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
-        self.label = torch.randint(3, (SAMPLES,), generator=generator)
+        self.data, self.label = labelled(SAMPLES, 4, 3, dtype=torch.float64)
         self.read: list[int] = []
 
     def __len__(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measure import Cut, labelled
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -15,16 +18,11 @@ from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
+from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.schedules import Schedule, TorchScheduler, schedule
-from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES = 24
-
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
-    return data, torch.randint(3, (SAMPLES,), generator=generator)
+arrays = partial(labelled, SAMPLES, 4, 3, dtype=torch.float64)
 
 
 def network() -> nn.Module:
@@ -123,17 +121,11 @@ def test_a_warm_up_by_batches_needs_their_number_and_torchs_schedulers_steps_or_
 def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
     """Return the rate after each update of 3 epochs of 4 batches, and the weights."""
     rates: list[float] = []
+    settings: dict[str, Any] = {"num_epoch": 3, "batch_size": 6, "kvstore": store, "lr_scheduler": lr_scheduler}
+    settings |= {"optimizer_params": {"learning_rate": 0.5, "momentum": 0.9}}
+    settings |= {"batch_end_callback": lambda _: rates.append(module.learning_rate)}
     with Module(network(), nn.CrossEntropyLoss(), [cpu(i) for i in range(contexts)]) as module:
-        module.fit(
-            arrays(),
-            num_epoch=3,
-            batch_size=6,
-            kvstore=store,
-            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
-            batch_end_callback=lambda _: rates.append(module.learning_rate),
-            lr_scheduler=lr_scheduler,
-            **options,
-        )
+        module.fit(arrays(), **settings | options)
         return rates, module.get_params()
 
 
@@ -177,16 +169,6 @@ def trained_by_workers(comm: Communicator) -> Any:
 def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
     for rates, params in spawn(trained_by_workers, 2):
         assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
-        for name, value in by_torch(rates).items():
-            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
-
-
-def trained_by_servers() -> Any:
-    return fitted(("cosine", {"warmup_batches": 3}), store="dist_sync", shuffle=False)
-
-
-def test_the_rate_reaches_servers() -> None:
-    for rates, params in run_job(trained_by_servers, 2, 1):
         for name, value in by_torch(rates).items():
             torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
 
@@ -263,40 +245,24 @@ SPECS: dict[str, Any] = {
 }
 
 
-class Cut(BaseException):
-    """Simulates a killed process: no code of gangline catches it."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("cut", [3, 9])
 def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_path: Path, spec: str, cut: int) -> None:
     def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         rates: list[float] = []
-        with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
-            saves = Checkpoint(module, prefix)
+        saves = Checkpoint(None, prefix)
 
-            def count(_: Any) -> None:
-                rates.append(module.learning_rate)
-                if len(rates) == cut:
-                    raise Cut
+        def count(param: BatchEndParam) -> None:
+            rates.append(param.locals["module"].learning_rate)
+            if len(rates) == cut:
+                raise Cut
 
-            try:
-                module.fit(
-                    arrays(),
-                    arrays(),
-                    num_epoch=3,
-                    batch_size=6,
-                    kvstore="device",
-                    optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
-                    batch_end_callback=[saves, count],
-                    epoch_end_callback=saves,
-                    lr_scheduler=SPECS[spec],
-                    resume=resume,
-                )
-            except Cut:
-                return rates, {}
-            return rates, module.get_params()
+        callbacks = {"batch_end_callback": [saves, count], "epoch_end_callback": saves}
+        with contextlib.suppress(Cut):
+            options = {"eval_data": arrays(), "resume": resume, **callbacks}
+            return rates, fitted(SPECS[spec], store="device", contexts=2, **options)[1]
+        return rates, {}
 
     whole, weights = run(tmp_path / "whole", None, None)
     before, _ = run(tmp_path / "cut", cut, None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from segmentation import digit_scenes, main, predict_image, unet, write_scenes
+from segmentation import digit_scenes, main, predict_image, write_scenes
 from torch import nn
 
 from gangline import Module, cpu
@@ -143,25 +143,6 @@ def test_tiles_of_a_network_without_surroundings_give_what_the_whole_image_does(
     found = predict_image(module, image, tile, overlap=overlap, batch_size=3)
     assert torch.allclose(found, Coordinates().double()(image[None])[0].softmax(0), rtol=0, atol=1e-12)
     module.close()
-
-
-def weights_after_training(scenes: tuple[Path, Path], count: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    network = unet(5, width=4, depth=2, dropout=0.3).double()
-    patches = ImagePatches(*scenes, 16, channels=1, augmentation=TURNS, dtype=torch.float64)
-    contexts = [cpu(index) for index in range(count)]
-    module = Module(network, nn.CrossEntropyLoss(), contexts, sync_batchnorm=True, random="sample")
-    module.fit(patches, num_epoch=3, batch_size=6, kvstore="local", optimizer="sgd",
-               optimizer_params={"learning_rate": 0.1, "momentum": 0.9}, seed=1)  # fmt: skip
-    weights = module.get_params()
-    module.close()
-    return weights
-
-
-def test_several_contexts_give_the_weights_of_one_with_dropout_and_augmentation(scenes: tuple[Path, Path]) -> None:
-    one, several = weights_after_training(scenes, 1), weights_after_training(scenes, 3)
-    for name, weight in one.items():
-        assert torch.allclose(weight, several[name], rtol=0, atol=1e-11), name
 
 
 def test_the_example_trains_and_draws_each_held_out_scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 
 LENGTH, CLASSES = 61, 11
 ADAM: dict[str, Any] = {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01, "wd": 0.01}}
-ACCUMULATED = {**ADAM, "accumulate": 4}
 CLIPPED: dict[str, Any] = {
     "optimizer": "sgd",
     "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 0.05},
@@ -45,28 +44,10 @@ class Normalized(nn.Module):
         return self.last(nn.functional.dropout(torch.tanh(self.norm(self.frozen(data))), 0.3, self.training))
 
 
-class Tied(nn.Module):
-    """Reads its embedding's weight again as the output's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, 16)
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        _, (hidden, _) = self.lstm(self.embedding(words))
-        return nn.functional.linear(hidden[-1], self.embedding.weight)
-
-
 def mlp() -> nn.Module:
     torch.manual_seed(3)
     layers = [nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, CLASSES)]
     return nn.Sequential(*layers).double()
-
-
-def tied() -> nn.Module:
-    torch.manual_seed(3)
-    return Tied().double()
 
 
 def normalized() -> nn.Module:
@@ -78,8 +59,6 @@ def data_of(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return samples whose last batch of 12 has one."""
     generator = torch.Generator().manual_seed(0)
     label = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
-    if make is tied:
-        return torch.randint(0, CLASSES, (LENGTH, 5), generator=generator), label
     if make is normalized:
         label = label[:-1]  # no statistics of one sample
         return torch.randn(len(label), 10, generator=generator).double(), label
@@ -135,7 +114,6 @@ def unequal(own: Any, loads: str, call: Callable[..., Any], *arguments: Any) -> 
 def of_two_workers(own: Any, folder: str) -> dict[str, Any]:
     """Train in many ways as one of two workers; return what each showed."""
     return {
-        "tied": unequal(own, "3,1", fit, tied, ACCUMULATED),
         "saved": unequal(own, "1,1", half, f"{folder}/run", [3, 1], False),
         "loaded": unequal(own, "1,1", load_and_train, f"{folder}/run"),
         "own loaders": unequal(own, "1,1", own_loaders),
@@ -187,10 +165,9 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(found[3], expected[3], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("what", "make", "how"), [("mlp", mlp, CLIPPED), ("tied", tied, ACCUMULATED)])
-def test_fit_gives_the_weights_of_one_worker(what: str, make: Any, how: Any, two: Found, three: Found) -> None:
-    expected = fit("local", make, how)
-    found = [each[what] for each in (three if what == "mlp" else two)]
+def test_fit_gives_the_weights_of_one_worker_and_each_holds_its_part_alone(three: Found) -> None:
+    expected = fit("local", mlp, CLIPPED)
+    found = [each["mlp"] for each in three]
     assert_equal(found[0], expected)
     assert all(params == {} for params, *_ in found[1:])
     whole = sum(one.nbytes for one in expected[0].values())
@@ -198,8 +175,7 @@ def test_fit_gives_the_weights_of_one_worker(what: str, make: Any, how: Any, two
     assert sum(weights for weights, _, _ in held) < whole * 1.02  # apart from one NaN for each that others own
     assert sum(gradients for _, gradients, _ in held) < whole * 1.02
     assert sum(state for _, _, state in held) == sum(one.nbytes for one in expected[1].values())
-    if what == "mlp":
-        assert [state > 100 for _, _, state in held] == [True, False, True]  # memory is [1, 0, 2]
+    assert [state > 100 for _, _, state in held] == [True, False, True]  # memory is [1, 0, 2]
 
 
 def step_by_step(store: Any) -> Any:

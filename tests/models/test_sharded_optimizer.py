@@ -40,10 +40,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, 10, generator=generator).double(), torch.randint(0, 4, (12,), generator=generator)
 
 
-def parts(rank: int, size: int, data: torch.Tensor) -> torch.Tensor:
-    """Return a worker's samples: unequal ones, and none for the last of three."""
-    ends = {1: [0, 12], 2: [0, 8, 12], 3: [0, 7, 12, 12]}[size]
-    return data[ends[rank] : ends[rank + 1]]
+def part(rank: int, data: torch.Tensor) -> torch.Tensor:
+    """Return a worker's samples, of unequal number."""
+    return data[:8] if rank == 0 else data[8:]
 
 
 def state_bytes(store: Any) -> int:
@@ -52,7 +51,7 @@ def state_bytes(store: Any) -> int:
     return sum(tensor.nbytes for tensor in state.tensors.values())
 
 
-def train(communicator: Any, memory: Any, folder: str = "", resumed: bool = False) -> Any:
+def train(communicator: Any, memory: Any, folder: str, resumed: bool = False) -> Any:
     """Train by a Trainer; return the weights, the bytes of own state, and the owned bytes."""
     store = create("allreduce", communicator=communicator)
     model = network()
@@ -64,12 +63,11 @@ def train(communicator: Any, memory: Any, folder: str = "", resumed: bool = Fals
         trainer.load_states(f"{folder}/state.safetensors")
         first = STEPS // 2
     for step in range(first, STEPS):
-        data, label = (parts(store.rank, store.num_workers, one) for one in batch(step))
+        data, label = (part(store.rank, one) for one in batch(step))
         trainer.zero_grad()
-        if len(data):
-            nn.functional.cross_entropy(model(data), label).backward()
+        nn.functional.cross_entropy(model(data), label).backward()
         trainer.step(len(data))
-        if folder and not resumed and step + 1 == STEPS // 2:
+        if not resumed and step + 1 == STEPS // 2:
             trainer.save_states(f"{folder}/state.safetensors")
             if not store.rank:
                 torch.save(model.state_dict(), f"{folder}/weights.pt")
@@ -90,24 +88,42 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
 
 
-def test_workers_of_unequal_memory_train_as_one_process() -> None:
-    found = spawn(train, 3, [1, 0, 2], threads=1)
-    for weights, _, _ in found:
-        check_same(weights, alone())
-    whole = spawn(train, 2, None, threads=1)[0][1]
-    assert sum(own for _, own, _ in found) == pytest.approx(whole, rel=0.01)  # steps are counted per key
-    assert found[1][1] == 0
+def of_two_workers(communicator: Any, folder: str) -> dict[str, Any]:
+    """Train in many ways as one of two workers; return what each showed."""
+    wrapped_first = wrapped(communicator, [3, 1])
+    misuses(communicator)
+    return {
+        "first": train(communicator, [3, 1], folder),
+        "resumed": [train(communicator, memory, folder, resumed=True) for memory in (None, [0, 1])],
+        "wrapped": wrapped_first,
+        "wrapped, resumed": wrapped(communicator, [1, 3], wrapped_first[2]),
+        "module": with_module(communicator, folder),
+    }
 
 
-def test_the_state_of_each_worker_follows_its_memory_and_a_run_resumes_with_other_owners(tmp_path: Path) -> None:
-    found = spawn(train, 2, [3, 1], str(tmp_path), threads=1)
-    owned = found[0][2]
-    assert owned == found[1][2]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return spawn(of_two_workers, 2, str(folder), threads=1)
+
+
+def test_the_state_of_each_worker_follows_its_memory_and_a_run_resumes_with_other_owners(
+    two: list[dict[str, Any]],
+) -> None:
+    (_, first, owned), (_, second, same) = (each["first"] for each in two)
+    assert owned == same
     assert owned[0] / sum(owned) == pytest.approx(0.75, abs=0.15)  # a key has one owner
-    assert found[0][1] / found[1][1] == pytest.approx(owned[0] / owned[1], rel=0.02)
-    for memory in (None, [1, 3]):
-        for weights, _, _ in spawn(train, 2, memory, str(tmp_path), True, threads=1):
+    assert first / second == pytest.approx(owned[0] / owned[1], rel=0.02)
+    for each in two:
+        for weights, _, _ in each["resumed"]:
             check_same(weights, alone())
+    [(_, whole, _), (_, none, _)], [_, (_, all_of_it, _)] = (each["resumed"] for each in two)
+    assert none == 0
+    assert all_of_it == whole
 
 
 def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
@@ -122,7 +138,7 @@ def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
     for step in range(first, STEPS):
-        data, label = (parts(store.rank, store.num_workers, one) for one in batch(step))
+        data, label = (part(store.rank, one) for one in batch(step))
         optimizer.zero_grad()
         optimizer.weight = len(data)
         nn.functional.cross_entropy(model(data), label).backward()
@@ -135,18 +151,17 @@ def wrapped(communicator: Any, memory: Any, state: Any = None) -> Any:
     return found, own, middle
 
 
-def test_a_distributed_optimizer_shards_and_resumes_with_other_owners() -> None:
-    found = spawn(wrapped, 2, [3, 1], threads=1)
-    for weights, _, _ in found:
-        check_same(weights, alone())
-    assert found[0][1] > 2 * found[1][1] > 0
-    middle = found[1][2]
+def test_a_distributed_optimizer_shards_and_resumes_with_other_owners(two: list[dict[str, Any]]) -> None:
+    (_, first, _), (_, second, middle) = (each["wrapped"] for each in two)
+    assert first > 2 * second > 0
     assert len(middle[1]["state"]) == 8
-    for weights, _, _ in spawn(wrapped, 2, [1, 3], middle, threads=1):
-        check_same(weights, alone())
+    for each in two:
+        check_same(each["wrapped"][0], alone())
+        check_same(each["wrapped, resumed"][0], alone())
 
 
 def misuses(communicator: Any) -> None:
+    """Give memory that does not fit, and run a backward after the update of its weights."""
     store = create("allreduce", communicator=communicator)
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"memory is \[1\]; expected 'auto', or a number >= 0 for each of 2 workers"):
@@ -166,16 +181,12 @@ def misuses(communicator: Any) -> None:
     store.close()
 
 
-def test_wrong_memory_and_a_backward_after_the_update_of_its_weights_are_errors_on_all_workers() -> None:
-    spawn(misuses, 2, threads=1)
-
-
 def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
     store = create("allreduce", communicator=communicator)
     module = Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], shard="optimizer", memory=[3, 1])
     module.init_optimizer(store, *ADAM)
     for step in range(STEPS):
-        data, label = (parts(store.rank, 2, one) for one in batch(step))
+        data, label = (part(store.rank, one) for one in batch(step))
         module.forward_backward_update(data, label)
     module.save_checkpoint(f"{folder}/net", 1, save_optimizer_states=True)
     found = module.get_params()
@@ -184,10 +195,10 @@ def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_module_shards_too_and_its_checkpoint_is_whole(tmp_path: Path) -> None:
-    for found in spawn(with_module, 2, str(tmp_path), threads=1):
-        check_same(found, alone())
-    loaded = Module.load(f"{tmp_path}/net", 1, network=network(), load_optimizer_states=True, context=cpu())
+def test_a_module_shards_too_and_its_checkpoint_is_whole(two: list[dict[str, Any]], folder: Path) -> None:
+    for each in two:
+        check_same(each["module"], alone())
+    loaded = Module.load(folder / "net", 1, network=network(), load_optimizer_states=True, context=cpu())
     loaded.init_optimizer(None, *ADAM)
     assert len(loaded.optimizer_state().tensors) == 3 * 8  # step and two moments of each of 8 parameters
     loaded.close()

@@ -187,18 +187,6 @@ def test_a_change_of_speed_in_mid_training_is_followed(factor: float, noise: flo
     assert job.epochs(4).to_best <= 1.05
 
 
-def test_a_slow_drift_is_followed() -> None:
-    job = Job([(0, 1e-3), (0, 1e-3)], 100).epochs(3)
-    for step in range(10):
-        job.costs = [(0, 1e-3), (0, 1e-3 * 1.07**step)]
-        job.epochs(1)
-    assert job.epochs(3).to_best <= 1.05
-
-
-def test_an_epoch_of_one_batch_is_enough() -> None:
-    assert Job([(0, 1e-3), (0, 3e-3)], 64).epochs(6, batches=1).counts == [48, 16]
-
-
 # -- contexts that idle ---------------------------------------------------------------------------------------------
 
 
@@ -242,14 +230,6 @@ def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
         assert not auto.due()
     auto.record([4, 4], [0.004, 0.004])
     assert auto.due()
-
-
-def test_a_change_of_speed_in_a_long_epoch_is_followed_before_its_end() -> None:
-    job = Job([(0, 1e-3), (0, 1e-3)], 64).epochs(1, batches=150)
-    job.costs = [(0, 1e-3), (0, 3e-3)]
-    for _ in range(130):
-        job.batch(64)
-    assert job.counts == [48, 16]
 
 
 def test_the_first_batch_of_a_context_does_not_count() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import same_bits
+from measure import Told, labelled, same_bits
 from torch import nn
 
 from gangline import Module, cpu
@@ -30,12 +29,7 @@ from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
 Params = dict[str, torch.Tensor]
-
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
-    return data, torch.randint(3, (SAMPLES,), generator=generator)
+arrays = partial(labelled, SAMPLES, 4, 3, dtype=torch.float64)
 
 
 def network() -> nn.Module:
@@ -59,23 +53,13 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fitted(
-    prefix: Path | None, callback: Any = None, *, store: Any = "local", resume: Any = None, **options: Any
-) -> tuple[str, Params]:
+def fitted(prefix: Path | None, callback: Any = None, **options: Any) -> tuple[str, Params]:
     """Return why training ended, and the weights. Checkpoints are written after the second epoch and on a stop."""
+    settings: dict[str, Any] = {"num_epoch": EPOCHS, "batch_size": 6, "eval_metric": "loss"}
+    settings |= {"optimizer_params": {"learning_rate": 0.5, "momentum": 0.9}, "batch_end_callback": callback}
+    settings |= {"epoch_end_callback": Checkpoint(None, prefix, period=2) if prefix else None}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.init_optimizer(store, "sgd", {"learning_rate": 0.5, "momentum": 0.9})
-        reason = module.fit(
-            arrays(),
-            num_epoch=EPOCHS,
-            batch_size=6,
-            kvstore=store,
-            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
-            batch_end_callback=callback,
-            epoch_end_callback=[Checkpoint(module, prefix, period=2)] if prefix else None,
-            resume=resume,
-            **{"eval_metric": "loss"} | options,
-        )
+        reason = module.fit(arrays(), **settings | options)
         return reason, module.get_params()
 
 
@@ -189,30 +173,12 @@ def test_in_another_thread_it_warns_and_has_no_effect(caplog: pytest.LogCaptureF
 # -- patience -------------------------------------------------------------------------------------------------------
 
 
-class Told:
-    """Metric with given values, one per validation."""
-
-    def __init__(self, values: list[float]) -> None:
-        self._values = iter(values)
-
-    def __call__(self, label: torch.Tensor, output: torch.Tensor) -> float:
-        return next(self._values)
-
-
 def validated(values: list[float], stopping: EarlyStopping, **options: Any) -> tuple[str, int]:
-    """Train with these validation values; return why training ended, and after how many updates."""
-    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-        reason = module.fit(
-            arrays(),
-            arrays(),
-            "loss",
-            validation_metric=Told(values),
-            num_epoch=len(values),
-            batch_size=SAMPLES,
-            eval_end_callback=stopping,
-            **options,
-        )
-        return reason, module.step
+    """Train epochs of one batch with these validation values; return why training ended, and the number of updates."""
+    settings: dict[str, Any] = {"eval_data": arrays(), "validation_metric": Told(values), "eval_end_callback": stopping}
+    settings |= {"batch_size": SAMPLES, "num_epoch": len(values)}
+    updates = At(0)
+    return fitted(None, updates, **settings | options)[0], len(updates.seen)
 
 
 @pytest.mark.parametrize(
@@ -229,31 +195,18 @@ def validated(values: list[float], stopping: EarlyStopping, **options: Any) -> t
 def test_patience_counts_validations_without_an_improvement(
     values: list[float], arguments: dict[str, Any], steps: int
 ) -> None:
-    reason, done = validated(values, EarlyStopping(metric="custom", **arguments))
-    assert (reason, done) == ("patience" if steps < len(values) else "epochs", steps)
+    found = validated(values, EarlyStopping(metric="custom", **arguments))
+    assert found == ("patience" if steps < len(values) else "epochs", steps)
 
 
 def test_patience_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    def run(values: list[float], resume: str | None, stop: Any = None) -> tuple[str, EarlyStopping]:
-        stopping = EarlyStopping(2, "custom")
-        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-            saves = Checkpoint(module, tmp_path / "net", keep_best="custom")
-            reason = module.fit(
-                arrays(),
-                arrays(),
-                "loss",
-                validation_metric=Told(values),
-                num_epoch=8,
-                batch_size=SAMPLES,
-                eval_end_callback=stopping,
-                epoch_end_callback=[saves, stop] if stop else saves,
-                resume=resume,
-            )
-        return reason, stopping
-
-    assert run([0.5, 0.4], None, lambda epoch, *_: epoch == 1)[0] == "callback"
-    reason, stopping = run([0.45], "auto")
-    assert (reason, stopping.best, stopping.waited) == ("patience", 0.5, 2)
+    saves = Checkpoint(None, tmp_path / "net", keep_best="custom")
+    ends = [saves, lambda epoch, *_: epoch == 1]
+    begun = validated([0.5, 0.4], EarlyStopping(2, "custom"), num_epoch=8, epoch_end_callback=ends)
+    assert begun[0] == "callback"
+    stopping, saves = EarlyStopping(2, "custom"), Checkpoint(None, tmp_path / "net", keep_best="custom")
+    then = validated([0.45], stopping, num_epoch=8, epoch_end_callback=saves, resume="auto")
+    assert (then[0], stopping.best, stopping.waited) == ("patience", 0.5, 2)
     assert checkpoint.read(tmp_path / "net", "best").position["epoch"] == 1
 
 
@@ -283,25 +236,11 @@ def test_validation_runs_at_its_interval_of_epochs_or_batches_and_at_the_end(
     tmp_path: Path, frequency: Any, after: list[int], cut: int | None
 ) -> None:
     seen: list[int] = []
-
-    def run(callback: Any, resume: Any) -> None:
-        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-            module.fit(
-                arrays(),
-                arrays(),
-                "loss",
-                num_epoch=EPOCHS,
-                batch_size=6,
-                batch_end_callback=callback,
-                epoch_end_callback=Checkpoint(module, tmp_path / "net"),
-                eval_end_callback=lambda _: seen.append(module.step),
-                eval_frequency=frequency,
-                resume=resume,
-            )
-
-    run(At(cut or 0), None)
+    validation: dict[str, Any] = {"eval_data": arrays(), "eval_frequency": frequency}
+    validation |= {"eval_end_callback": lambda param: seen.append(param.locals["module"].step)}
+    fitted(tmp_path / "net", At(cut or 0), **validation)
     if cut:
-        run(None, "auto")
+        fitted(tmp_path / "net", resume="auto", **validation)
     assert seen == after
 
 
@@ -337,7 +276,7 @@ def stopped(rank: int, store: Any, folder: str, how: str, resume: Any = None) ->
     what = {"callback": lambda: rank == 1, "signal": lambda: terminate() if rank == 1 else None, "": lambda: None}[how]
     stop = At(6, what)
     with stop_on(signal.SIGTERM):
-        reason, params = fitted(Path(folder) / how / "net", stop, store=store, resume=resume)
+        reason, params = fitted(Path(folder) / how / "net", stop, kvstore=store, resume=resume)
     return reason, stop.seen, params
 
 
@@ -363,33 +302,6 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
             assert found[place][:2] == of_first[place][:2] == (reason, whole_seen[:last])
             assert found[place + 1][:2] == ("epochs", whole_seen[last:])
             assert same_bits(weights, found[place + 1][2])
-
-
-def exchanges_in_a_job(comm: Communicator) -> tuple[int, int]:
-    """Return the number of exchanges between workers in an epoch of 4 and of 12 batches."""
-    counts = []
-    for size in (6, 2):
-        with create("allreduce", communicator=comm) as store:
-            calls, exchange = [0], store.exchange
-
-            def counted(data: bytes, calls: list[int] = calls, exchange: Any = exchange) -> list[bytes]:
-                calls[0] += 1
-                return list(exchange(data))
-
-            store.exchange = counted  # type: ignore[method-assign]
-            run_of(size, store)
-            counts.append(calls[0])
-    return counts[0], counts[1]
-
-
-def run_of(size: int, store: Any) -> None:
-    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(arrays(), num_epoch=1, batch_size=size, kvstore=store, eval_metric="loss")
-
-
-def test_stop_requests_are_not_exchanged_in_every_step() -> None:
-    for few, many in spawn(exchanges_in_a_job, 2):
-        assert many - few < 12 - 4
 
 
 class Exchanges:
@@ -444,60 +356,3 @@ def test_workers_out_of_step_end_together_at_an_epochs_end(tmp_path: Path) -> No
     assert first[:2] == second[:2]
     assert (first[0], len(first[1])) == ("SIGTERM", 8)
     assert checkpoint.read(tmp_path / "signal" / "net", 2).position["batch"] == 0
-
-
-SCRIPT = """
-import signal, sys
-import torch
-from torch import nn
-from gangline import Module, cpu
-from gangline.callback import Checkpoint
-from gangline.models.loop.stopping import stop_on
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-seen = 0
-
-
-def tell(_):
-    global seen
-    seen += 1
-    if seen == 5:
-        print("started", flush=True)
-
-
-data = torch.randn(400, 8), torch.arange(400) % 3
-with Module(nn.Linear(8, 3), nn.CrossEntropyLoss(), cpu()) as module, stop_on(signal.SIGTERM):
-    saves = Checkpoint(module, sys.argv[2], period=10**6)
-    why = module.fit(data, num_epoch=10**6, batch_size=20, kvstore=sys.argv[1], eval_metric="loss",
-                     batch_end_callback=tell, epoch_end_callback=saves)
-    print("ended", why, module.step, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kvstore", "servers"), [("allreduce", 0), ("dist_sync", 1), ("dist_async", 1)])
-def test_sigterm_to_the_launcher_ends_all_workers_after_one_step(tmp_path: Path, kvstore: str, servers: int) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", str(servers), "--"]
-    command += [sys.executable, str(script), kvstore, str(tmp_path / "net")]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        command,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        assert launcher.stdout is not None
-        lines = [launcher.stdout.readline(), launcher.stdout.readline()]
-        assert sorted(lines) == ["[worker 0] started\n", "[worker 1] started\n"]
-        launcher.send_signal(signal.SIGTERM)
-        out, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + signal.SIGTERM, errors
-    first, second = sorted(out.splitlines())
-    assert first.removeprefix("[worker 0] ") == second.removeprefix("[worker 1] ")
-    assert first.startswith("[worker 0] ended SIGTERM ")
-    assert checkpoint.read(tmp_path / "net", checkpoint.epochs(tmp_path / "net")[-1]).step == int(first.split()[-1])

@@ -351,32 +351,6 @@ def test_the_default_run_reaches_its_accuracy(capsys: pytest.CaptureFixture[str]
     assert sum("Validation-accuracy" in line for line in lines) == 10
 
 
-def test_load_epoch_resumes_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--network", "mlp", "--cpus", "2", "--lr-step-epochs", "2,3", "--optimizer", "adam", "--lr", "0.002"]
-    whole, halves = tmp_path / "whole", tmp_path / "deep" / "halves"
-    train(capsys, *flags, "--num-epochs", "4", "--model-prefix", str(whole))
-    train(capsys, *flags, "--num-epochs", "2", "--model-prefix", str(halves))
-    code, out, _ = train(capsys, *flags, "--num-epochs", "4", "--model-prefix", str(halves), "--load-epoch", "2")
-    assert code == 0
-    assert all(torch.equal(value, weights(whole, 4)[name]) for name, value in weights(halves, 4).items())
-    rates = [checkpoint.read(whole, epoch).require_optimizer_state().learning_rate for epoch in (1, 2, 3, 4)]
-    assert rates == pytest.approx([0.002, 0.002, 0.0002, 0.00002])  # of the last update before each
-    assert out.startswith("Validation-accuracy=")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp16", "topk"])
-def test_gc_type_compresses_pushes_and_checkpoints_keep_residuals(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--network", "mlp", "--cpus", "2", "--gc-type", kind, "--model-prefix", str(tmp_path / "net")]
-    code, out, _ = train(capsys, *flags, "--num-epochs", "2")
-    assert code == 0
-    assert float(out.removeprefix("Validation-accuracy=")) > 0.2
-    senders = {name.rpartition("/")[2] for name in checkpoint.read(tmp_path / "net", 2).compression_residuals}
-    assert senders == ({"0", "1"} if kind == "topk" else set())
-
-
 def test_gc_threshold_sets_the_threshold_of_2bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "net"
     flags = ["--network", "mlp", "--cpus", "2", "--gc-type", "2bit", "--mom", "0", "--wd", "0", "--lr", "0.5"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gangline import connect, spawn
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.collectives.errors import GanglineError
@@ -20,7 +19,7 @@ from tests.collectives.processes import Processes, Rank
 from tests.collectives.test_keyed_ranks import PORT, use_key, write_keys
 from tests.kvstore.parameter_server.processes import DistJob, run_job
 from tests.kvstore.parameter_server.test_keys import KeyedProcess
-from tests.models.test_workers_dist import over_collectives, train
+from tests.models.test_workers_dist import train
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,26 +39,6 @@ def test_workers_and_servers_on_three_hosts(tmp_path: Path, monkeypatch: pytest.
         with DistJob(train, 2, 1, "dist_sync", opener=KeyedProcess) as job:
             apart = job.results()
     check_equal(together, apart)
-
-
-def _train_apart(rank: Rank, folder: str, namespaces: list[str], address: str) -> None:
-    enter(namespaces[rank.rank])
-    use_key(folder, "right")
-    with connect(rank.rank, rank.size, f"{address}:{PORT}", timeout=60) as comm:
-        assert comm.transport == "tcp"
-        with create("allreduce", communicator=comm) as store:
-            accuracy, weights = train(store)
-        torch.save((accuracy, weights), f"{folder}/rank{rank.rank}")
-    rank.tell("done")
-    rank.hear()
-
-
-def test_ranks_on_three_hosts(tmp_path: Path) -> None:
-    write_keys(tmp_path)
-    together = spawn(over_collectives, 3)
-    with Hosts(3) as hosts, Processes(_train_apart, 3, str(tmp_path), hosts.names, hosts.addresses[0]) as ranks:
-        assert ranks.all_heard() == ["done"] * 3
-    check_equal(together, [torch.load(tmp_path / f"rank{rank}") for rank in range(3)])
 
 
 def _with_own_servers(rank: Rank, folder: str, namespaces: list[str], address: str) -> None:

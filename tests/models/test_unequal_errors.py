@@ -80,6 +80,12 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
     check_refused(of(plain, stream="own"), "leave stream out")
 
+    check_refused(of(plain, memory=[2, 3]), "memory is [2, 3], together 5 samples; expected the global batch of 8 or")
+    check_refused(of(plain, memory=[9]), "memory is [9]; expected a maximum number of samples for each of 2 ranks")
+    loader = balanced(plain, loads=[1, 1], memory=[100, 3])
+    next(iter(loader))
+    assert loader.shares == [5, 3]
+
     # Ranks that disagree, and arguments that only one rank finds invalid.
     check_refused(of(DataLoader(Numbers(37 + rank), batch_size=4)), "length of the data set is 37 on rank 0, but 38 on")
     check_refused(of(DataLoader(data, batch_size=4 + rank)), "global batch is 8 on rank 0, but 10 on rank 1")

@@ -1,23 +1,30 @@
-"""Several workers train, score and predict as one process does, each on its own share of the data."""
+"""Several workers: batches of their own, scores, predictions, reports, checkpoints and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from measure import distance
+import torchmetrics
+from measure import distance, gangline_lines, labelled, same_bits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Module, cpu, spawn
-from gangline.collectives.communicator import Communicator
-from gangline.kvstore import KVStore, create
+from gangline import Communicator, DeadNodeError, MismatchError, Module, cpu, spawn
+from gangline.callback import Speedometer
+from gangline.kvstore import create
+from gangline.launcher.job import free_ports
 
-SAMPLES, FEATURES, CLASSES = 37, 6, 3
-IGNORED = -100
+SAMPLES, FEATURES, CLASSES = 47, 5, 3
 Params = Mapping[str, torch.Tensor]
+
+
+def arrays(samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    data, label = labelled(SAMPLES, FEATURES, CLASSES, dtype=torch.float64)
+    return data[:samples], label[:samples]
 
 
 def network(seed: int = 1) -> nn.Module:
@@ -25,86 +32,78 @@ def network(seed: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
 
 
-def arrays(ignore: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
-    label = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-    if ignore:
-        label[torch.rand(SAMPLES, generator=generator) < 0.6] = IGNORED
-    return data, label
+METRICS = ["acc", "ce", "loss", ("top_k_accuracy", {"top_k": 2})]
 
 
-def regression() -> tuple[torch.Tensor, torch.Tensor]:
-    data, label = arrays()
-    return data, nn.functional.one_hot(label, CLASSES).double()
+def scored(module: Module, samples: int, batch_size: int) -> list[tuple[str, float]]:
+    return module.score(arrays(samples), METRICS, batch_size=batch_size)
 
 
-CASES: dict[str, tuple[Callable[[], Any], Any]] = {
-    "elements": (regression, nn.MSELoss()),
-    "own-loss": (arrays, lambda output, label: nn.functional.cross_entropy(output, label)),
-    "dataset": (lambda: TensorDataset(*arrays()), nn.CrossEntropyLoss()),
-}
-"""Data and loss."""
+def correlations(module: Module) -> list[tuple[str, float]]:
+    """Metrics with states that are not combined by a sum."""
+    data = torch.arange(SAMPLES * 2.0).view(SAMPLES, 2)
+    label = (data.sum(1, keepdim=True) + 40 * data.sin().sum(1, keepdim=True)).float()
+    return module.score((data, label), [torchmetrics.PearsonCorrCoef(), torchmetrics.SpearmanCorrCoef()], batch_size=6)
 
 
-def trained(case: str, kvstore: Any) -> Params:
-    """Train 20 steps; 37 samples leave a partial batch."""
-    make, loss = CASES[case]
-    with Module(network(), loss, cpu()) as module:
-        module.fit(
-            make(),
-            num_epoch=4,
-            batch_size=8,
-            seed=5,
-            kvstore=kvstore,
-            optimizer="sgd",
-            optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3},
-            eval_metric="loss",
-        )
-        return module.get_params()
+SCORED = [(SAMPLES, 7), (5, 5), (2, 4), (1, 1)]
+"""Samples and batch sizes: with three workers some have no share of a batch, or of any."""
 
 
-def of_two_workers(comm: Communicator) -> dict[str, Any]:
-    return {
-        "cases": in_a_job(comm),
-        "own batches": [own_batches_in_a_job(comm, as_loader) for as_loader in (False, True)],
-        "auto": auto_in_a_job(comm),
-        "noise": noise_in_a_job(comm),
-    }
+def scores_in_a_job(comm: Communicator, loads: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
+        patch.setenv("GANGLINE_WORK_LOAD_LIST", loads)
+        with Module(network(comm.rank), nn.CrossEntropyLoss(), cpu()) as module:
+            module.init_optimizer(store)
+            found = [scored(module, *sizes) for sizes in SCORED]
+            own_share = module.score([arrays(comm.rank + 2)], "acc")
+            outputs = [module.predict(arrays(samples)[0], batch_size=size) for samples, size in SCORED]
+            of_dataset = module.predict(TensorDataset(*arrays()), batch_size=4)
+            own = [len(part) for part, _, _ in module.iter_predict(arrays()[0], batch_size=7)]
+        other = create("allreduce", communicator=comm)
+        with other, Module(nn.Linear(2, 1), nn.MSELoss(), cpu()) as module:
+            nn.init.constant_(module.network.weight, 0.5)
+            module.init_optimizer(other)
+            return found, own_share, outputs, of_dataset, own, correlations(module)
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    """Train in many ways as two workers; return what each showed."""
-    return spawn(of_two_workers, 2, threads=1)
-
-
-def in_a_job(comm: Communicator) -> list[Params]:
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GANGLINE_WORK_LOAD_LIST", "3,1")
-        for case in CASES:
-            with create("allreduce", communicator=comm) as store:
-                found.append(trained(case, store))
-    return found
-
-
-def test_workers_train_as_one_process_does(two: list[dict[str, Any]]) -> None:
-    for case, *of_workers in zip(CASES, *(each["cases"] for each in two), strict=True):
-        for params in of_workers:
-            assert distance(params, trained(case, None)) <= 1e-11, case
-        assert all(torch.equal(params[name], of_workers[0][name]) for params in of_workers for name in params), case
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+def test_scores_and_predictions_count_each_sample_once_and_keep_the_order() -> None:
+    everybody = spawn(scores_in_a_job, 3, "2,1,0.5")
+    with Module(network(0), nn.CrossEntropyLoss(), cpu()) as module:
+        expected = [scored(module, *sizes) for sizes in SCORED]
+        rights = [(module.predict(arrays(n)[0], batch_size=n).argmax(1) == arrays(n)[1]).sum() for n in (2, 3, 4)]
+        whole = module.predict(arrays()[0], batch_size=SAMPLES)
+    line = nn.Linear(2, 1)
+    nn.init.constant_(line.weight, 0.5)
+    with Module(line, nn.MSELoss(), cpu()) as module:
+        expected_of_line = correlations(module)
+    for rank, (found, own_share, outputs, of_dataset, _, of_line) in enumerate(everybody):
+        for values, alone in zip(found, expected, strict=True):
+            assert [name for name, _ in values] == [name for name, _ in alone]
+            assert [value for _, value in values] == pytest.approx(
+                [value for _, value in alone], rel=1e-12, nan_ok=True
+            )
+        assert own_share == [("accuracy", pytest.approx(float(sum(rights)) / 9))]
+        if rank:
+            assert [*outputs, of_dataset] == [None] * 5
+        else:
+            for (samples, _), output in zip(SCORED, outputs, strict=True):
+                torch.testing.assert_close(output, whole[:samples])
+            torch.testing.assert_close(of_dataset, whole)
+        assert dict(of_line) == pytest.approx(dict(expected_of_line), rel=1e-5)
+        assert all(0.5 < value < 0.9 for value in dict(of_line).values())
+    assert len({repr(found) for found, *_ in everybody}) == 1  # the same bits, NaN among them
+    assert [own for *_, own, _ in everybody] == [[4] * 6 + [3], [2] * 6 + [1], [1] * 7]
 
 
 def own_batches(rank: int) -> list[Any]:
     """Return three batches for rank 0 and five of other sizes for rank 1."""
-    data, label = arrays(ignore=True)
+    data, label = arrays()
+    label[torch.rand(SAMPLES, generator=torch.Generator().manual_seed(2)) < 0.6] = -100  # which the loss ignores
     sizes = [[5, 2, 6], [1, 3, 4, 2, 5]][rank]
-    start = [0, 20][rank]
-    pieces = zip(
-        data[start : start + sum(sizes)].split(sizes), label[start : start + sum(sizes)].split(sizes), strict=True
-    )
-    return list(pieces)
+    own = slice([0, 20][rank], [13, 35][rank])
+    return list(zip(data[own].split(sizes), label[own].split(sizes), strict=True))
 
 
 def own_batches_in_a_job(comm: Communicator, as_loader: bool) -> Params:
@@ -128,31 +127,6 @@ def test_batches_of_a_workers_own_are_not_cut_and_may_be_fewer_than_the_others(t
         assert distance(params, alone) <= 1e-11
 
 
-def auto(store: KVStore) -> Params:
-    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], work_load_list="auto") as module:
-        module.init_params("uniform")
-        module.fit(arrays(True), num_epoch=3, batch_size=5, kvstore=store, optimizer_params={"learning_rate": 0.05})
-        begun = module.get_params()
-        module.set_params({name: value + store.rank for name, value in begun.items()})
-        after = module.get_params()
-        assert all(torch.equal(after[name], value) for name, value in begun.items())  # rank 0's, which added nothing
-        return begun
-
-
-def auto_in_a_job(comm: Communicator) -> Params:
-    torch.manual_seed(comm.rank)
-    with create("allreduce", communicator=comm) as store:
-        return auto(store)
-
-
-def test_auto_loads_of_contexts_work_among_workers(two: list[dict[str, Any]]) -> None:
-    first, second = (each["auto"] for each in two)
-    assert all(torch.equal(second[name], value) for name, value in first.items())
-    torch.manual_seed(0)
-    with create("local") as store:
-        assert distance(first, auto(store)) <= 1e-11
-
-
 def noisy(rank: int) -> nn.Module:
     torch.manual_seed(rank)
     layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, CLASSES)]
@@ -166,7 +140,10 @@ def noise_in_a_job(comm: Communicator) -> tuple[Params, Params]:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.1})
         begun = module.get_params()
         module.fit(arrays(), num_epoch=2, batch_size=8, seed=5, kvstore=store, eval_metric="loss")
-        return begun, module.get_params()
+        params = module.get_params()
+        module.set_params({name: value + comm.rank for name, value in params.items()})
+        assert same_bits(module.get_params(), params)  # rank 0's, which added nothing
+        return begun, params
 
 
 def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_one_worker(
@@ -183,3 +160,162 @@ def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_
     for begun_there, params in found:
         assert all(torch.equal(begun_there[name], value) for name, value in begun.items())
         assert distance(params, alone) <= 1e-11
+
+
+def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store)
+        with pytest.raises(OSError, match="file") as raised:
+            module.save_checkpoint(f"{folder}/file/net", 1)
+        module.save_checkpoint(f"{folder}/net", 1)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def of_two_workers(comm: Communicator, folder: str, ports: list[int]) -> dict[str, Any]:
+    """Do many things as one of two workers; return what each showed."""
+    return {
+        "own batches": [own_batches_in_a_job(comm, as_loader) for as_loader in (False, True)],
+        "noise": noise_in_a_job(comm),
+        "unwritable": unwritable_in_a_job(comm, folder),
+        "reports": reports_in_a_job(comm),
+        "refused": refused_in_a_job(comm),
+        "parallel": in_parallel(comm, ports[0]),
+        "failing": failing_in_a_job(comm, ports[1]),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "file").write_text("not a folder")
+    return spawn(of_two_workers, 2, str(folder), free_ports(2), threads=1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(two: list[dict[str, Any]]) -> None:
+    first, second = (each["unwritable"] for each in two)
+    assert first.startswith(("FileExistsError", "NotADirectoryError"))
+    assert second == first
+
+
+def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:
+    seen: list[float] = []
+    with (
+        gangline_lines() as lines,
+        create("allreduce", communicator=comm) as store,
+        Module(network(), nn.CrossEntropyLoss(), cpu()) as module,
+    ):
+        module.fit(
+            arrays(21),
+            arrays(7),
+            num_epoch=1,
+            batch_size=4,
+            kvstore=store,
+            batch_end_callback=Speedometer(4, 2),
+            eval_end_callback=lambda param: seen.extend(value for _, value in param.eval_metric.get_name_value()),
+        )
+    shown = [re.split(r"=|\t| \d+\.\d+ s", line)[0] for line in lines]
+    return shown, round(seen[0] * 7)
+
+
+def test_rank_0_reports_and_a_callback_sees_the_same_score_on_all_workers(two: list[dict[str, Any]]) -> None:
+    (first, right), (second, right_there) = (each["reports"] for each in two)
+    assert first == [
+        "Epoch[0] Batch [0-2]",
+        "Epoch[0] Batch [2-4]",
+        "Epoch[0] Train-accuracy",
+        "Epoch[0] Time cost",
+        "Epoch[0] Validation-accuracy",
+        "Epoch[0] worker 0: load 1, computed",
+    ]
+    assert second == []
+    assert right == right_there
+
+
+def refused_in_a_job(comm: Communicator) -> str:
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        with pytest.raises(MismatchError) as mismatch:
+            module.fit(arrays(), num_epoch=1, batch_size=4 + comm.rank, kvstore=store)
+        return str(mismatch.value)
+
+
+def test_data_that_differ_among_workers_raise_the_same_error_on_all(two: list[dict[str, Any]]) -> None:
+    first, second = (each["refused"] for each in two)
+    assert first == second
+    assert first.startswith("fit: train_data is {")
+    assert first.index("'batch_size': 4") < first.index("on rank 0, but") < first.index("'batch_size': 5")
+
+
+def as_launched(patch: pytest.MonkeyPatch, comm: Communicator, port: int) -> None:
+    """Return the environment that a launcher sets."""
+    values = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_RANK": comm.rank, "MASTER_PORT": port}
+    for name, value in values.items():
+        patch.setenv(name, str(value))
+    patch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def failing_in_a_job(comm: Communicator, port: int) -> str:
+    def fail(param: Any) -> None:
+        if comm.rank == 1 and param.nbatch == 2:
+            raise ArithmeticError("this one had enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm, port)
+        with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+            with pytest.raises((ArithmeticError, DeadNodeError)) as raised:
+                module.fit(arrays(), num_epoch=5, batch_size=4, kvstore="allreduce", batch_end_callback=fail)
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_failed_worker_ends_the_others_waits(two: list[dict[str, Any]]) -> None:
+    first, second = (each["failing"] for each in two)
+    assert second == "ArithmeticError: this one had enough"
+    assert first.startswith("DeadNodeError")
+    assert "rank 1" in first
+
+
+# Context "parallel": all processes of a job, by the store that the environment offers
+
+
+def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    data = torch.randn(24, 5, dtype=torch.float64)
+    return nn.Linear(5, 3).double(), (data, torch.arange(24) % 3)
+
+
+def trained(context: str) -> tuple[str | None, int, dict[str, torch.Tensor]]:
+    network, data = problem()
+    module = Module(network, nn.CrossEntropyLoss(), context)
+    module.fit(data, num_epoch=2, batch_size=8, optimizer_params={"learning_rate": 0.1})
+    store, count, params = module.store_type, module.workers.count, module.get_params()
+    module.close()
+    return store, count, params
+
+
+def in_parallel(comm: Communicator, port: int) -> tuple[str | None, int, dict[str, torch.Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm, port)
+        return trained("parallel")
+
+
+def test_all_processes_of_a_job_train_as_one_does(two: list[dict[str, Any]]) -> None:
+    _, _, expected = trained("cpu")
+    for store, count, params in (each["parallel"] for each in two):
+        assert (store, count) == ("allreduce", 2)
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-11)
+
+
+def test_without_a_job_it_is_an_error_before_anything_begins() -> None:
+    network, _ = problem()
+    with pytest.raises(RuntimeError, match="'parallel' means all processes of a job, and there is none"):
+        Module(network, nn.CrossEntropyLoss(), "parallel")
+
+
+def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    network, _ = problem()
+    module = Module(network, nn.CrossEntropyLoss(), "parallel")
+    with pytest.raises(ValueError, match=re.escape("kvstore is 'device', which does not leave this process")):
+        module.init_optimizer("device")
+    assert module.contexts == [cpu()] or torch.cuda.is_available()

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance
 from torch import Tensor, nn
 
-from gangline import Communicator, Module
-from gangline.kvstore import KVStore, create
+from gangline import Module
+from gangline.kvstore import KVStore
 from gangline.models.data.datasets import digits
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -44,24 +43,6 @@ def train(kvstore: str | KVStore | None, epochs: int = 3, rate: float = 0.2) -> 
         )
         [(_, accuracy)] = module.score(data.validation, "acc", batch_size=100)
         return accuracy, module.get_params()
-
-
-def over_collectives(comm: Communicator) -> tuple[float, State]:
-    with create("allreduce", communicator=comm) as store:
-        return train(store)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("store", "workers", "servers"), [("dist_sync", 4, 2), ("dist_device_sync", 2, 2)])
-def test_servers_give_the_same_result_as_one_process(store: str, workers: int, servers: int) -> None:
-    threads = torch.get_num_threads()
-    accuracy_alone, alone = train(None)
-    torch.set_num_threads(threads)
-    results = run_job(train, workers, servers, store)
-    for accuracy, weights in results:
-        assert accuracy == pytest.approx(accuracy_alone, abs=1e-6)
-        assert distance(weights, alone) < 1e-9
-        assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
 
 
 def test_async_workers_learn() -> None:
@@ -100,11 +81,3 @@ def test_lenet_learns_digits_with_every_store(workers: int, servers: int) -> Non
         assert launched(workers, servers if "dist" in store else 0, store) == pytest.approx(alone, abs=0.02), store
     rate = 0.04 / workers  # each push is a separate update
     assert launched(workers, servers, "dist_async", rate=f"{rate}") >= 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("kv_store", ["dist_sync", "allreduce"])
-def test_torchrun_alone_is_enough(kv_store: str) -> None:
-    own = str(Path(sys.executable).parent / "torchrun")
-    assert lenet(own, "--nproc-per-node", "2", "--no-python", kv_store=kv_store) >= 0.95

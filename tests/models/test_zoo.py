@@ -144,17 +144,6 @@ def test_weights_fill_the_network_whether_ddp_wrote_them_or_not(tmp_path: Path, 
         assert is_untouched(network, state())
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_create_fills_from_weights(tmp_path: Path, suffix: str) -> None:
-    torch.manual_seed(1)
-    trained = zoo.create("lenet", 3)
-    path = tmp_path / f"lenet{suffix}"
-    write({f"module.{name}": value for name, value in trained.state_dict().items()}, path)
-    torch.manual_seed(2)
-    images = torch.randn(2, 1, 28, 28)
-    assert torch.equal(zoo.create("lenet", 3, weights=path)(images), trained(images))
-
-
 def test_weights_of_another_precision_are_converted(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     write({name: value.double() if value.is_floating_point() else value for name, value in state().items()}, path)
