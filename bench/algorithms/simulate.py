@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gangline.bench.algorithms.cluster import Cluster, measure
-from gangline.bench.report.machine import command_line
+from gangline.bench.algorithms.training import Machines, predict
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.workload.options import Collective, Json
 from gangline.bench.workload.sizes import counts, size_in_bytes
@@ -66,13 +66,11 @@ def simulate(
     check_outputs(json)
     numbers = counts(hosts, "--hosts")
     if network is not None:
-        from gangline.bench.algorithms.training import Machines, predict
-
         machines = Machines(1, devices, device_gbs, host_gbs, variation)
-        publish(command_line(), predict(network, batch_size, speed, machines, numbers), json)
+        publish(predict(network, batch_size, speed, machines, numbers), json)
         return
     clusters = [
         Cluster(ranks, number, alpha_inside, alpha_between, beta_inside, beta_between, gamma) for number in numbers
     ]
     nbytes = size_in_bytes(size, "--size")
-    publish(command_line(), [row for each in clusters for row in measure(each, collective.value, nbytes)], json)
+    publish([row for each in clusters for row in measure(each, collective.value, nbytes)], json)
