@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ from gangline.collectives.errors import UsageError
 _STORES = ("local", "device")
 _TRIAL_SECONDS = 0.3  # of a run that searches for the best setting
 _PLAIN = "torch"
-_TRANSFER = "Transfer learning"
+_transfer_option = partial(typer.Option, rich_help_panel="Transfer learning")
 
 
 def training(
@@ -66,24 +67,19 @@ def training(
     ] = None,
     transfer: Annotated[
         bool,
-        typer.Option(
+        _transfer_option(
             "--transfer",
             help="Measure accuracy and images/s of transfer learning by 1, 2 and 4 workers, or those of --workers; "
             "default network: alexnet, batch of a worker: 32.",
-            rich_help_panel=_TRANSFER,
         ),
     ] = False,
-    freeze_until: Annotated[
-        str, typer.Option(help="Layers before this one are fixed.", rich_help_panel=_TRANSFER)
-    ] = "classifier.6",
-    epochs: Annotated[int, typer.Option(help="Epochs on all digits.", min=1, rich_help_panel=_TRANSFER)] = 10,
-    lr: Annotated[float, typer.Option(help="Learning rate of one worker.", rich_help_panel=_TRANSFER)] = 0.001,
+    freeze_until: Annotated[str, _transfer_option(help="Layers before this one are fixed.")] = "classifier.6",
+    epochs: Annotated[int, _transfer_option(help="Epochs on all digits.", min=1)] = 10,
+    lr: Annotated[float, _transfer_option(help="Learning rate of one worker.")] = 0.001,
     scale_batch: Annotated[
         bool,
-        typer.Option(
-            "--scale-batch/--same-batch",
-            help="Multiply batch and learning rate by the number of workers.",
-            rich_help_panel=_TRANSFER,
+        _transfer_option(
+            "--scale-batch/--same-batch", help="Multiply batch and learning rate by the number of workers."
         ),
     ] = True,
     runs: Runs = 7,
