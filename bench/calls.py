@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import Side, fastest, in_turn, ratios_to_peers
+from gangline.bench.driver.installed import available_peers, collective_ranks, peer_groups
+from gangline.bench.driver.rank_group import RankGroup
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.report.tables import print_ratios
@@ -17,10 +19,6 @@ from gangline.bench.workload.collective_shapes import tensor_options
 from gangline.bench.workload.options import Json, Runs, RunSeconds
 from gangline.bench.workload.sizes import counts, size_in_bytes
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.harness import Side
-    from gangline.bench.driver.rank_group import RankGroup
 
 _CONNECTING = ("connect", "split", "barrier")
 _SIZED = ("all_reduce", "all_gather", "broadcast")
@@ -48,7 +46,7 @@ def connect(
     check_outputs(json)
     cases = [{"call": call} for call in _chosen(calls, _CONNECTING)]
     rows = _measure("ranks", cases, counts(ranks, "--ranks"), peers, runs, _BARRIER_SECONDS)
-    publish(command_line(), rows, json)
+    publish(rows, json)
     print_ratios(rows, "ranks", ("call",))
 
 
@@ -77,7 +75,7 @@ def backend(
     chosen = _chosen(calls, _BACKEND)
     cases = [{"call": call, "size": size} for call in chosen for size in (nbytes if call in _SIZED else [0])]
     rows = _measure("backend", cases, counts(ranks, "--ranks"), peers, runs, run_seconds)
-    publish(command_line(), rows, json)
+    publish(rows, json)
     print_ratios([row for row in rows if row["size"]], "size", ("ranks", "call"))
     print_ratios([row for row in rows if not row["size"]], "call", ("ranks",))
 
@@ -92,22 +90,11 @@ def _chosen(words: str, among: Sequence[str]) -> list[str]:
 def _measure(
     folder: str, cases: Sequence[Mapping[str, Any]], ranks: Sequence[int], peers: str, runs: int, run_seconds: float
 ) -> list[Row]:
-    """Measure gangline and the peers in turn.
+    """Measure gangline and the peers of a folder of bench/peers in turn.
 
-    Args:
-        folder: folder of bench/peers.
-        cases: a call, and the bytes of the larger of a rank's tensors (0: not chosen).
-        ranks: numbers of ranks.
-        peers: value of ``--peers``.
-        runs: number of runs of each candidate.
-        run_seconds: approximate length of a run.
-
-    Raises:
-        GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
+    A case is a call, and the bytes of the larger of a rank's tensors (0: not chosen). A failure of gangline is a
+    GroupError; a peer that fails is left out from then on, with a line on stderr.
     """
-    from gangline.bench.driver.installed import available_peers, collective_ranks, peer_groups
-    from gangline.bench.driver.rank_group import RankGroup
-
     others = available_peers(peers, folder)
     rows: list[Row] = []
     for number in ranks:
@@ -122,8 +109,6 @@ def _measure(
 def _rows(
     own: RankGroup, groups: dict[str, list[RankGroup]], case: Mapping[str, Any], runs: int, run_seconds: float
 ) -> Iterator[Row]:
-    from gangline.bench.driver.harness import Side, fastest, in_turn, ratios_to_peers
-
     def prepare(who: str, group: RankGroup) -> Side:
         options = _options_of_mpi(case, group.candidate.ranks) if who == "mpi" else case
         group.prepare(options)

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
-from gangline.bench.report.output import check_outputs, write_json
+from gangline.bench.driver import installed
+from gangline.bench.driver.harness import Side, fastest, in_turn, ratios_to_peers
+from gangline.bench.driver.hosts import Hosts
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import RankGroup
+from gangline.bench.report.output import check_outputs, command_line, write_json
+from gangline.bench.report.plots import draw_curves
 from gangline.bench.report.rows import Row, is_noisy, spread
 from gangline.bench.report.tables import LEGEND, format_size, print_ratios
 from gangline.bench.workload.collective_shapes import (
@@ -34,114 +39,40 @@ from gangline.bench.workload.options import (
 )
 from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.harness import Side
-    from gangline.bench.driver.processes import Candidate
-    from gangline.bench.driver.rank_group import RankGroup
+from gangline.collectives.schedule import ROOTED
 
 _RUN_SECONDS = 0.2
 
 
-def collective(
-    context: typer.Context,
-    minbytes: MinBytes = "8",
-    maxbytes: MaxBytes = "256M",
-    stepfactor: StepFactor = 2,
-    iters: Annotated[
-        int | None, typer.Option("-n", "--iters", help="Steps of a run; default: about 0.2 s.", min=1)
-    ] = None,
+@dataclass(frozen=True)
+class Sweep:
+    """The options of the bench of a collective."""
+
+    minbytes: MinBytes = "8"
+    maxbytes: MaxBytes = "256M"
+    stepfactor: StepFactor = 2
+    iters: Annotated[int | None, typer.Option("-n", "--iters", help="Steps of a run; default: about 0.2 s.", min=1)] = (
+        None
+    )
     warmup_iters: Annotated[
         int | None, typer.Option("-w", "--warmup_iters", help="Unmeasured steps before a run; default: a fifth.", min=0)
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2",
-    transport: Annotated[Transport, typer.Option(help="gangline's transport.")] = Transport.auto,
-    dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.float32,
-    op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.sum,
-    root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast and reduce.", min=0)] = 0,
+    ] = None
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2"
+    transport: Annotated[Transport, typer.Option(help="gangline's transport.")] = Transport.auto
+    dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.float32
+    op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.sum
+    root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast and reduce.", min=0)] = 0
     registered: Annotated[
         bool | None,
         typer.Option("--registered/--ordinary", help="Use gangline's tensors of comm.empty(), or not; default: both."),
-    ] = None,
-    algo: Annotated[str | None, typer.Option(help="gangline's algorithm, such as ring or ring:8.")] = None,
-    check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1,
-    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline, with commas: gloo, mpi.")] = "",
-    hosts: Annotated[int, typer.Option(help="Network namespaces to distribute the ranks over.", min=1)] = 1,
-    runs: Runs = 7,
-    json: Json = None,
-    plot: Plot = None,
-) -> None:
-    """Measure a collective over a range of sizes, out of place and in place.
-
-    size is that of the larger of a rank's tensors. time is that of a step: the mean over a run on the slowest rank, and
-    the median over the runs. algbw is size / time; busbw, in nccl-tests' definition, does not depend on the number of
-    ranks. Each peer runs at the fastest of several settings for each size. Options have nccl-tests' names; commands are
-    spelled as in JSON, with an underscore.
-    """
-    from gangline.bench.driver.installed import available_peers
-
-    check_outputs(json, plot)
-    name = context.info_name or ""
-    sweep = Sweep(
-        name,
-        sizes_between(minbytes, maxbytes, stepfactor),
-        dtype=dtype.value,
-        op=op.value,
-        root=root,
-        registered=(False, True) if registered is None else (registered,),
-        transport=transport.value,
-        algorithm=f"{name}={algo}" if algo else None,
-        steps=iters,
-        warmup=warmup_iters,
-        runs=runs,
-        check=bool(check),
-        hosts=hosts,
-        peers=available_peers(peers, "ranks"),
-    )
-    rows: list[Row] = []
-    for number in counts(ranks, "--ranks"):
-        for of_size in measure(sweep, number):
-            if not any(row["ranks"] == number for row in rows):
-                print("\n".join(_head(sweep, of_size)))
-            rows += of_size
-            print("\n".join(_lines(of_size, {row["who"]: row["setting"] for row in reversed(rows)})), flush=True)
-    print("\n".join(_closing(rows)))
-    if json is not None:
-        write_json(command_line(), rows, json)
-    if plot is not None:
-        draw(command_line(), rows, plot)
-    print_ratios(rows, "size", ("ranks", "in_place", "registered"))
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A collective over a range of sizes."""
-
-    collective: str
-    sizes: Sequence[int]
-    """Bytes of the larger of a rank's tensors."""
-    dtype: str = "float32"
-    op: str = "sum"
-    root: int = 0
-    registered: Sequence[bool] = (False, True)
-    """Kinds of gangline's tensors: True are those of ``comm.empty()``, False ordinary ones."""
-    transport: str = "auto"
-    algorithm: str | None = None
-    """Value of GANGLINE_ALGO; None: not set."""
-    steps: int | None = None
-    """Steps of a run; None: as many as fit into it."""
-    warmup: int | None = None
-    """Unmeasured steps before a run; None: a fifth."""
-    runs: int = 7
-    check: bool = True
-    hosts: int = 1
-    peers: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.algorithm is not None:
-            from gangline.collectives.tuner import forced_algorithms
-
-            forced_algorithms(self.algorithm)
+    ] = None
+    algo: Annotated[str | None, typer.Option(help="gangline's algorithm, such as ring or ring:8.")] = None
+    check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1
+    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline, with commas: gloo, mpi.")] = ""
+    hosts: Annotated[int, typer.Option(help="Network namespaces to distribute the ranks over.", min=1)] = 1
+    runs: Runs = 7
+    json: Json = None
+    plot: Plot = None
 
     @property
     def itemsize(self) -> int:
@@ -151,49 +82,78 @@ class Sweep:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype.itemsize
 
-    def options(self, ranks: int, size: int, *, in_place: bool) -> dict[str, Any]:
+    def algorithm(self, collective: str) -> str | None:
+        """Return the value of GANGLINE_ALGO; None: not set."""
+        return f"{collective}={self.algo}" if self.algo else None
+
+    def of_rank(self, collective: str, ranks: int, size: int, *, in_place: bool) -> dict[str, Any]:
         """Return the options of a rank for a size: as many whole elements, and rows, as fit into it."""
-        count = size // self.itemsize // rows_in(self.collective, ranks)
+        count = size // self.itemsize // rows_in(collective, ranks)
         return {
-            **tensor_options(self.collective, ranks, count),
+            **tensor_options(collective, ranks, count),
             "dtype": self.dtype,
             "op": self.op,
             "root": self.root,
             "in_place": in_place,
             "registered": False,
-            "algorithm": self.algorithm,
+            "algorithm": self.algorithm(collective),
         }
 
 
-def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
+def collective(name: str, sweep: Sweep) -> None:
+    """Measure a collective over a range of sizes, out of place and in place.
+
+    size is that of the larger of a rank's tensors. time is that of a step: the mean over a run on the slowest rank, and
+    the median over the runs. algbw is size / time; busbw, in nccl-tests' definition, does not depend on the number of
+    ranks. Each peer runs at the fastest of several settings for each size. Options have nccl-tests' names; commands are
+    spelled as in JSON, with an underscore.
+    """
+    from gangline.collectives.tuner import forced_algorithms
+
+    check_outputs(sweep.json, sweep.plot)
+    sizes = sizes_between(sweep.minbytes, sweep.maxbytes, sweep.stepfactor)
+    peers = installed.available_peers(sweep.peers, "ranks")
+    if sweep.algo:
+        forced_algorithms(sweep.algorithm(name) or "")
+    rows: list[Row] = []
+    for number in counts(sweep.ranks, "--ranks"):
+        for of_size in measure(name, sweep, sizes, peers, number):
+            if not any(row["ranks"] == number for row in rows):
+                print("\n".join(_head(name, sweep, of_size)))
+            rows += of_size
+            print("\n".join(_lines(of_size, {row["who"]: row["setting"] for row in reversed(rows)})), flush=True)
+    print("\n".join(_closing(rows)))
+    if sweep.json is not None:
+        write_json(rows, sweep.json)
+    if sweep.plot is not None:
+        draw(command_line(), rows, sweep.plot)
+    print_ratios(rows, "size", ("ranks", "in_place", "registered"))
+
+
+def measure(
+    collective: str, sweep: Sweep, sizes: Sequence[int], peers: Sequence[str], ranks: int
+) -> Iterator[list[Row]]:
     """Yield for each size the rows of gangline and of the peers, out of place and in place.
 
     Raises:
         ValueError: if ``root`` is not a rank, or there are more hosts than ranks.
         GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
     """
-    from gangline.bench.driver.installed import peer_groups
-    from gangline.bench.driver.rank_group import RankGroup
-
     if sweep.root >= ranks:
         raise UsageError(f"--root is {sweep.root}; expected a rank below {ranks}")
     if sweep.hosts > ranks:
         raise UsageError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
     with ExitStack() as stack:
-        hosts = None
-        if sweep.hosts > 1:
-            from gangline.bench.driver.hosts import Hosts
-
-            hosts = stack.enter_context(Hosts(sweep.hosts))
+        hosts = stack.enter_context(Hosts(sweep.hosts)) if sweep.hosts > 1 else None
         own = stack.enter_context(RankGroup(_own_candidate(sweep, ranks), hosts))
-        started = {peer: peer_groups(stack, peer, ranks, hosts=hosts) for peer in sweep.peers}
+        started = {peer: installed.peer_groups(stack, peer, ranks, hosts=hosts) for peer in peers}
         others = {peer: groups for peer, groups in started.items() if groups}
-        for size in sweep.sizes:
+        for size in sizes:
             rows: list[Row] = []
-            for in_place in IN_PLACE.get(sweep.collective, (False,)):
-                options = sweep.options(ranks, size, in_place=in_place)
+            for in_place in IN_PLACE.get(collective, (False,)):
+                options = sweep.of_rank(collective, ranks, size, in_place=in_place)
                 if options["count"]:
-                    rows += _Case(sweep, ranks, options).rows(own, others)
+                    rows += _Case(collective, sweep, ranks, options).rows(own, others)
             if rows:
                 yield rows
 
@@ -202,15 +162,15 @@ def measure(sweep: Sweep, ranks: int) -> Iterator[list[Row]]:
 class _Case:
     """One size, out of place or in place."""
 
+    collective: str
     sweep: Sweep
     ranks: int
     options: Mapping[str, Any]
 
     def rows(self, own: RankGroup, others: dict[str, list[RankGroup]]) -> list[Row]:
         """Prepare all sides, measure them in turn, and free their memory."""
-        from gangline.bench.driver.harness import fastest, in_turn
-
-        sides = [self._prepared("gangline", own, registered) for registered in self.sweep.registered]
+        kinds = (False, True) if self.sweep.registered is None else (self.sweep.registered,)
+        sides = [self._prepared("gangline", own, registered) for registered in kinds]
         sides += fastest(list(others), others, self._prepared)
         seconds = in_turn({side: side.seconds for side in sides}, self.sweep.runs)
         rows = [self._row(side, seconds) for side in sides]
@@ -219,40 +179,35 @@ class _Case:
         return rows
 
     def _prepared(self, who: str, group: RankGroup, registered: bool = False) -> Side:
-        from gangline.bench.driver.harness import Side
-
         name = "registered" if registered else "ordinary"
         options = {**self.options, "registered": registered}
         group.prepare(options, name)
-        steps = self.sweep.steps or group.steps_in(_RUN_SECONDS, name)
-        return Side(who, group, options, name, steps, self.sweep.warmup)
+        steps = self.sweep.iters or group.steps_in(_RUN_SECONDS, name)
+        return Side(who, group, options, name, steps, self.sweep.warmup_iters)
 
     def _row(self, side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
-        from gangline.bench.driver.harness import ratios_to_peers
-        from gangline.collectives.schedule import ROOTED
-
         sweep, options = self.sweep, self.options
-        size = options["count"] * rows_in(sweep.collective, self.ranks) * sweep.itemsize
+        size = options["count"] * rows_in(self.collective, self.ranks) * sweep.itemsize
         figures = spread([1e6 * each for each in seconds[side]])
         algbw = size / figures["p50"] / 1e3
         return {
             "who": side.group.who,
             "setting": side.group.candidate.setting or None,
-            "collective": sweep.collective,
+            "collective": self.collective,
             "transport": side.group.transport,
             "ranks": self.ranks,
             "hosts": sweep.hosts if sweep.hosts > 1 else None,
             "size": size,
             "count": options["count"],
             "dtype": sweep.dtype,
-            "redop": sweep.op if sweep.collective in REDUCING else None,
-            "root": sweep.root if sweep.collective in ROOTED else None,
+            "redop": sweep.op if self.collective in REDUCING else None,
+            "root": sweep.root if self.collective in ROOTED else None,
             "in_place": options["in_place"],
             "registered": side.options["registered"],
-            "algorithm": sweep.algorithm if side.who == "gangline" else None,
+            "algorithm": options["algorithm"] if side.who == "gangline" else None,
             "time_us": figures["p50"],
             "algbw_gbs": algbw,
-            "busbw_gbs": algbw * bus_factor(sweep.collective, self.ranks),
+            "busbw_gbs": algbw * bus_factor(self.collective, self.ranks),
             "wrong": side.group.wrong(side.name) if sweep.check else None,
             **ratios_to_peers(side, seconds),
             **figures,
@@ -260,24 +215,22 @@ class _Case:
 
 
 def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
-    from gangline.bench.driver.installed import collective_ranks
-
-    candidate, *_ = collective_ranks("gangline", ranks)
+    candidate, *_ = installed.collective_ranks("gangline", ranks)
     transport = "tcp" if sweep.hosts > 1 else sweep.transport
     insecure = {"GANGLINE_INSECURE": "1"} if sweep.hosts > 1 else {}  # nobody else reaches the namespaces
     return replace(candidate, env={**candidate.env, "BENCH_TRANSPORT": transport, **insecure})
 
 
-def _head(sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
+def _head(collective: str, sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines above a table: first what is the same in all of its lines."""
     row = rows[0]
     redop = [row["redop"]] if row["redop"] else []
     root = [f"root {row['root']}"] if row["root"] is not None else []
     hosts = [f"{sweep.hosts} hosts"] if sweep.hosts > 1 else []
-    algorithm = [f"algorithm {sweep.algorithm}"] if sweep.algorithm else []
+    algorithm = [f"algorithm {sweep.algorithm(collective)}"] if sweep.algo else []
     over = f"{row['ranks']} ranks over {row['transport']}"
     words = [over, *hosts, row["dtype"], *redop, *root, *algorithm, f"{sweep.runs} runs"]
-    yield f"# {sweep.collective}: {', '.join(words)}"
+    yield f"# {collective}: {', '.join(words)}"
     for who, setting in {each["who"]: each["setting"] for each in rows if each["who"] != "gangline"}.items():
         yield f"# {_short(who)}: {', '.join(filter(None, [who, setting]))}"
     if any(each["registered"] for each in rows):
@@ -329,8 +282,6 @@ def _short(who: str) -> str:
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     """Draw rows as curves over sizes, as `draw_curves`."""
-    from gangline.bench.report.plots import draw_curves
-
     draw_curves(
         title,
         rows,

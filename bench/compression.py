@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from timeit import timeit
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import in_turn
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.options import Json, Runs
-
-if TYPE_CHECKING:
-    import torch
-
-    from gangline.kvstore.compression import Codec
 
 _COPY = "torch copy_"
 _PARAMS: tuple[dict[str, Any], ...] = (
@@ -38,15 +34,14 @@ def compression(
     residual and the check for NaN and infinity, fp16 and bf16 neither. ratio to copy is the time over that of copy_.
     """
     check_outputs(json)
-    publish(command_line(), measure(mib, runs), json)
+    publish(measure(mib, runs), json)
 
 
 def measure(mib: int, runs: int) -> list[Row]:
     """Measure copy_ and each codec in both directions, in milliseconds, with torch's present number of threads."""
     import torch
 
-    from gangline.bench.driver.harness import in_turn
-    from gangline.kvstore.compression import parse
+    from gangline.kvstore.compression import compress, parse
 
     size = mib * 2**20
     values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0)).mul_(0.3)
@@ -58,11 +53,16 @@ def measure(mib: int, runs: int) -> list[Row]:
         codec, name = parsed.codec, f"gangline {params['type']}"
         residual = torch.zeros_like(values) if parsed.error_feedback else None
         payload = codec.encode(values)
-        calls[f"{name} compress"] = _compress(codec, values, residual)
-        calls[f"{name} decode"] = _decode(codec, payload, target)
+        calls[f"{name} compress"] = (
+            partial(codec.encode, values)
+            if residual is None
+            else partial(compress, codec, values, residual, "the bench")
+        )
+        calls[f"{name} decode"] = partial(codec.decode, payload, target)
         bytes_of[f"{name} compress"] = bytes_of[f"{name} decode"] = payload.numel()
-    times = in_turn({name: _timed(call) for name, call in calls.items()}, runs + 1)
-    times = {name: found[1:] for name, found in times.items()}  # the first run of each touches its memory
+    seconds = in_turn({name: partial(timeit, call, number=1) for name, call in calls.items()}, runs + 1)
+    # the first run of each touches its memory
+    times = {name: [1e3 * each for each in found[1:]] for name, found in seconds.items()}
     copies = times[_COPY]
     return [
         {
@@ -76,24 +76,3 @@ def measure(mib: int, runs: int) -> list[Row]:
         }
         for name, found in times.items()
     ]
-
-
-def _timed(call: Callable[[], Any]) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    return run
-
-
-def _compress(codec: Codec, values: torch.Tensor, residual: torch.Tensor | None) -> Callable[[], Any]:
-    from gangline.kvstore.compression import compress
-
-    if residual is None:
-        return lambda: codec.encode(values)
-    return lambda: compress(codec, values, residual, "the bench")
-
-
-def _decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-    return lambda: codec.decode(payload, out)

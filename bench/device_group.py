@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import in_turn, say
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import context_words
@@ -48,17 +49,13 @@ def device_group(
     check_outputs(json)
     words = context_words(contexts, gpus, default=(2, 4))
     rows = run(words, [int(float(size) * 1024) for size in sizes.split(",")], runs, run_seconds)
-    publish(command_line(), rows, json)
+    publish(rows, json)
 
 
 def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: float) -> list[Row]:
-    """Measure each number of contexts and size; the implementations are measured in turn.
+    """Measure each number of contexts, with the words that name them, and each size of a buffer in bytes.
 
-    Args:
-        contexts: numbers of contexts, each with the words that name them.
-        sizes: sizes of a buffer in bytes.
-        runs: number of runs of each implementation.
-        run_seconds: approximate length of a run.
+    The implementations are measured in turn.
     """
     import gangline
 
@@ -72,7 +69,6 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """Create a group with each implementation available for the devices."""
-    from gangline.bench.driver.harness import say
     from gangline.collectives.devices.backends.selection import check
     from gangline.collectives.devices.device_group import DeviceGroup
 
@@ -89,8 +85,6 @@ def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
 
 def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, run_seconds: float) -> list[Row]:
     import torch
-
-    from gangline.bench.driver.harness import in_turn
 
     buffers = [torch.empty(size // 4, device=device) for device in groups[0].devices]
     sides = _sides(groups, buffers)
@@ -150,18 +144,14 @@ def _sides(groups: Sequence[DeviceGroup], buffers: Sequence[torch.Tensor]) -> di
 
     sides: dict[str, Call] = {_COPY: lambda: target.copy_(first)}
     for group in groups:
-        sides[f"{group.implementation} all_reduce"] = _call(group.all_reduce, buffers)
-        sides[f"{group.implementation} broadcast"] = _call(group.broadcast, buffers)
+        sides[f"{group.implementation} all_reduce"] = partial(group.all_reduce, buffers)
+        sides[f"{group.implementation} broadcast"] = partial(group.broadcast, buffers)
     sides["add_, copy_ all_reduce"] = add_and_copy
     if first.is_cuda and len({buffer.device for buffer in buffers}) == len(buffers):
         import torch.cuda.nccl
 
-        sides["torch.cuda.nccl all_reduce"] = _call(torch.cuda.nccl.all_reduce, buffers)
+        sides["torch.cuda.nccl all_reduce"] = partial(torch.cuda.nccl.all_reduce, buffers)
     return sides
-
-
-def _call(function: Callable[[Sequence[torch.Tensor]], Any], buffers: Sequence[torch.Tensor]) -> Call:
-    return lambda: function(buffers)
 
 
 def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import Entry, Measured, fastest_candidates, measure_in_turn
+from gangline.bench.driver.installed import available_peers, single_process
+from gangline.bench.driver.processes import Candidate
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.networks import bytes_of, context_words, parameter_shapes
 from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.harness import Entry, Measured
 
 _PUSH_PULL = "push+pull"
 _PUSHPULL = "pushpull"
@@ -40,13 +39,11 @@ def kvstore(
     largest absolute difference from the sum in float64. With --peers, gangline and its peers run at the fastest of
     several settings.
     """
-    from gangline.bench.driver.installed import available_peers
-
     check_outputs(json)
     words = context_words(contexts, gpus, default=(2, 4))
     others = available_peers(peers, "kvstore", on_gpus=gpus is not None)
     rows = measure(network, [store.strip() for store in stores.split(",")], words, others, runs, run_seconds)
-    publish(command_line(), rows, json)
+    publish(rows, json)
     print_ratios(rows, "contexts", ("store", "call"))
 
 
@@ -55,20 +52,12 @@ def measure(
 ) -> list[Row]:
     """Measure each store on each number of contexts; gangline and the peers are measured in turn.
 
-    Args:
-        network: network whose parameters are the keys.
-        stores: kinds of store.
-        contexts: numbers of contexts, each with the words that name them.
-        peers: names out of "mxnet" and "torch".
-        runs: number of runs of each candidate.
-        run_seconds: approximate length of a run.
+    The arguments are options of `kvstore`; ``contexts`` are the words that name them, by their number.
 
     Raises:
         ValueError: if the network is unknown.
         GroupError: if a candidate fails, for instance because a store is unknown.
     """
-    from gangline.bench.driver.harness import fastest_candidates, measure_in_turn
-
     keys = parameter_shapes(network)
     cases = [(store, count) for store in stores for count in contexts]
     entries = [_entries({"keys": keys, "store": store, "contexts": contexts[count]}, peers) for store, count in cases]
@@ -87,10 +76,6 @@ def measure(
 
 def _entries(options: dict[str, Any], peers: Sequence[str]) -> list[Entry]:
     """Return gangline's two calls, then the peers in their order."""
-    from gangline.bench.driver.harness import Entry
-    from gangline.bench.driver.installed import single_process
-    from gangline.bench.driver.processes import Candidate
-
     own = single_process("gangline", "kvstore") if peers else [Candidate("kvstore/gangline")]
     return [
         *(Entry(own, {**options, "call": call}) for call in (_PUSH_PULL, _PUSHPULL)),

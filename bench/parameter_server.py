@@ -12,12 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
-from gangline.bench.report.output import check_outputs, publish
+from gangline.bench.driver.harness import Side, fastest, in_turn, say
+from gangline.bench.driver.hosts import Hosts, obstacle
+from gangline.bench.driver.installed import available_peers, interpreter, started
+from gangline.bench.driver.processes import SERVER, Candidate
+from gangline.bench.driver.rank_group import RankGroup
+from gangline.bench.report.output import check_outputs, command_line, publish
+from gangline.bench.report.plots import draw_curves
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.options import (
@@ -34,16 +39,11 @@ from gangline.bench.workload.options import (
 from gangline.bench.workload.sizes import size_in_bytes, sizes_between
 from gangline.collectives.errors import UsageError
 
-if TYPE_CHECKING:
-    from gangline.bench.driver.harness import Side
-    from gangline.bench.driver.hosts import Hosts
-    from gangline.bench.driver.processes import Candidate
-    from gangline.bench.driver.rank_group import RankGroup
-
 PUSH, PUSH_PULL, PUSHPULL = "push", "push+pull", "pushpull"
 """The measured calls."""
 _ITEM = 4  # bytes of a float32
 _LONG = 1.0  # seconds of a step that is not repeated within a run
+_RUN_SECONDS = 0.2
 _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
     "2bit": {"type": "2bit", "threshold": 0.5},
     "fp16": {"type": "fp16"},
@@ -51,30 +51,52 @@ _COMPRESSIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def ps(
-    minbytes: MinBytes = "4K",
-    maxbytes: Annotated[
-        str, typer.Option("-e", "--maxbytes", help="Largest size in bytes; it is always measured.")
-    ] = "64M",
-    stepfactor: StepFactor = 16,
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Worker processes.", min=1)] = 2,
-    servers: Annotated[int, typer.Option("-s", "--servers", help="Server processes.", min=1)] = 1,
-    store: Annotated[DistStore, typer.Option(help="Kind of store.")] = DistStore.dist_sync,
+@dataclass(frozen=True)
+class Case:
+    """The options of `gangline bench ps`."""
+
+    minbytes: MinBytes = "4K"
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest size in bytes; it is always measured.")] = (
+        "64M"
+    )
+    stepfactor: StepFactor = 16
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Worker processes.", min=1)] = 2
+    servers: Annotated[int, typer.Option("-s", "--servers", help="Server processes.", min=1)] = 1
+    store: Annotated[DistStore, typer.Option(help="Kind of store.")] = DistStore.dist_sync
     transport: Annotated[
         ServerTransport, typer.Option(help="gangline's transport; auto: shared memory where possible.")
-    ] = ServerTransport.auto,
-    pushpull: Annotated[bool, typer.Option(help="Also measure the call pushpull.")] = False,
-    compression: Annotated[Compression | None, typer.Option(help="Also measure compressed pushes.")] = None,
-    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline: mxnet.")] = "",
+    ] = ServerTransport.auto
+    pushpull: Annotated[bool, typer.Option(help="Also measure the call pushpull.")] = False
+    compression: Annotated[Compression | None, typer.Option(help="Also measure compressed pushes.")] = None
+    peers: Annotated[str, typer.Option(help="Peers to measure beside gangline: mxnet.")] = ""
     hosts: Annotated[
         HostCount, typer.Option(help="2: run the servers in one network namespace and the workers in another.")
-    ] = HostCount["1"],
-    rate: Annotated[str | None, typer.Option(help="Rate of the link between the two hosts, such as 100mbit.")] = None,
-    check: Annotated[bool, typer.Option(help="Check every element of the results.")] = True,
-    runs: Runs = 3,
-    json: Json = None,
-    plot: Plot = None,
-) -> None:
+    ] = HostCount["1"]
+    rate: Annotated[str | None, typer.Option(help="Rate of the link between the two hosts, such as 100mbit.")] = None
+    check: Annotated[bool, typer.Option(help="Check every element of the results.")] = True
+    runs: Runs = 3
+    json: Json = None
+    plot: Plot = None
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of the key in each measurement, after checking that the job can be measured here."""
+        largest = size_in_bytes(self.maxbytes, "-e")
+        sizes = sorted({*sizes_between(self.minbytes, self.maxbytes, self.stepfactor), largest})
+        if sizes[0] < _ITEM:
+            raise UsageError(f"-b is {sizes[0]}; expected {_ITEM} bytes or more, those of one float32")
+        if self.rate is not None and not self.on_hosts:
+            raise UsageError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
+        if self.on_hosts and (why := obstacle()) is not None:
+            raise RuntimeError(f"--hosts {self.hosts}: {why}")
+        return sizes
+
+    @property
+    def on_hosts(self) -> bool:
+        """True if servers and workers have a host each."""
+        return self.hosts != "1"
+
+
+def ps(case: Case) -> None:
     """Push a key of float32 from every worker and pull the sum.
 
     size is that of the key; time is that of one push and pull: the mean over a run on the slowest worker, and the
@@ -82,61 +104,12 @@ def ps(
     push and pull with both compressed (pulls as fp16). MXNet runs at the fastest of several settings for each size
     and call. error is the largest deviation from the exact sum.
     """
-    from gangline.bench.driver.installed import available_peers
-
-    check_outputs(json, plot)
-    sizes = {*sizes_between(minbytes, maxbytes, stepfactor), size_in_bytes(maxbytes, "-e")}
-    case = Case(
-        sizes=sorted(sizes),
-        workers=workers,
-        servers=servers,
-        store=store.value,
-        transport=transport.value,
-        pushpull=pushpull,
-        compression=compression and compression.value,
-        peers=available_peers(peers, "parameter_server"),
-        hosts=int(hosts.value),
-        rate=rate,
-        check=check,
-        runs=runs,
-    )
+    check_outputs(case.json, case.plot)
     rows = measure(case)
-    publish(command_line(), rows, json)
-    if plot is not None:
-        draw(command_line(), rows, plot)
+    publish(rows, case.json)
+    if case.plot is not None:
+        draw(command_line(), rows, case.plot)
     print_ratios(rows, "size", ("mode", "transport", "call", "compression"))
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes to measure, and the job that serves them."""
-
-    sizes: Sequence[int]
-    """Bytes of the key."""
-    workers: int = 2
-    servers: int = 1
-    store: str = "dist_sync"
-    transport: str = "auto"
-    pushpull: bool = False
-    compression: str | None = None
-    peers: Sequence[str] = ()
-    hosts: int = 1
-    rate: str | None = None
-    check: bool = True
-    runs: int = 3
-    run_seconds: float = 0.2
-    """Approximate length of a run."""
-
-    def __post_init__(self) -> None:
-        if min(self.sizes) < _ITEM:
-            raise UsageError(f"-b is {min(self.sizes)}; expected {_ITEM} bytes or more, those of one float32")
-        if self.rate is not None and self.hosts == 1:
-            raise UsageError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
-        if self.hosts > 1:
-            from gangline.bench.driver.hosts import obstacle
-
-            if (why := obstacle()) is not None:
-                raise RuntimeError(f"--hosts {self.hosts}: {why}")
 
 
 def measure(case: Case) -> list[Row]:
@@ -145,13 +118,12 @@ def measure(case: Case) -> list[Row]:
     Raises:
         GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
     """
-    from gangline.bench.driver.hosts import Hosts
-
+    sizes, peers = case.sizes(), available_peers(case.peers, "parameter_server")
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.hosts > 1 else None
+        hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.on_hosts else None
         own = _own_jobs(stack, case, hosts)
-        others = {peer: jobs for peer in case.peers if (jobs := _peer_jobs(stack, peer, case))}
-        return [row for size in case.sizes for row in _Size(case, size).rows(own, others)]
+        others = {peer: jobs for peer in peers if (jobs := _peer_jobs(stack, peer, case))}
+        return [row for size in sizes for row in _Size(case, size).rows(own, others)]
 
 
 @dataclass(frozen=True)
@@ -165,8 +137,6 @@ class _Size:
         self, own: Sequence[tuple[RankGroup, str, str | None]], others: dict[str, list[RankGroup]]
     ) -> Iterator[Row]:
         """Prepare all sides, measure them in turn, and free their memory."""
-        from gangline.bench.driver.harness import fastest, in_turn, say
-
         sides = [self._prepared("gangline", job, call, compression) for job, call, compression in own]
         for call in _calls(self.case):
             sides += fastest(list(others), others, partial(self._prepared, call=call))
@@ -179,8 +149,6 @@ class _Size:
 
     def _prepared(self, who: str, job: RankGroup, call: str, compression: str | None = None) -> Side:
         """Create the key and choose the steps of a run."""
-        from gangline.bench.driver.harness import Side
-
         options = {
             "count": self.size // _ITEM,
             "workers": self.case.workers,
@@ -188,7 +156,7 @@ class _Size:
             "compression": compression,
         }
         step = job.prepare(options, call)
-        return Side(who, job, options, call, 1 if step > _LONG else job.steps_in(self.case.run_seconds, call))
+        return Side(who, job, options, call, 1 if step > _LONG else job.steps_in(_RUN_SECONDS, call))
 
     def _row(self, side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
         case, bytes_of_key = self.case, self.size // _ITEM * _ITEM
@@ -198,12 +166,12 @@ class _Size:
             "who": side.group.who,
             "setting": side.group.candidate.setting or None,
             "mode": case.store,
-            "transport": case.transport if ours and case.hosts == 1 else "tcp",
+            "transport": case.transport if ours and not case.on_hosts else "tcp",
             "call": side.name,
             "compression": side.options["compression"],
             "workers": case.workers,
             "servers": case.servers,
-            "hosts": case.hosts if case.hosts > 1 else None,
+            "hosts": int(case.hosts) if case.on_hosts else None,
             "rate": case.rate,
             "size": bytes_of_key,
             "time_us": figures["p50"],
@@ -240,41 +208,33 @@ def _calls(case: Case) -> list[str]:
 
 def _own_jobs(stack: ExitStack, case: Case, hosts: Hosts | None) -> list[tuple[RankGroup, str, str | None]]:
     """Start gangline's jobs, one for each compression; return each with its calls and compression."""
-    from gangline.bench.driver.rank_group import RankGroup
-
     calls: dict[str | None, list[str]] = {None: _calls(case)}
     if case.compression is not None:
         calls[None].insert(0, PUSH)
         calls |= {case.compression: [PUSH], f"{case.compression}, pulls fp16": [PUSH_PULL]}
     found = []
     for compression, of_job in calls.items():
-        job = stack.enter_context(RankGroup(_own_candidate(case, compression, hosts is not None), hosts))
+        job = stack.enter_context(RankGroup(_own_candidate(case, compression), hosts))
         found += [(job, call, compression) for call in of_job]
     return found
 
 
-def _own_candidate(case: Case, compression: str | None, on_hosts: bool) -> Candidate:
-    from gangline.bench.driver.processes import SERVER, Candidate
-
+def _own_candidate(case: Case, compression: str | None) -> Candidate:
     env = {"BENCH_STORE": case.store, "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // case.workers))}
     if compression is not None:
         name, _, pulls = compression.partition(", pulls ")
         params = {**_COMPRESSIONS[name], **({"pull_type": pulls} if pulls else {})}
         env["BENCH_COMPRESSION"] = json_format.dumps(params)
-    if case.transport == "tcp" or on_hosts:  # processes of two namespaces could still share memory
+    if case.transport == "tcp" or case.on_hosts:  # processes of two namespaces could still share memory
         env["GANGLINE_TRANSPORT"] = "tcp"
-    if on_hosts:
+    if case.on_hosts:
         env["GANGLINE_INSECURE"] = "1"  # nobody else reaches the namespaces
     return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=SERVER)
 
 
 def _peer_jobs(stack: ExitStack, peer: str, case: Case) -> list[RankGroup]:
     """Start a peer's jobs, one for each setting; none if it cannot be started, with the reason on stderr."""
-    from gangline.bench.driver.harness import say
-    from gangline.bench.driver.installed import interpreter, started
-    from gangline.bench.driver.processes import Candidate
-
-    if case.hosts > 1 or case.store != "dist_sync":
+    if case.on_hosts or case.store != "dist_sync":
         say(f"skipping {peer}: it is measured with dist_sync on one host only")
         return []
     candidates = [
@@ -294,8 +254,6 @@ def _peer_jobs(stack: ExitStack, peer: str, case: Case) -> list[RankGroup]:
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     """Draw rows as curves over sizes, as `draw_curves`."""
-    from gangline.bench.report.plots import draw_curves
-
     draw_curves(
         title,
         rows,

@@ -6,19 +6,17 @@ Each worker is a process of one thread, and its share of a batch does not depend
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING
 
+from gangline.bench.driver.harness import Entry, Measured, measure_in_turn
+from gangline.bench.driver.processes import SERVER, Candidate
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.workload.networks import images
 
-if TYPE_CHECKING:
-    from gangline.bench.driver.processes import Candidate
-    from gangline.bench.driver.rank_group import RankGroup
-
 STORES = ("dist_sync", "allreduce", "apart")
-"""The stores measured by default. "apart" is no store: workers that share nothing but the machine."""
+"""The stores measured by default. "apart" is no store: workers that share nothing but the machine.
+
+"ddp", which can be asked for, is torch's DDP over backend "gangline"; the peer of that name has no store here: None.
+"""
 SAMPLES = 128
 """Default samples of a worker's step: with them resnet18 computes much longer than it communicates."""
 _PEER = "ddp"
@@ -36,36 +34,21 @@ def measure(
 ) -> list[Row]:
     """Measure gangline's stores and the peers with each number of workers, all in turn.
 
-    Args:
-        network: network of the zoo.
-        samples: samples of a worker's step.
-        workers: numbers of workers.
-        stores: kinds of store; those that begin with ``dist_`` have one server. "ddp" is torch's DDP over backend
-            "gangline", "apart" is no store.
-        peers: names out of "ddp".
-        runs: number of runs of each candidate.
-        run_seconds: approximate length of a run.
+    The arguments are options of `gangline bench training --workers`; the only peer is "ddp".
 
     Raises:
         ValueError: if the network is unknown.
         GroupError: if a job fails.
     """
-    from gangline.bench.driver.harness import in_turn, say
-    from gangline.bench.driver.rank_group import RankGroup
-
     shape = images(network)
     options = {"network": network, "image_shape": shape.shape, "classes": shape.classes, "samples": samples}
-    with ExitStack() as stack:
-        steps: dict[RankGroup, int] = {}
-        for store in [*stores, *(None for _ in peers)]:
-            for count in workers:
-                say(f"starting {store or _PEER}, {count} workers")
-                job = stack.enter_context(RankGroup(_candidate(store, count)))
-                job.prepare({**options, "batch_size": count * samples, "contexts": "cpu(0)"})
-                steps[job] = job.steps_in(run_seconds, least=2)
-        say(f"measuring, {runs} runs each, in turn")
-        seconds = in_turn({job: partial(job.seconds, count) for job, count in steps.items()}, runs)
-        return [_row(job, seconds, network, samples) for job in steps]
+    options["contexts"] = "cpu(0)"
+    cases = {
+        (store, count): _candidate(store, count) for store in [*stores, *(None for _ in peers)] for count in workers
+    }
+    entries = [Entry([job], {**options, "batch_size": job.ranks * samples}) for job in cases.values()]
+    found = dict(zip(cases, measure_in_turn(entries, list(cases.values()), runs, run_seconds), strict=True))
+    return [_row(case, found, network, samples) for case in cases]
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[str]:
@@ -78,45 +61,41 @@ def speedups(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _candidate(store: str | None, workers: int) -> Candidate:
-    from gangline.bench.driver.processes import SERVER, Candidate
-
     env = {"OMP_NUM_THREADS": "1"}
-    if store is not None:
-        env["BENCH_STORE"] = store
-    if store == _PEER:  # DDP over gangline's backend
-        env["BENCH_BACKEND"] = "gangline"
-    file = "training/ddp" if store in (None, _PEER) else "training/gangline"
-    servers = int(store is not None and store.startswith("dist"))
-    return Candidate(file, workers, servers, env=env, server_code=SERVER if servers else "")
+    if store is None or store == _PEER:
+        env["BENCH_BACKEND"] = "gloo" if store is None else "gangline"
+        return Candidate("training/torch", workers, env=env)
+    code = SERVER if _servers(store) else ""
+    return Candidate("training/gangline", workers, _servers(store), env={**env, "BENCH_STORE": store}, server_code=code)
 
 
-def _row(job: RankGroup, seconds: Mapping[RankGroup, Sequence[float]], network: str, samples: int) -> Row:
-    count = job.candidate.ranks
-    figures = spread([count * samples / each for each in seconds[job]])
-    others = {(_store(other), other.candidate.ranks): other for other in seconds}
+def _servers(store: str | None) -> int:
+    return int(store is not None and store.startswith("dist_"))
+
+
+def _row(
+    case: tuple[str | None, int], found: Mapping[tuple[str | None, int], Measured], network: str, samples: int
+) -> Row:
+    store, count = case
+    own = found[case]
+
+    def ratio(other: tuple[str | None, int]) -> float | None:
+        """Return a worker's samples/s over those of another job: the batch of a worker is the same in both."""
+        return times_as_fast(own.seconds, found[other].seconds) if other in found else None
+
+    figures = spread([count * samples / each for each in own.seconds])
     row: Row = {
-        "who": job.who,
-        "store": _store(job),
+        "who": own.who,
+        "store": store,
         "network": network,
         "workers": count,
-        "servers": job.candidate.servers or None,
+        "servers": _servers(store) or None,
         "batch_size": count * samples,
         "samples_per_s": figures["p50"],
-        "efficiency": _ratio(job, others.get((_store(job), 1)), seconds),
+        "efficiency": ratio((store, 1)),
     }
-    if any(_store(other) is None for other in seconds):
-        row[f"ratio_to_{_PEER}"] = _ratio(job, others.get((None, count)), seconds)
-    apart = others.get((_APART, count))
-    if apart is not None and apart is not job:
-        row[f"ratio_to_{_APART}"] = _ratio(job, apart, seconds)
+    if (None, count) in found:
+        row[f"ratio_to_{_PEER}"] = ratio((None, count))
+    if store != _APART and (_APART, count) in found:
+        row[f"ratio_to_{_APART}"] = ratio((_APART, count))
     return {**row, **figures}
-
-
-def _store(job: RankGroup) -> str | None:
-    """Return the kind of store; None: the peer, which has none."""
-    return job.candidate.env.get("BENCH_STORE")
-
-
-def _ratio(job: RankGroup, other: RankGroup | None, seconds: Mapping[RankGroup, Sequence[float]]) -> float | None:
-    """Return a worker's samples/s over those of the other job: the batch of a worker is the same in both."""
-    return None if other is None else times_as_fast(seconds[job], seconds[other])

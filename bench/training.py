@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench import scaling
+from gangline.bench.driver.harness import Entry, Measured, fastest_candidates, measure_in_turn
+from gangline.bench.driver.installed import available_peers, ddp, single_process
+from gangline.bench.driver.processes import Candidate
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.report.tables import print_ratios
+from gangline.bench.transfer import Plan
+from gangline.bench.transfer import measure as measure_transfer
 from gangline.bench.workload.networks import context_words, distinct_devices, images
 from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
+from gangline.bench.workload.sizes import counts
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.harness import Entry, Measured
 
 _STORES = ("local", "device")
 _TRIAL_SECONDS = 0.3  # of a run that searches for the best setting
 _PLAIN = "torch"
-_TRANSFER = "Transfer learning"
+_transfer_option = partial(typer.Option, rich_help_panel="Transfer learning")
 
 
 def training(
@@ -63,24 +67,19 @@ def training(
     ] = None,
     transfer: Annotated[
         bool,
-        typer.Option(
+        _transfer_option(
             "--transfer",
             help="Measure accuracy and images/s of transfer learning by 1, 2 and 4 workers, or those of --workers; "
             "default network: alexnet, batch of a worker: 32.",
-            rich_help_panel=_TRANSFER,
         ),
     ] = False,
-    freeze_until: Annotated[
-        str, typer.Option(help="Layers before this one are fixed.", rich_help_panel=_TRANSFER)
-    ] = "classifier.6",
-    epochs: Annotated[int, typer.Option(help="Epochs on all digits.", min=1, rich_help_panel=_TRANSFER)] = 10,
-    lr: Annotated[float, typer.Option(help="Learning rate of one worker.", rich_help_panel=_TRANSFER)] = 0.001,
+    freeze_until: Annotated[str, _transfer_option(help="Layers before this one are fixed.")] = "classifier.6",
+    epochs: Annotated[int, _transfer_option(help="Epochs on all digits.", min=1)] = 10,
+    lr: Annotated[float, _transfer_option(help="Learning rate of one worker.")] = 0.001,
     scale_batch: Annotated[
         bool,
-        typer.Option(
-            "--scale-batch/--same-batch",
-            help="Multiply batch and learning rate by the number of workers.",
-            rich_help_panel=_TRANSFER,
+        _transfer_option(
+            "--scale-batch/--same-batch", help="Multiply batch and learning rate by the number of workers."
         ),
     ] = True,
     runs: Runs = 7,
@@ -99,28 +98,20 @@ def training(
     With --transfer, a network trained on the digits 0 to 4 is adapted to all ten digits by each number of workers.
     accuracy is that on 360 held-out images, time that of all epochs with their scoring.
     """
-    from gangline.bench.driver.installed import available_peers
-    from gangline.bench.workload.sizes import counts
-
     check_outputs(json)
     if transfer:
-        from gangline.bench.transfer import Plan
-        from gangline.bench.transfer import measure as measure_transfer
-
         plan = Plan(network or "alexnet", freeze_until, epochs, batch_size or 32, lr)
         rows = measure_transfer(plan, counts(workers or "1,2,4", "--workers"), scale_batch=scale_batch)
-        publish(command_line(), rows, json)
+        publish(rows, json)
         return
     if workers is not None:
         if contexts is not None or gpus is not None:
             raise UsageError("--workers measures workers of one CPU context each; leave --contexts and --gpus out")
-        from gangline.bench import scaling
-
         others = available_peers("ddp" if peers is None else peers, "training", among=("ddp",))
         stores = scaling.STORES if kv_store is None else [store.strip() for store in kv_store.split(",")]
         samples, numbers = batch_size or scaling.SAMPLES, counts(workers, "--workers")
         rows = scaling.measure(network or "resnet18", samples, numbers, stores, others, runs, run_seconds)
-        publish(command_line(), rows, json)
+        publish(rows, json)
         print("\n".join(scaling.speedups(rows)))
         print_ratios(rows, "workers", ("network", "store"))
         return
@@ -129,7 +120,7 @@ def training(
     others = available_peers(_PLAIN if peers is None else peers, "training", on_gpus=gpus is not None)
     size = batch_size or (32 if images(network).shape[0] == 3 else 64)
     rows = measure(network, size, words, kv_store or "device", others, runs, run_seconds)
-    publish(command_line(), rows, json)
+    publish(rows, json)
     print_ratios(rows, "contexts", ("network",))
 
 
@@ -144,21 +135,13 @@ def measure(
 ) -> list[Row]:
     """Measure gangline and its peers on each number of contexts, all in turn.
 
-    Args:
-        network: network of the zoo.
-        batch_size: samples over all contexts.
-        contexts: numbers of contexts, each with the words that name them.
-        store: kind of gangline's store; MXNet's is the faster of local and device.
-        peers: names out of "torch", "mxnet" and "ddp".
-        runs: number of runs of each candidate.
-        run_seconds: approximate length of a run.
+    The arguments are options of `training`; ``contexts`` are the words that name them, by their number. MXNet's store
+    is the faster of local and device.
 
     Raises:
         ValueError: if the network is unknown.
         GroupError: if a candidate fails, for instance because a store is unknown.
     """
-    from gangline.bench.driver.harness import fastest_candidates, measure_in_turn
-
     shape = images(network)
     options = {
         "network": network,
@@ -190,10 +173,6 @@ def _cases(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str,
 
 
 def _entry(who: str, count: int, options: dict[str, Any], *, alone: bool) -> Entry:
-    from gangline.bench.driver.harness import Entry
-    from gangline.bench.driver.installed import ddp, single_process
-    from gangline.bench.driver.processes import Candidate
-
     if alone:
         return Entry([Candidate(f"training/{who}")], options)
     if who == "ddp":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gangline.bench.driver.harness import say
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import images
 
@@ -58,15 +59,8 @@ class Plan:
 
 
 def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Row]:
-    """Pretrain a network and transfer it with each number of workers.
-
-    Args:
-        plan: training of one worker.
-        numbers: numbers of workers.
-        scale_batch: multiply batch and learning rate by the number of workers.
-    """
+    """Pretrain a network and transfer it with each number of workers."""
     from gangline import spawn
-    from gangline.bench.driver.harness import say
     from gangline.models.zoo.transfer import scale_batch as scaled
 
     plan.check()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import say
 from gangline.bench.report.output import check_outputs, write_json
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.report.tables import format_size
@@ -33,7 +33,6 @@ def tune(
     The table keeps its entries for transports and numbers of ranks that are not measured now. An algorithm that fails
     or returns a wrong result is reported and never chosen.
     """
-    from gangline.bench.driver.harness import say
     from gangline.collectives.tuner import TUNED, Table, table_path
     from gangline.collectives.tuning import SIZES, measure
 
@@ -55,7 +54,7 @@ def tune(
     Table(rules).dump(path)
     print(f"# written to {path}")
     if json is not None:
-        write_json(command_line(), rows, json)
+        write_json(rows, json)
 
 
 def _rows(found: Tuned) -> Iterator[Row]:

@@ -201,10 +201,10 @@ def test_an_error_names_page_and_line(text: str, message: str, tmp_path: Path) -
         spawn(printed.run_page, 1, str(page), str(tmp_path), False, threads=1)
 
 
-def test_the_page_of_environment_variables_is_generated_and_complete() -> None:
-    from gangline.cli.env import VARIABLES, page
-
-    assert (ROOT / "docs" / "environment.md").read_text() == page()
+def test_the_page_of_environment_variables_is_complete() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    documented = re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)
+    assert len(documented) == len(set(documented))
     ours = re.compile(r"\b(?:GANGLINE|DMLC)_[A-Z_]*[A-Z]\b")
     files = [
         file
@@ -212,4 +212,4 @@ def test_the_page_of_environment_variables_is_generated_and_complete() -> None:
         for file in (ROOT / folder).rglob("*.py")
     ]
     read = {name for file in files for name in ours.findall(file.read_text())}
-    assert read == {variable.name for variable in VARIABLES if ours.match(variable.name)}
+    assert read == {name for name in documented if ours.match(name)}

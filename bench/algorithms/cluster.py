@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
+from gangline.bench.algorithms.cost import by_host, cost
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.collective_shapes import bus_factor
+from gangline.collectives import algorithms
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.collectives.schedule import Schedule
+from gangline.collectives.schedule import ROOTED, Schedule
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,6 @@ class Cluster:
 
     def seconds(self, schedule: Schedule, nbytes: int) -> float:
         """Return the cost of a schedule in seconds; ``nbytes`` as in `Schedule.bytes_on_wire`."""
-        from gangline.bench.algorithms.cost import by_host, cost
-
         alpha = by_host(self.host_of_rank, 1e-6 * self.alpha_inside, 1e-6 * self.alpha_between)
         beta = by_host(self.host_of_rank, 1e-9 / self.beta_inside, 1e-9 / self.beta_between)
         return cost(schedule, nbytes, alpha, beta, 1e-9 / self.gamma)
@@ -63,8 +60,6 @@ def measure(cluster: Cluster, collective: str, nbytes: int) -> list[Row]:
     Raises:
         ValueError: if there is no such collective.
     """
-    from gangline.collectives import algorithms
-
     rows = [_row(cluster, collective, algorithm, nbytes) for algorithm in algorithms.names(collective)]
     return sorted(rows, key=lambda row: float(row["seconds"]))
 
@@ -105,9 +100,6 @@ def _best(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> tup
 
 
 def _schedule(cluster: Cluster, collective: str, algorithm: str, segments: int) -> Schedule:
-    from gangline.collectives import algorithms
-    from gangline.collectives.schedule import ROOTED
-
     root = 0 if collective in ROOTED else None
     hosts = cluster.host_of_rank
     return algorithms.build(collective, algorithm, cluster.ranks, root=root, segments=segments, hosts=hosts)

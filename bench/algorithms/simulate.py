@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from gangline.bench.algorithms.cluster import Cluster, measure
-from gangline.bench.report.machine import command_line
+from gangline.bench.algorithms.training import Machines, predict
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.workload.options import Collective, Json
 from gangline.bench.workload.sizes import counts, size_in_bytes
 
-_TRAINING = "Training"
+_training_option = partial(typer.Option, rich_help_panel="Training")
 
 
 def simulate(
@@ -29,28 +30,18 @@ def simulate(
     gamma: Annotated[float, typer.Option(help="Rate at which a rank reduces, in GB/s.")] = 200.0,
     network: Annotated[
         str | None,
-        typer.Option(
+        _training_option(
             help="Simulate the training of this network of the zoo, or of PARAMETERS/LAYERS of equal layers, such as "
-            "25e6/50.",
-            rich_help_panel=_TRAINING,
+            "25e6/50."
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Samples of a device.", min=1, rich_help_panel=_TRAINING)] = 32,
-    speed: Annotated[
-        float, typer.Option(help="Samples per second of one device alone.", min=0.001, rich_help_panel=_TRAINING)
-    ] = 300.0,
-    devices: Annotated[int, typer.Option(help="Devices of a host.", min=1, rich_help_panel=_TRAINING)] = 8,
-    device_gbs: Annotated[
-        float, typer.Option(help="Rate of a device within its host, in GB/s.", rich_help_panel=_TRAINING)
-    ] = 10.0,
-    host_gbs: Annotated[
-        float, typer.Option(help="Rate of a host to the others, in GB/s.", rich_help_panel=_TRAINING)
-    ] = 1.25,
+    batch_size: Annotated[int, _training_option(help="Samples of a device.", min=1)] = 32,
+    speed: Annotated[float, _training_option(help="Samples per second of one device alone.", min=0.001)] = 300.0,
+    devices: Annotated[int, _training_option(help="Devices of a host.", min=1)] = 8,
+    device_gbs: Annotated[float, _training_option(help="Rate of a device within its host, in GB/s.")] = 10.0,
+    host_gbs: Annotated[float, _training_option(help="Rate of a host to the others, in GB/s.")] = 1.25,
     variation: Annotated[
-        float,
-        typer.Option(
-            help="Standard deviation of a device's computing time over its mean.", min=0, rich_help_panel=_TRAINING
-        ),
+        float, _training_option(help="Standard deviation of a device's computing time over its mean.", min=0)
     ] = 0.03,
     json: Json = None,
 ) -> None:
@@ -66,13 +57,11 @@ def simulate(
     check_outputs(json)
     numbers = counts(hosts, "--hosts")
     if network is not None:
-        from gangline.bench.algorithms.training import Machines, predict
-
         machines = Machines(1, devices, device_gbs, host_gbs, variation)
-        publish(command_line(), predict(network, batch_size, speed, machines, numbers), json)
+        publish(predict(network, batch_size, speed, machines, numbers), json)
         return
     clusters = [
         Cluster(ranks, number, alpha_inside, alpha_between, beta_inside, beta_between, gamma) for number in numbers
     ]
     nbytes = size_in_bytes(size, "--size")
-    publish(command_line(), [row for each in clusters for row in measure(each, collective.value, nbytes)], json)
+    publish([row for each in clusters for row in measure(each, collective.value, nbytes)], json)

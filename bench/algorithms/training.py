@@ -49,15 +49,7 @@ class Machines:
 
 
 def predict(network: str, batch_size: int, speed: float, machines: Machines, hosts: Sequence[int]) -> list[Row]:
-    """Return a row for each store and number of hosts; device is a store of one host.
-
-    Args:
-        network: as `layers_of`.
-        batch_size: samples of a device.
-        speed: samples per second of one device alone.
-        machines: one host.
-        hosts: numbers of such hosts.
-    """
+    """Return a row for each store and number of hosts like the one of ``machines``; device is a store of one host."""
     layers = layers_of(network)
     return [
         row_of(layers, batch_size, speed, replace(machines, hosts=number), store)
@@ -106,14 +98,7 @@ def layers_of(network: str) -> list[Layer]:
 
 
 def step_seconds(layers: Sequence[Layer], compute: float, machines: Machines, store: str) -> float:
-    """Return the time of a step in seconds.
-
-    Args:
-        layers: in the order of forward.
-        compute: seconds of forward and backward on one device.
-        machines: the cluster.
-        store: a name of `STORES`.
-    """
+    """Return the seconds of a step whose forward and backward take ``compute`` seconds on one device."""
     stages = _stages(layers, machines, store)
     times = []
     for slowdown in _slowest(machines):

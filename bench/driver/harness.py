@@ -66,10 +66,7 @@ def fastest(
 ) -> list[Side]:
     """Prepare work in all groups of some peers and return each peer's fastest; one that fails is removed and ended.
 
-    Args:
-        peers: the peers that take part.
-        groups: groups of each peer, one for each of its settings.
-        prepare: prepares the work in a group of a peer.
+    A peer has a group for each of its settings.
     """
     found = []
     for peer in peers:
@@ -104,14 +101,8 @@ def in_turn(measurements: Mapping[_Key, Callable[[], float]], runs: int) -> dict
 def fastest_candidates(entries: Sequence[Entry], run_seconds: float) -> list[Candidate]:
     """Return the fastest candidate of each entry.
 
-    One process group serves all entries that try the same program in the same environment.
-
-    Args:
-        entries: of any programs.
-        run_seconds: about how long a run takes.
-
-    Raises:
-        GroupError: if a candidate fails.
+    One process group serves all entries that try the same program in the same environment. Raises a GroupError if a
+    candidate fails.
     """
     trials: dict[str, list[tuple[int, Candidate]]] = {}
     for number, entry in enumerate(entries):
@@ -137,17 +128,8 @@ def measure_in_turn(
 ) -> list[Measured]:
     """Measure a candidate of each entry, one after another, ``runs`` times over: A B A B.
 
-    All process groups exist, and are idle, while one of them runs.
-
-    Args:
-        entries: what to measure.
-        chosen: the candidate of each.
-        runs: of each candidate.
-        run_seconds: about how long a run takes.
-        check: ask for the results' error too.
-
-    Raises:
-        GroupError: if a candidate fails, ends or does not answer.
+    All process groups exist, and are idle, while one of them runs. With ``check`` they are asked for the results' error
+    too. Raises a GroupError if a candidate fails, ends or does not answer.
     """
     with ExitStack() as stack:
         groups = [stack.enter_context(RankGroup(candidate)) for candidate in chosen]

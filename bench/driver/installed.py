@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gangline
 from gangline.bench.driver.harness import say
+from gangline.bench.driver.hosts import Hosts
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.hosts import Hosts
 
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 
@@ -108,7 +105,8 @@ def ddp(ranks: int) -> list[Candidate]:
     """Return the settings in which DDP is tried with so many ranks."""
     cores = os.cpu_count() or 1
     threads = [count for count in _powers_of_two(cores) if count * 2 <= max(cores, 2)]
-    return [_named(Candidate("training/ddp", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
+    named = [_named(Candidate("training/torch", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
+    return [replace(candidate, env={**candidate.env, "BENCH_BACKEND": "gloo"}) for candidate in named]
 
 
 def collective_ranks(who: str, ranks: int, bench: str = "ranks") -> list[Candidate]:

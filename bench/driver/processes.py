@@ -12,13 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gangline
+from gangline.bench.driver.hosts import Hosts
 from gangline.collectives.processes.parent_death import die_with_parent
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.hosts import Hosts
 
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 PEERS = _ROOT / "gangline" / "bench" / "peers"

@@ -13,13 +13,10 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gangline.bench.driver.hosts import Hosts
 from gangline.bench.driver.processes import Address, Candidate, Processes
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.hosts import Hosts
 
 _ANSWER_TIMEOUT = 600.0  # seconds
 _START_TIMEOUT = 120.0  # seconds until all ranks have joined
@@ -232,9 +229,7 @@ class RankGroup:
     def __enter__(self) -> RankGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

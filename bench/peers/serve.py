@@ -39,11 +39,6 @@ from typing import Any
 _GRACE = 5.0  # seconds that a process has to leave its group after the driver has closed the socket
 
 
-def main() -> None:
-    """Serve the file and the socket named on the command line."""
-    serve(sys.argv[1], sys.argv[2])
-
-
 def serve(file: str, path: str) -> None:
     """Answer the driver that listens at ``path`` until it closes the connection; then leave the group."""
     with socket.socket(socket.AF_UNIX) as driver:
@@ -160,4 +155,4 @@ def _exit_with(driver: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(*sys.argv[1:])

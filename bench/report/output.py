@@ -1,26 +1,60 @@
-"""Output of a bench: the table on stdout, and files of JSON and PNG."""
+"""Output of a bench: the table on stdout, and files of JSON and PNG, with the machine and command they belong to."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from gangline.bench.report.machine import machine
 from gangline.bench.report.rows import Row
 from gangline.bench.report.tables import print_table
+from gangline.doctor.inventory import device_table
 
 
-def publish(command: str, rows: Sequence[Row], json_path: Path | None) -> None:
+def publish(rows: Sequence[Row], json_path: Path | None) -> None:
     """Print the rows as a table, and write them where a path is given, with the command that repeats them."""
-    print_table(command, rows)
+    print_table(command_line(), rows)
     if json_path is not None:
-        write_json(command, rows, json_path)
+        write_json(rows, json_path)
 
 
-def write_json(command: str, rows: Sequence[Row], path: Path) -> None:
+def write_json(rows: Sequence[Row], path: Path) -> None:
     """Write the rows with the command and the machine."""
-    path.write_text(json.dumps({"command": command, "machine": machine(), "rows": list(rows)}, indent=1) + "\n")
+    result = {"command": command_line(), "machine": machine(), "rows": list(rows)}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> Row:
+    """Return processor, memory, GPUs and versions of this machine."""
+    import torch
+
+    host, *gpus = device_table()
+    return {
+        "cpu": host.name,
+        "cores": os.cpu_count(),
+        "memory_gb": round(host.memory_total / 1e9, 1),
+        "gpu": ", ".join(gpu.name for gpu in gpus) or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gangline": version("gangline"),
+    }
+
+
+def command_line() -> str:
+    """Return the command that repeats this result: as typed, without its output files."""
+    words = ["gangline"]
+    rest = iter(sys.argv[1:])
+    for word in rest:
+        if word in ("--json", "--plot"):
+            next(rest, None)
+        elif not word.startswith(("--json=", "--plot=")):
+            words.append(word)
+    return shlex.join(words)
 
 
 def check_outputs(json_path: Path | None, plot: Path | None = None) -> None:

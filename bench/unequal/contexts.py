@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import in_turn
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.workload.options import Json, Runs
 from gangline.bench.workload.sizes import factors as parse_factors
+from gangline.collectives.workload import split_batch
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -45,7 +46,7 @@ def balance(
     most = max(speeds)
     if most > 1:
         rows += measure([most, 1], [1, most], batch_size, epochs, batches, runs)
-    publish(command_line(), rows, json)
+    publish(rows, json)
 
 
 def measure(
@@ -63,9 +64,7 @@ def measure(
     """
     import torch
 
-    from gangline.bench.driver.harness import in_turn
     from gangline.bench.unequal.waiting_network import slow_down
-    from gangline.collectives.workload import split_batch
 
     data, label = torch.zeros(batch_size, 8), torch.zeros(batch_size, dtype=torch.long)
     repeated = [(data, label)] * batches

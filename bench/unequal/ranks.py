@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import statistics
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.driver.harness import in_turn, say
+from gangline.bench.driver.processes import Candidate
+from gangline.bench.driver.rank_group import RankGroup
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.unequal.slow_process import SlowProcess, slow_process
 from gangline.bench.workload.options import Json, Runs, RunSeconds
 from gangline.bench.workload.sizes import factors as parse_factors
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.bench.driver.rank_group import RankGroup
 
 _AT_SHARES = "the same, at balanced shares"  # a rank's speed depends on the size of its batches
 _IN_STEP = "the same, each step as long as its slowest"  # what no split can avoid where times vary
@@ -40,9 +39,6 @@ def unequal_ranks(
     json: Json = None,
 ) -> None:
     """Measure samples per second of each rank alone, of DistributedDataParallel, and of a balanced loader, in turn."""
-    from gangline.bench.driver.processes import Candidate
-    from gangline.bench.driver.rank_group import RankGroup
-
     check_outputs(json)
     speeds = parse_factors(factors, "--factors", 100)
     cores = sorted(os.sched_getaffinity(0))
@@ -55,15 +51,13 @@ def unequal_ranks(
         stack.callback(slow.close)
         for factor in speeds:
             rows += _measure(group, slow, factor, batch_size, run_seconds, runs, backend)
-    publish(command_line(), rows, json)
+    publish(rows, json)
 
 
 def _measure(
     group: RankGroup, slow: SlowProcess, factor: float, batch_size: int, run_seconds: float, runs: int, backend: str
 ) -> list[Row]:
     """Measure one factor, by which the last rank is slower."""
-    from gangline.bench.driver.harness import in_turn, say
-
     size = group.candidate.ranks
     slow.slow_down(factor)
     say(f"factor {factor:g}: settling")

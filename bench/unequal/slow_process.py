@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from gangline.collectives.processes.parent_death import die_with_parent
 
@@ -17,21 +16,6 @@ _V2 = Path("/sys/fs/cgroup")
 _PERIOD = 10_000  # microseconds: several periods are in a training step
 _MOST_SHARES, _MOST_WEIGHT = 262_144, 10_000  # of a cgroup, in version 1 and 2
 _NICE_STEP = 1.25  # ratio of CPU time between two nice levels
-
-
-class SlowProcess(Protocol):
-    """A process whose speed can be reduced."""
-
-    name: str
-    """Name of its limit, for a table."""
-
-    def slow_down(self, factor: float) -> None:
-        """Leave the process one part in ``factor`` of its core's time; 1: all of it."""
-        ...
-
-    def close(self) -> None:
-        """Remove the limit."""
-        ...
 
 
 class QuotaProcess:
@@ -97,13 +81,12 @@ class CrowdedProcess:
         self._others = []
 
 
-def slow_process(pid: int, core: int) -> SlowProcess:
-    """Return a process that can be slowed down, by a quota if this user may set one.
+SlowProcess = QuotaProcess | CrowdedProcess
+"""A process that can be left one part in a factor of its core's time."""
 
-    Args:
-        pid: of the process.
-        core: to which it is pinned.
-    """
+
+def slow_process(pid: int, core: int) -> SlowProcess:
+    """Return a process, pinned to a core, that can be slowed down, by a quota if this user may set one."""
     return QuotaProcess(pid) if can_set_quota() else CrowdedProcess(core)
 
 

@@ -42,11 +42,6 @@ class Remedy:
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables that apply it."""
 
-    @property
-    def can_be_applied(self) -> bool:
-        """Whether `gangline advise --verify` can apply it to a command."""
-        return bool(self.options or self.variables or self.batches > 1)
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -86,9 +81,9 @@ class Advice:
         return self.samples / self.step_seconds
 
     def remedy(self) -> Remedy | None:
-        """Return the first remedy that can be applied to a command."""
+        """Return the first remedy that `gangline advise --verify` can apply to a command."""
         remedies = (remedy for finding in self.findings for remedy in finding.remedies)
-        return next((remedy for remedy in remedies if remedy.can_be_applied), None)
+        return next((one for one in remedies if one.options or one.variables or one.batches > 1), None)
 
     def as_json(self) -> dict[str, Any]:
         """Return it for json.dumps."""

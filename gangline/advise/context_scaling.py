@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +43,8 @@ def scaling_of(
     samples = _samples(train, _FARTHEST * batch_size)
 
     def measured(count: int, sizes: Sequence[int]) -> dict[int, float]:
-        with _measuring(make_module(count), samples) as measure:
-            return measure(sizes)
+        with make_module(count) as module:
+            return _step_seconds(module, samples, sizes)
 
     times, checks = [], []
     for count in range(1, contexts + 1):
@@ -63,9 +62,8 @@ def scaling_of(
     return Scaling("context", batch_size, tuple(times), tuple(checks))
 
 
-@contextmanager
-def _measuring(module: Module, samples: tuple[Batch, Batch]) -> Iterator[Callable[[Sequence[int]], dict[int, float]]]:
-    """Yield a function from batch sizes to the median seconds of their steps; close the module in the end.
+def _step_seconds(module: Module, samples: tuple[Batch, Batch], sizes: Sequence[int]) -> dict[int, float]:
+    """Return the median seconds of a step at each batch size.
 
     The batch sizes are measured in turn, so what disturbs the machine for a while disturbs all of them.
     """
@@ -79,19 +77,13 @@ def _measuring(module: Module, samples: tuple[Batch, Batch]) -> Iterator[Callabl
                 torch.cuda.synchronize(context.torch_device)
         return (time.perf_counter() - began) / count
 
-    def seconds(sizes: Sequence[int]) -> dict[int, float]:
-        batches = {size: (_repeated(samples[0], size), _repeated(samples[1], size)) for size in sizes}
-        counts = {}
-        for size, batch in batches.items():
-            steps(batch, _WARM_UP)
-            counts[size] = max(1, round(_BLOCK_SECONDS / steps(batch, _WARM_UP)))
-        blocks = [{size: steps(batch, counts[size]) for size, batch in batches.items()} for _ in range(_BLOCKS)]
-        return {size: statistics.median(block[size] for block in blocks) for size in batches}
-
-    try:
-        yield seconds
-    finally:
-        module.close()
+    batches = {size: (_repeated(samples[0], size), _repeated(samples[1], size)) for size in sizes}
+    counts = {}
+    for size, batch in batches.items():
+        steps(batch, _WARM_UP)
+        counts[size] = max(1, round(_BLOCK_SECONDS / steps(batch, _WARM_UP)))
+    blocks = [{size: steps(batch, counts[size]) for size, batch in batches.items()} for _ in range(_BLOCKS)]
+    return {size: statistics.median(block[size] for block in blocks) for size in batches}
 
 
 def _samples(train: Any, most: int) -> tuple[Batch, Batch]:

@@ -150,16 +150,12 @@ def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) 
         raise UsageError(f"{' '.join(words)}: {error}") from error
 
 
-def _places(arguments: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Return the places of an option; the first for a launcher's, the last for a script's is the one that counts."""
+def _place(arguments: Sequence[str], names: Sequence[str]) -> int:
+    """Return the place of an option: of several the first for a launcher's, the last for a script's."""
     places = [place for place, word in enumerate(arguments) if word.partition("=")[0] in names]
     if not places:
         raise UsageError(f"--scale changes {' or '.join(names)}, and the command has no such option")
-    return places
-
-
-def _place(arguments: Sequence[str], names: Sequence[str]) -> int:
-    return _places(arguments, names)[0 if names is PROCESSES else -1]
+    return places[0 if names is PROCESSES else -1]
 
 
 def _value(arguments: Sequence[str], names: Sequence[str]) -> int:

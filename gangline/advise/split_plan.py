@@ -11,16 +11,29 @@ from gangline.models.balance.speed_model import LinearFit, shortest_step, step_s
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Speed and memory of a rank."""
+    """Speed and memory of a rank: time and memory of a step's forward and backward, by the number of samples."""
 
-    time: LinearFit
-    """Seconds of a step's forward and backward by the number of samples."""
+    fixed: float
+    """Seconds of a step whatever the number of samples."""
+    per_sample: float
+    """Seconds that each sample adds."""
     memory: float | None = None
     """Memory of its device in GiB; None: without a limit."""
     fixed_memory: float = 0.0
     """GiB that a step takes whatever the number of samples: weights, gradients, optimizer state."""
     sample_memory: float | None = None
     """GiB that each sample adds; None: unknown."""
+    device: str = ""
+    """Host and device, if it was measured."""
+    largest: int = 0
+    """Largest number of samples that was measured."""
+    samples_per_second: float = 0.0
+    """Speed at that number."""
+
+    @property
+    def time(self) -> LinearFit:
+        """Seconds of a step by the number of samples."""
+        return LinearFit(self.fixed, self.per_sample)
 
     @property
     def max_samples(self) -> int | None:

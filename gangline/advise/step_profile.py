@@ -6,11 +6,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
 
 import torch
 
+from gangline.advise.split_plan import RankProfile
 from gangline.kvstore import create
 from gangline.kvstore.default_store import num_workers
 from gangline.models.balance.speed_model import fit_line
@@ -19,33 +19,7 @@ from gangline.models.executor.executor import is_out_of_memory
 _GIB = float(2**30)
 
 
-@dataclass
-class StepProfile:
-    """Time and memory of a step on one rank, by the number of samples."""
-
-    device: str
-    """Host and device."""
-    fixed: float
-    """Seconds of a step whatever the number of samples."""
-    per_sample: float
-    """Seconds that each sample adds."""
-    memory: float | None
-    """GiB of the device; None on a CPU."""
-    fixed_memory: float
-    """GiB that a step takes whatever the number of samples; 0 on a CPU."""
-    sample_memory: float | None
-    """GiB that each sample adds; None on a CPU."""
-    largest: int
-    """Largest number of samples that was run."""
-    samples_per_second: float
-    """Speed at that number."""
-
-    def plain(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
-
-
-def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> list[StepProfile] | None:
+def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> list[RankProfile] | None:
     """Measure a step on every rank of this job at the same time. Collective in a job.
 
     Args:
@@ -66,7 +40,7 @@ def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int
         store.group.barrier("measure")  # ranks that share a machine run at the same time, as in training
         profile, error = None, None
         try:
-            profile = measure_step(step, sizes, runs).plain()
+            profile = asdict(measure_step(step, sizes, runs))
         except Exception as raised:  # noqa: BLE001  raised again on all ranks
             error = raised
         outcomes = store.group.all_gather(
@@ -77,10 +51,10 @@ def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int
         for rank, (_, text) in enumerate(outcomes):
             if text:
                 raise RuntimeError(f"the step failed on rank {rank}: {text}")
-        return [StepProfile(**row) for row, _ in outcomes] if store.rank == 0 else None
+        return [RankProfile(**row) for row, _ in outcomes] if store.rank == 0 else None
 
 
-def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> StepProfile:
+def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> RankProfile:
     """Measure a step on this rank; a size that does not fit into memory ends the series.
 
     Raises:
@@ -108,7 +82,7 @@ def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int)
     time_fit = fit_line(times)
     memory_fit = fit_line(peaks) if peaks else None
     largest = int(times[-1][0])
-    return StepProfile(
+    return RankProfile(
         device=f"{socket.gethostname()} {_device_name()}",
         fixed=time_fit.fixed,
         per_sample=time_fit.per_sample,

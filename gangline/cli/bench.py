@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import gangline
+from gangline.cli.options import command
 
 _ROOT = Path(gangline.__file__).resolve().parents[1]
 
@@ -23,11 +25,11 @@ class _Benches(TyperGroup):
             return
         from gangline.bench.algorithms.simulate import simulate
         from gangline.bench.calls import backend, connect
-        from gangline.bench.collectives import collective
+        from gangline.bench.collectives import Sweep, collective
         from gangline.bench.compression import compression
         from gangline.bench.device_group import device_group
         from gangline.bench.kvstore import kvstore
-        from gangline.bench.parameter_server import ps
+        from gangline.bench.parameter_server import Case, ps
         from gangline.bench.report.compare import compare
         from gangline.bench.training import training
         from gangline.bench.tune import tune
@@ -36,9 +38,9 @@ class _Benches(TyperGroup):
         from gangline.bench.workload.collective_shapes import COLLECTIVES
 
         benches = typer.Typer()
-        for command in (
+        for bench_command in (
             kvstore,
-            ps,
+            command(ps, Case),
             training,
             balance,
             unequal_ranks,
@@ -47,9 +49,11 @@ class _Benches(TyperGroup):
             tune,
             simulate,
         ):
-            benches.command()(command)  # typer spells names with dashes
+            benches.command()(bench_command)  # typer spells names with dashes
         for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
-            benches.command(name, short_help=f"Measure {name} over a range of sizes, beside gloo and MPI.")(collective)
+            of_name = wraps(collective)(partial(collective, name))
+            short = f"Measure {name} over a range of sizes, beside gloo and MPI."
+            benches.command(name, short_help=short)(command(of_name, Sweep))
         benches.command()(compare)
         benches.command()(connect)
         benches.command()(backend)

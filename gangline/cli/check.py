@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gangline.cli.options import JsonFile, write_json
+from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.doctor.finding import Finding
+from gangline.doctor.finding import Check, Finding, Status, finding_of, findings_of, run
+from gangline.doctor.this_host import CHECKS, HOST_STEPS, check_host
 
 _JOB = "job"
 _MOST_HOSTS_IN_TABLE = 16
@@ -34,9 +34,6 @@ def check(
     Started by a launcher on the hosts of a job, it also measures the links between them, and rank 0 prints. Each check
     runs in a process of its own, which is killed at its deadline. The exit code is 1 if a job could not run.
     """
-    from gangline.doctor.finding import Check, Finding, Status, finding_of, findings_of, run
-    from gangline.doctor.this_host import CHECKS, HOST_STEPS, check_host
-
     names = _chosen([*(one.name for one in CHECKS), _JOB], only)
     findings: list[Finding] = []
     links: list[object] = []
@@ -77,8 +74,6 @@ def _chosen(names: list[str], only: list[str] | None) -> list[str]:
 
 def _place() -> tuple[int, int, str]:
     """Return this process's rank and job size, 0 and 1 without a launcher, and what is wrong with its variables."""
-    from gangline.collectives.bootstrap.launcher_environment import find_rank_info
-
     try:
         info = find_rank_info(None, None, None, os.environ)
     except RuntimeError:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.errors import UsageError
+from gangline.doctor.gpu_links import LinkMatrix, matrix_table
+from gangline.doctor.inventory import Device
 from gangline.launcher.binding import Host, bind
-
-if TYPE_CHECKING:
-    from gangline.doctor.gpu_links import LinkMatrix
-    from gangline.doctor.inventory import Device
 
 
 def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
@@ -41,7 +42,7 @@ def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False,
     write_json(json, rows)
     if json is not None:
         return
-    _print_table(
+    print_table(
         {
             "worker": [str(one.rank) for one in bindings],
             "host": [one.host.address for one in bindings],
@@ -69,9 +70,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
     """Print a table of devices, and one of the links between GPUs."""
-    from gangline.doctor.gpu_links import matrix_table
-
-    _print_table(
+    print_table(
         {
             "context": [row.context for row in rows],
             "name": [row.name for row in rows],
@@ -86,11 +85,8 @@ def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
         print(f"\n{matrix_table(links)}")
 
 
-def _print_table(columns: dict[str, list[str]]) -> None:
+def print_table(columns: dict[str, list[str]]) -> None:
     """Print columns by name, without empty ones."""
-    from rich.console import Console
-    from rich.table import Table
-
     shown = {name: column for name, column in columns.items() if any(column)}
     table = Table(*shown)
     for values in zip(*shown.values(), strict=True):

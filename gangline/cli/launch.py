@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,19 +17,30 @@ from typing import Annotated, Literal
 import typer
 
 from gangline.cli.options import loads_of, numbers, signals_of
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
+from gangline.collectives.transports.addresses import local_address, resolved
+from gangline.collectives.transports.unix_sockets import connect
 from gangline.collectives.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
-from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions
+from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests
+from gangline.launcher.engines.kubernetes import text as text_of_manifests
 from gangline.launcher.engines.mpi import detect, mpi_table
 from gangline.launcher.engines.slurm import batch_script, is_within_job, slurm_table
-from gangline.launcher.engines.ssh_options import SshOptions
+from gangline.launcher.engines.ssh import SshOptions, plan, run_on_hosts
+from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
+from gangline.launcher.local import control_socket, run
+from gangline.launcher.restarts import Outcome, run_with_restarts
+from gangline.launcher.supervisor import ERROR, Reports, StopTimeouts
 from gangline.launcher.topology import gpu_addresses, read_host
 from gangline.status.metrics import serve_metrics
+
+_host_option = partial(typer.Option, rich_help_panel="Hosts")
+_engine_option = partial(typer.Option, rich_help_panel="Engines")
 
 
 class Launcher(StrEnum):
@@ -165,41 +177,33 @@ def launch(
         typer.Option(metavar="[HOST:]PORT", help="Serve Prometheus metrics of this host's processes; see status."),
     ] = None,
     hostfile: Annotated[
-        Path | None,
-        typer.Option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.", rich_help_panel="Hosts"),
+        Path | None, _host_option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.")
     ] = None,
     hosts: Annotated[
-        str | None,
-        typer.Option("-H", "--hosts", help="Hosts and their slots, such as node1,node2:4.", rich_help_panel="Hosts"),
+        str | None, _host_option("-H", "--hosts", help="Hosts and their slots, such as node1,node2:4.")
     ] = None,
     interface: Annotated[
         str | None,
-        typer.Option(
+        _host_option(
             help="Network interface of the job's connections, or an address or network such as 10.1.0.0/16. "
-            "Without it hosts use the addresses at which ssh reaches them.",
-            rich_help_panel="Hosts",
+            "Without it hosts use the addresses at which ssh reaches them."
         ),
     ] = None,
-    ssh: Annotated[str, typer.Option(help='ssh command, such as "ssh -p 2222".', rich_help_panel="Hosts")] = "ssh",
+    ssh: Annotated[str, _host_option(help='ssh command, such as "ssh -p 2222".')] = "ssh",
     remote_python: Annotated[
-        str, typer.Option(help="Python on the other hosts.", rich_help_panel="Hosts", show_default="the same path")
+        str, _host_option(help="Python on the other hosts.", show_default="the same path")
     ] = sys.executable,
-    mpirun: Annotated[str, typer.Option(help="mpirun of --launcher mpi.", rich_help_panel="Engines")] = "mpirun",
+    mpirun: Annotated[str, _engine_option(help="mpirun of --launcher mpi.")] = "mpirun",
     engine_option: Annotated[
         list[str] | None,
-        typer.Option(
+        _engine_option(
             metavar="OPTION",
             help="Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable.",
-            rich_help_panel="Engines",
         ),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the job.", rich_help_panel="Engines")] = "gangline",
-    image: Annotated[
-        str | None, typer.Option(help="Container image of --launcher k8s.", rich_help_panel="Engines")
-    ] = None,
-    k8s_kind: Annotated[
-        KubernetesKind, typer.Option(help="Kind of manifest.", rich_help_panel="Engines")
-    ] = KubernetesKind.JOB,
+    name: Annotated[str, _engine_option(help="Name of the job.")] = "gangline",
+    image: Annotated[str | None, _engine_option(help="Container image of --launcher k8s.")] = None,
+    k8s_kind: Annotated[KubernetesKind, _engine_option(help="Kind of manifest.")] = KubernetesKind.JOB,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
 ) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails, and with --max-restarts start again.
@@ -243,16 +247,18 @@ def launch(
         if image is None:
             raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
         count = len(numbers("--gpus", gpus, int)) // workers if gpus else 0
-        raise typer.Exit(_on_kubernetes(job, KubernetesOptions(image, name, k8s_kind, count, grace), dry_run))
+        described = text_of_manifests(manifests(job, KubernetesOptions(image, name, k8s_kind, count, grace)))
+        raise typer.Exit(_feed(["kubectl", "apply", "-f", "-"], described, dry_run))
     options = tuple(engine_option or ())
     if launcher is Launcher.SLURM and not is_within_job():
         given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher is Launcher.RAY and not dry_run:
         raise typer.Exit(_on_ray(job, grace, max_restarts))
+    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
     if launcher is Launcher.SSH:
         connection = SshOptions(ssh, remote_python, interface)
-        raise typer.Exit(_on_hosts(job, entries, connection, grace, log_dir, stops, max_restarts, dry_run))
+        raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
     try:
         host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
         table = _table(job, host)
@@ -267,10 +273,6 @@ def launch(
     if dry_run:
         _print_table(table)
         return
-    from gangline.collectives.environments.job_key import JobKey
-    from gangline.launcher.local import run
-    from gangline.launcher.restarts import Outcome, run_with_restarts
-    from gangline.launcher.supervisor import Reports, StopTimeouts
 
     def attempt(restart: int) -> Outcome:
         # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
@@ -278,10 +280,10 @@ def launch(
         processes = _table(replace(job, restart=restart), host) if restart else table
         return run(
             processes,
-            StopTimeouts(stop=grace),
+            timeouts,
             key,
             stop_signals=stops,
-            reports=Reports(log_dir),
+            reports=reports,
             restart_processes=restart_processes,
             elastic=bounds,
         )
@@ -300,9 +302,6 @@ def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: s
     is_slurm = launcher is Launcher.SLURM and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     if not is_slurm and (launcher is not Launcher.MPI or not entries):
         return None
-    from gangline.collectives.transports.addresses import local_address, resolved
-    from gangline.launcher.engines.ssh_agent import find_address
-
     if interface is not None:
         return Host(find_address(interface, "")[0])
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
@@ -313,18 +312,13 @@ def _on_hosts(
     job: JobSpec,
     entries: Sequence[HostEntry],
     options: SshOptions,
-    grace: float,
-    log_dir: Path | None,
+    timeouts: StopTimeouts,
+    reports: Reports,
     stops: Collection[signal.Signals],
     max_restarts: int,
     dry_run: bool,
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
-    from gangline.collectives.environments.job_key import JobKey
-    from gangline.launcher.engines.ssh import plan, run_on_hosts
-    from gangline.launcher.restarts import Outcome, run_with_restarts
-    from gangline.launcher.supervisor import Reports, StopTimeouts
-
     try:
         planned = plan(job, entries, options)
     except ValueError as error:
@@ -335,20 +329,12 @@ def _on_hosts(
             _print_table([process for process in planned.table if process.host == index])
         return 0
     _report_surplus(planned.table, job.workers)
-    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
 
     def attempt(restart: int) -> Outcome:
         ssh_job = plan(replace(job, restart=restart), entries, options) if restart else planned
         return run_on_hosts(ssh_job, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
 
     return run_with_restarts(attempt, max_restarts)
-
-
-def _on_kubernetes(job: JobSpec, options: KubernetesOptions, dry_run: bool) -> int:
-    """Apply the manifests of a job by kubectl, or print them; return the exit code."""
-    from gangline.launcher.engines.kubernetes import manifests, text
-
-    return _feed(["kubectl", "apply", "-f", "-"], text(manifests(job, options)), dry_run)
 
 
 def _submit(
@@ -363,8 +349,7 @@ def _submit(
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
     words += ["-s", str(job.servers), "--grace", f"{grace:g}"]
     if job.work_load_list:
-        loads = job.work_load_list
-        words += ["--work-load-list", loads if loads == "auto" else ",".join(map(repr, loads))]
+        words += ["--work-load-list", job.loads_text()]
     words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
     words += [word for variable in job.passed_on for word in ("--env", variable)]
     script = batch_script([*words, "--", *job.command], job.workers, grace, name, options)
@@ -451,10 +436,6 @@ def resize(
     New workers take part from the next round that all know. Surplus ones, those of the highest ranks, leave after a
     round.
     """
-    from gangline.collectives.transports.unix_sockets import connect
-    from gangline.launcher.local import control_socket
-    from gangline.launcher.supervisor import ERROR
-
     try:
         with connect(control_socket(launcher)) as connection:
             connection.sendall(f"{workers}\n".encode())

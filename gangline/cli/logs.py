@@ -29,11 +29,6 @@ def set_level(verbose: bool, quiet: bool) -> None:
         raise typer.BadParameter(f"GANGLINE_LOG is {word!r}; expected one of {', '.join(LEVELS)}")
 
 
-def is_verbose() -> bool:
-    """Return True if tracebacks of all errors are wanted."""
-    return os.environ.get("GANGLINE_LOG") == "debug"
-
-
 @contextmanager
 def reported_first() -> Iterator[None]:
     """If an error ends the block, ignore SIGTERM until `main` has reported it.

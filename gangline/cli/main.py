@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import sysconfig
@@ -81,7 +82,7 @@ def main() -> None:
         print(f"gangline: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except (ValueError, OSError, RuntimeError) as error:
-        if logs.is_verbose() or _is_of_user_code(error):
+        if os.environ.get("GANGLINE_LOG") == "debug" or _is_of_user_code(error):
             traceback.print_exception(error)
         print(f"gangline: {error}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from gangline.collectives.context import Context
 
 T = TypeVar("T")
-
+data_option = partial(typer.Option, rich_help_panel="Network and data")
+device_option = partial(typer.Option, rich_help_panel="Devices and workers")
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout.")
@@ -42,39 +44,20 @@ class DeviceOptions:
 
     context: Annotated[
         ContextWord | None,
-        typer.Option(
+        device_option(
             help="Devices by name. auto: one GPU if there is one. multi-gpu: all GPUs. parallel: all processes of the "
-            "job (train only).",
-            rich_help_panel="Devices and workers",
+            "job (train only)."
         ),
     ] = None
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs by index, such as 0,2.", rich_help_panel="Devices and workers")
-    ] = None
-    cpus: Annotated[
-        int | None, typer.Option(help="Number of CPU contexts.", min=1, rich_help_panel="Devices and workers")
-    ] = None
+    gpus: Annotated[str | None, device_option(help="GPUs by index, such as 0,2.")] = None
+    cpus: Annotated[int | None, device_option(help="Number of CPU contexts.", min=1)] = None
     work_load_list: Annotated[
         str | None,
-        typer.Option(
-            help="Relative speed of each context, such as 3,1; auto measures it. Batches are split by it.",
-            rich_help_panel="Devices and workers",
-        ),
+        device_option(help="Relative speed of each context, such as 3,1; auto measures it. Batches are split by it."),
     ] = None
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            help="Samples in a batch, over all contexts of all workers.", min=1, rich_help_panel="Network and data"
-        ),
-    ] = 64
-    data_workers: Annotated[
-        int,
-        typer.Option(help="Number of processes that decode images.", min=0, rich_help_panel="Network and data"),
-    ] = 0
-    skip_unreadable: Annotated[
-        int,
-        typer.Option(help="Skip up to N unreadable images before failing.", min=0, rich_help_panel="Network and data"),
-    ] = 0
+    batch_size: Annotated[int, data_option(help="Samples in a batch, over all contexts of all workers.", min=1)] = 64
+    data_workers: Annotated[int, data_option(help="Number of processes that decode images.", min=0)] = 0
+    skip_unreadable: Annotated[int, data_option(help="Skip up to N unreadable images before failing.", min=0)] = 0
 
     def devices(self) -> str | list[Context]:
         """Return the context argument of `Module`.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json as json_format
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gangline.advise.split_plan import RankProfile, SplitPlan, plan_splits
+from gangline.cli.devices import print_table
 from gangline.cli.options import JsonFile, numbers, write_json
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from gangline.advise.split_plan import RankProfile, SplitPlan
 
 
 def plan(
@@ -58,17 +58,14 @@ def plan(
     if step is not None:
         _measure(step, sizes, runs, json)
         return
-    from gangline.advise.split_plan import plan_splits
-
     if batch is None:
         raise UsageError("--batch is missing; expected the number of samples in a global batch, or MODULE:FUNCTION")
     if (speeds is None) == (measured is None):
         raise UsageError("expected either --speeds, such as --speeds 3,1, or --measured FILE")
-    ranks = (
-        _measured(measured, memory)
-        if measured is not None
-        else _given(speeds or "", memory, fixed_memory, sample_memory)
-    )
+    if measured is not None:
+        ranks = _measured(measured, memory)
+    else:
+        ranks = _given(speeds or "", memory, fixed_memory, sample_memory)
     plans = plan_splits(batch, ranks)
     write_json(json, [_plain(each, plans[1]) for each in plans])
     if json is None:
@@ -76,9 +73,6 @@ def plan(
 
 
 def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
-    from gangline.advise.split_plan import RankProfile
-    from gangline.models.balance.speed_model import LinearFit
-
     found = numbers("--speeds", speeds, float)
     if not found or min(found) <= 0:
         raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
@@ -86,20 +80,16 @@ def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: 
     if sample_memory is not None and memory is None:
         raise UsageError("--sample-memory is given without --memory; expected the memory of each rank, such as 24,11")
     return [
-        RankProfile(LinearFit(0.0, 1 / speed), size, fixed_memory, sample_memory)
-        for speed, size in zip(found, sizes, strict=True)
+        RankProfile(0.0, 1 / speed, size, fixed_memory, sample_memory) for speed, size in zip(found, sizes, strict=True)
     ]
 
 
 def _measured(path: Path, memory: str | None) -> list[RankProfile]:
-    from gangline.advise.split_plan import RankProfile
-    from gangline.models.balance.speed_model import LinearFit
-
     try:
         rows: list[dict[str, Any]] = json_format.loads(path.read_text())["ranks"]
         sizes = numbers("--memory", memory, float, len(rows)) or [row["memory"] for row in rows]
         return [
-            RankProfile(LinearFit(row["fixed"], row["per_sample"]), size, row["fixed_memory"], row["sample_memory"])
+            RankProfile(row["fixed"], row["per_sample"], size, row["fixed_memory"], row["sample_memory"])
             for row, size in zip(rows, sizes, strict=True)
         ]
     except (KeyError, TypeError, json_format.JSONDecodeError) as error:
@@ -121,26 +111,17 @@ def _plain(each: SplitPlan, equal: SplitPlan) -> dict[str, Any]:
 
 
 def _show(plans: list[SplitPlan]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     equal = plans[1]
-    has_memory = any(each.room is not None for each in plans)
-    table = Table("split", *(f"rank {index}" for index in range(len(equal.counts))), "step", "samples/s", "x equal")
-    if has_memory:
-        table.add_column("max GiB/sample")
-    for each in plans:
-        cells = [
-            each.name,
-            *map(str, each.counts),
-            f"{each.seconds:.4g} s" if each.fits else "out of memory",
-            f"{each.samples_per_second:.4g}" if each.fits else "",
-            f"{equal.seconds / each.seconds:.2f}" if each.fits else "",
-        ]
-        if has_memory:
-            cells.append("" if each.room is None else f"{each.room:.3g}")
-        table.add_row(*cells)
-    Console().print(table)
+    print_table(
+        {
+            "split": [each.name for each in plans],
+            **{f"rank {index}": [str(each.counts[index]) for each in plans] for index in range(len(equal.counts))},
+            "step": [f"{each.seconds:.4g} s" if each.fits else "out of memory" for each in plans],
+            "samples/s": [f"{each.samples_per_second:.4g}" if each.fits else "" for each in plans],
+            "x equal": [f"{equal.seconds / each.seconds:.2f}" if each.fits else "" for each in plans],
+            "max GiB/sample": ["" if each.room is None else f"{each.room:.3g}" for each in plans],
+        }
+    )
 
 
 def _measure(step: str, sizes: str, runs: int, json: JsonFile) -> None:
@@ -154,20 +135,16 @@ def _measure(step: str, sizes: str, runs: int, json: JsonFile) -> None:
     rows = measure_ranks(resolve(step), counts, runs)
     if rows is None:
         return  # rank 0 prints
-    write_json(json, {"ranks": [row.plain() for row in rows]})
+    write_json(json, {"ranks": [asdict(row) for row in rows]})
     if json is None or str(json) != "-":
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("rank", "device", "samples/s", "fixed", "per sample", "GiB/sample", "largest size")
-        for rank, row in enumerate(rows):
-            table.add_row(
-                str(rank),
-                row.device,
-                f"{row.samples_per_second:.4g}",
-                f"{row.fixed:.3g} s",
-                f"{row.per_sample:.3g} s",
-                "" if row.sample_memory is None else f"{row.sample_memory:.3g}",
-                str(row.largest),
-            )
-        Console().print(table)
+        print_table(
+            {
+                "rank": [str(rank) for rank in range(len(rows))],
+                "device": [row.device for row in rows],
+                "samples/s": [f"{row.samples_per_second:.4g}" for row in rows],
+                "fixed": [f"{row.fixed:.3g} s" for row in rows],
+                "per sample": [f"{row.per_sample:.3g} s" for row in rows],
+                "GiB/sample": ["" if row.sample_memory is None else f"{row.sample_memory:.3g}" for row in rows],
+                "largest size": [str(row.largest) for row in rows],
+            }
+        )

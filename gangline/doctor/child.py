@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from importlib import import_module
 
 from gangline.collectives.processes.parent_death import die_with_parent
@@ -17,7 +18,7 @@ def main(module: str, function: str, arguments: str, parent: str) -> None:
     os.dup2(2, 1)  # libraries print to stdout, such as NCCL with NCCL_DEBUG
     value = getattr(import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
     with os.fdopen(output, "w") as file:
-        json.dump(value, file)
+        json.dump(value, file, default=asdict)
 
 
 if __name__ == "__main__":

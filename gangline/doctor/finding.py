@@ -43,7 +43,7 @@ class Finding:
 
 
 class Check(NamedTuple):
-    """A check: a function of a module of this folder that returns findings as JSON values."""
+    """A check: a function of a module of this folder that returns findings, or JSON values."""
 
     name: str
     module: str

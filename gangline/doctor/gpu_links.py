@@ -11,25 +11,33 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
+from gangline.launcher.topology import nvml_handle
 
-class LinkKind(IntEnum):
+
+class LinkKind(Enum):
     """Kind of the link between two GPUs, from near to far; PCIe in the terms of `nvidia-smi topo`."""
 
-    SAME = 0
-    NVLINK = 1
-    NVSWITCH = 2
-    BOARD = 3
-    PIX = 4
-    PXB = 5
-    PHB = 6
-    NODE = 7
-    SYS = 8
-    PEER = 9
-    HOST = 10
-    UNKNOWN = 11
+    SAME = ("X", "the GPU itself", 0.0)
+    NVLINK = ("NVLINK", "{lanes} between the two", 0.0)
+    NVSWITCH = ("NVSWITCH", "{lanes} of each to a switch", 0.0)
+    BOARD = ("same board", "PCIe on one board", 0.85)
+    PIX = ("PIX", "PCIe through one switch", 0.8)
+    PXB = ("PXB", "PCIe through several switches", 0.75)
+    PHB = ("PHB", "PCIe through a host bridge", 0.7)
+    NODE = ("NODE", "PCIe through host bridges of one NUMA node", 0.65)
+    SYS = ("SYS", "PCIe and the link between CPU sockets", 0.5)
+    PEER = ("P2P", "one reads the other's memory; NVML does not say how", 0.5)
+    HOST = ("host", "through the host's memory", 0.3)
+    UNKNOWN = ("unknown", "NVML does not say", 0.3)
+
+    def __init__(self, short: str, meaning: str, pcie_share: float) -> None:
+        self.short, self.meaning = short, meaning
+        self.pcie_share = pcie_share
+        """Share of the PCIe bandwidth that the path leaves."""
+        self.distance = len(type(self).__members__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class Link:
     """Number of NVLinks: between these two alone, or to the switch, where a GPU's links serve all its peers."""
 
     def __str__(self) -> str:
-        return f"NV{self.lanes}" if self.lanes else _SHORT[self.kind]
+        return f"NV{self.lanes}" if self.lanes else self.kind.short
 
 
 SELF = Link(LinkKind.SAME, math.inf)
@@ -51,42 +59,14 @@ SELF = Link(LinkKind.SAME, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class LinkMatrix:
-    """Link between each two GPUs: ``links[a][b]``, equal to ``links[b][a]``, with `SELF` where a is b.
+    """Link between each two GPUs, by torch's indices: ``links[a][b]``, equal to ``links[b][a]``; `SELF` if a is b."""
 
-    Raises:
-        ValueError: if the fields have different lengths, or the links are not symmetric.
-    """
-
-    gpus: tuple[int, ...] = ()
-    """GPUs by torch's index. A GPU may occur twice, with `SELF` between the two."""
     links: tuple[tuple[Link, ...], ...] = ()
     numa_nodes: tuple[int | None, ...] = ()
     """NUMA node of the host memory nearest to each GPU; None if unknown."""
 
-    def __post_init__(self) -> None:
-        size = len(self.gpus)
-        if not size == len(self.links) == len(self.numa_nodes) or any(len(row) != size for row in self.links):
-            raise ValueError(
-                f"a matrix for {size} GPUs has {len(self.numa_nodes)} NUMA nodes and rows of "
-                f"{[len(row) for row in self.links]} links; expected {size} of each"
-            )
-        for a, row in enumerate(self.links):
-            for b, link in enumerate(row):
-                if link != self.links[b][a]:
-                    raise ValueError(f"links[{a}][{b}] is {link}, links[{b}][{a}] {self.links[b][a]}; expected one")
-                if (link.kind is LinkKind.SAME) != (self.gpus[a] == self.gpus[b]):
-                    raise ValueError(f"links[{a}][{b}] is {link} from gpu({self.gpus[a]}) to gpu({self.gpus[b]})")
-
     def __len__(self) -> int:
-        return len(self.gpus)
-
-    def select(self, indices: Sequence[int]) -> LinkMatrix:
-        """Return the matrix of the GPUs at these indices, in this order; an index may occur twice."""
-        return LinkMatrix(
-            tuple(self.gpus[index] for index in indices),
-            tuple(tuple(self.links[a][b] for b in indices) for a in indices),
-            tuple(self.numa_nodes[index] for index in indices),
-        )
+        return len(self.links)
 
 
 def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -> Link:
@@ -97,7 +77,7 @@ def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -
 def pcie(kind: LinkKind, generation: int, width: int) -> Link:
     """Return a PCIe link; generation (from 1) and width (in lanes) are those of the slower GPU."""
     lane = _PCIE_LANE[min(max(generation, 1), len(_PCIE_LANE)) - 1]
-    return Link(kind, round(lane * width * _PCIE_SHARE[kind], 1))
+    return Link(kind, round(lane * width * kind.pcie_share, 1))
 
 
 def read_links() -> LinkMatrix:
@@ -114,20 +94,10 @@ def read_links() -> LinkMatrix:
 
         return links_by_nvml(pynvml, handles)
     rows = [[_link_by_torch(a, b) for b in range(size)] for a in range(size)]
-    rows = [[max(rows[a][b], rows[b][a], key=lambda link: link.kind) for b in range(size)] for a in range(size)]
-    return LinkMatrix(tuple(range(size)), tuple(map(tuple, rows)), (None,) * size)
-
-
-def nvml_handle(index: int) -> Any:
-    """Return NVML's handle of torch's GPU, looked up by UUID, since NVML numbers all GPUs; None without NVML."""
-    import pynvml
-    import torch
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-    except pynvml.NVMLError:
-        return None
+    rows = [
+        [max(rows[a][b], rows[b][a], key=lambda link: link.kind.distance) for b in range(size)] for a in range(size)
+    ]
+    return LinkMatrix(tuple(map(tuple, rows)), (None,) * size)
 
 
 def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
@@ -152,7 +122,6 @@ def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
 
     half = {(a, b): link(a, b) for b in range(len(handles)) for a in range(b + 1)}
     return LinkMatrix(
-        tuple(range(len(handles))),
         tuple(tuple(half[min(a, b), max(a, b)] for b in range(len(handles))) for a in range(len(handles))),
         tuple(_numa_node(nvml, handle) for handle in handles),
     )
@@ -162,19 +131,23 @@ def matrix_table(matrix: LinkMatrix) -> str:
     """Return the matrix as text in the layout of `nvidia-smi topo -m`, with a legend; "" for fewer than two GPUs."""
     if len(matrix) < 2:
         return ""
-    names = [f"gpu({gpu})" for gpu in matrix.gpus]
+    names = [f"gpu({gpu})" for gpu in range(len(matrix))]
     nodes = ["" if node is None else str(node) for node in matrix.numa_nodes]
     lines = [["", *names, "NUMA node"]]
     lines += [[name, *map(str, row), node] for name, row, node in zip(names, matrix.links, nodes, strict=True)]
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    text = ["".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    links = sorted({link for row in matrix.links for link in row}, key=lambda link: (link.kind, -link.lanes))
+    links = sorted({link for row in matrix.links for link in row}, key=lambda link: (link.kind.distance, -link.lanes))
     width = max(len(str(link)) for link in links)
-    return "\n".join([*text, "", *(f"  {link!s:<{width}}  {_meaning(link)}" for link in links)])
+    return "\n".join([aligned(lines), "", *(f"  {link!s:<{width}}  {_meaning(link)}" for link in links)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of words as text in columns."""
+    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
+    return "\n".join("".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _meaning(link: Link) -> str:
-    words = _MEANING[link.kind].format(lanes=f"{link.lanes} NVLink{'s' if link.lanes > 1 else ''}")
+    words = link.kind.meaning.format(lanes=f"{link.lanes} NVLink{'s' if link.lanes > 1 else ''}")
     return words if math.isinf(link.gb_per_s) else f"{words}, about {link.gb_per_s:.0f} GB/s each way"
 
 
@@ -233,35 +206,3 @@ _LEVELS = {0: LinkKind.BOARD, 10: LinkKind.PIX, 20: LinkKind.PXB, 30: LinkKind.P
 """NVML's topology levels."""
 _PCIE_LANE = (0.25, 0.5, 0.985, 1.97, 3.94, 7.56)
 """GB/s of a PCIe lane in each direction, from generation 1."""
-_PCIE_SHARE = {
-    LinkKind.BOARD: 0.85,
-    LinkKind.PIX: 0.8,
-    LinkKind.PXB: 0.75,
-    LinkKind.PHB: 0.7,
-    LinkKind.NODE: 0.65,
-    LinkKind.SYS: 0.5,
-    LinkKind.PEER: 0.5,
-    LinkKind.HOST: 0.3,
-    LinkKind.UNKNOWN: 0.3,
-}
-_SHORT = {kind: kind.name for kind in LinkKind} | {
-    LinkKind.SAME: "X",
-    LinkKind.BOARD: "same board",
-    LinkKind.PEER: "P2P",
-    LinkKind.HOST: "host",
-    LinkKind.UNKNOWN: "unknown",
-}
-_MEANING = {
-    LinkKind.SAME: "the GPU itself",
-    LinkKind.NVLINK: "{lanes} between the two",
-    LinkKind.NVSWITCH: "{lanes} of each to a switch",
-    LinkKind.BOARD: "PCIe on one board",
-    LinkKind.PIX: "PCIe through one switch",
-    LinkKind.PXB: "PCIe through several switches",
-    LinkKind.PHB: "PCIe through a host bridge",
-    LinkKind.NODE: "PCIe through host bridges of one NUMA node",
-    LinkKind.SYS: "PCIe and the link between CPU sockets",
-    LinkKind.PEER: "one reads the other's memory; NVML does not say how",
-    LinkKind.HOST: "through the host's memory",
-    LinkKind.UNKNOWN: "NVML does not say",
-}

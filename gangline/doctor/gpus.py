@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from itertools import permutations
 from typing import Any
@@ -28,14 +27,13 @@ _WITHOUT_PEERS = (
 )
 
 
-def gpus() -> list[dict[str, Any]]:
+def gpus() -> list[Finding]:
     """Check that each GPU computes and copies, and each two GPUs copy to each other at the speed of their link."""
     if not torch.cuda.is_available():
-        return [asdict(_no_gpu())]
+        return [_no_gpu()]
     links = read_links()
-    findings = [_host_copy(index) for index in range(len(links))]
-    findings += [_peer_copy(links, a, b) for a, b in permutations(range(len(links)), 2)]
-    return [asdict(finding) for finding in findings]
+    copies = (_peer_copy(links, a, b) for a, b in permutations(range(len(links)), 2))
+    return [*map(_host_copy, range(len(links))), *copies]
 
 
 def _no_gpu() -> Finding:

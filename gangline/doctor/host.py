@@ -15,9 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -36,7 +34,7 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SOCKETS_INSTEAD = "without it ranks use sockets, several times slower for small messages"
 
 
-def shared_memory() -> list[dict[str, Any]]:
+def shared_memory() -> list[Finding]:
     """Check that another process opens shared memory of this one."""
     # It imports torch, which the other checks here do without.
     from gangline.collectives.transports.shm.segments import Offer, open_offered
@@ -48,7 +46,7 @@ def shared_memory() -> list[dict[str, Any]]:
         remedy = _MEMFD_REMEDIES.get(
             error.errno or 0, "memfd_create is blocked, as by an old container runtime: renew it"
         )
-        return _packed(Finding(Status.SLOW, name, f"cannot offer memory: {error}", f"{remedy}; {_SOCKETS_INSTEAD}"))
+        return [Finding(Status.SLOW, name, f"cannot offer memory: {error}", f"{remedy}; {_SOCKETS_INSTEAD}")]
     ctypes.memset(offer.segment.address, 1, _PROBE_BYTES)
 
     def read() -> float:
@@ -64,8 +62,8 @@ def shared_memory() -> list[dict[str, Any]]:
     offer.close()
     if problem:
         remedy = f"run all ranks as one user and in one container, without hidepid on /proc; {_SOCKETS_INSTEAD}"
-        return _packed(Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy))
-    return _packed(Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}"))
+        return [Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy)]
+    return [Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}")]
 
 
 _MEMFD_REMEDIES = {
@@ -75,7 +73,7 @@ _MEMFD_REMEDIES = {
 }
 
 
-def dev_shm() -> list[dict[str, Any]]:
+def dev_shm() -> list[Finding]:
     """Check that there is room in /dev/shm."""
     name = str(_DEV_SHM)
     remedy = (
@@ -91,17 +89,17 @@ def dev_shm() -> list[dict[str, Any]]:
             os.posix_fallocate(file.fileno(), 0, _WRITTEN_TO_DEV_SHM)
     except OSError as error:
         where = measured if error.errno == errno.ENOSPC else name
-        return _packed(
+        return [
             Finding(
                 Status.BROKEN, name, f"cannot write {_size(_WRITTEN_TO_DEV_SHM)}: {error.strerror}, {where}", remedy
             )
-        )
+        ]
     if free < _LEAST_DEV_SHM:
-        return _packed(Finding(Status.WARN, name, measured, remedy))
-    return _packed(Finding(Status.OK, name, measured))
+        return [Finding(Status.WARN, name, measured, remedy)]
+    return [Finding(Status.OK, name, measured)]
 
 
-def cross_memory_attach() -> list[dict[str, Any]]:
+def cross_memory_attach() -> list[Finding]:
     """Check that one child reads another child's memory, as ranks of one host do."""
     name = "cross-memory attach"
     reading, writing = os.pipe()
@@ -130,10 +128,8 @@ def cross_memory_attach() -> list[dict[str, Any]]:
         with _Forked(offer):
             seconds, problem = reader.result()
     if not problem:
-        return _packed(Finding(Status.OK, name, f"one process reads another's memory, {_rate(seconds)}"))
-    return _packed(
-        Finding(Status.SLOW, name, problem, f"{_cma_remedy()}; without it ranks copy large tensors once more")
-    )
+        return [Finding(Status.OK, name, f"one process reads another's memory, {_rate(seconds)}")]
+    return [Finding(Status.SLOW, name, problem, f"{_cma_remedy()}; without it ranks copy large tensors once more")]
 
 
 def _cma_remedy() -> str:
@@ -149,9 +145,9 @@ def _cma_remedy() -> str:
     return f"`sysctl kernel.yama.ptrace_scope=1` (it is {scope}); in a container also SYS_PTRACE"
 
 
-def limits() -> list[dict[str, Any]]:
+def limits() -> list[Finding]:
     """Check the limits on memory, open files, threads, locked memory and the size of files."""
-    return _packed(_memory(), _open_files(), _thread_count(), _locked_memory(), *_file_size())
+    return [_memory(), _open_files(), _thread_count(), _locked_memory(), *_file_size()]
 
 
 def _memory() -> Finding:
@@ -218,7 +214,7 @@ def _file_size() -> list[Finding]:
     return [Finding(Status.WARN, "file size", f"ulimit -f is {_size(soft)}", remedy)]
 
 
-def host_name() -> list[dict[str, Any]]:
+def host_name() -> list[Finding]:
     """Check that this host's own name leads to an address that other hosts can use."""
     name, own = "host name", socket.gethostname()
     outside = [
@@ -231,14 +227,10 @@ def host_name() -> list[dict[str, Any]]:
         address = resolved(own)
     except OSError as error:
         remedy = f"add {own} to /etc/hosts with this host's address, or use addresses instead of names"
-        return _packed(Finding(Status.WARN, name, f"{own} is unknown: {error.strerror or error}", remedy))
+        return [Finding(Status.WARN, name, f"{own} is unknown: {error.strerror or error}", remedy)]
     if is_loopback(address) and outside:
-        return _packed(
-            Finding(Status.WARN, name, f"{own} resolves to {address}, a loopback address", loopback_remedy(own))
-        )
-    return _packed(
-        Finding(Status.OK, name, f"{own} is {address}; this host has {', '.join(outside) or 'loopback only'}")
-    )
+        return [Finding(Status.WARN, name, f"{own} resolves to {address}, a loopback address", loopback_remedy(own))]
+    return [Finding(Status.OK, name, f"{own} is {address}; this host has {', '.join(outside) or 'loopback only'}")]
 
 
 def loopback_remedy(host: str) -> str:
@@ -250,7 +242,7 @@ def loopback_remedy(host: str) -> str:
     )
 
 
-def ports() -> list[dict[str, Any]]:
+def ports() -> list[Finding]:
     """Check that loopback carries TCP, and that there are free ports."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -261,22 +253,22 @@ def ports() -> list[dict[str, Any]]:
                 accepted.recv(8)
     except OSError as error:
         remedy = "`ip link set lo up`; a firewall must accept interface lo"
-        return _packed(Finding(Status.BROKEN, "ports", f"no TCP connection on 127.0.0.1: {error}", remedy))
+        return [Finding(Status.BROKEN, "ports", f"no TCP connection on 127.0.0.1: {error}", remedy)]
     free = "free ports"
     with suppress(OSError):
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         free = f"free ports from {low} to {high}"
-    return _packed(Finding(Status.OK, "ports", f"127.0.0.1 carries TCP; {free}"))
+    return [Finding(Status.OK, "ports", f"127.0.0.1 carries TCP; {free}")]
 
 
-def clock() -> list[dict[str, Any]]:
+def clock() -> list[Finding]:
     """Check that the clock is later than this package, which a clock without battery or time server is not."""
     own = Path(__file__).stat().st_mtime
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if time.time() < own - 86400:
         remedy = "set it by a time server (`timedatectl set-ntp true`): certificates and file times depend on it"
-        return _packed(Finding(Status.WARN, "clock", f"{now} is before this installation", remedy))
-    return _packed(Finding(Status.OK, "clock", now))
+        return [Finding(Status.WARN, "clock", f"{now} is before this installation", remedy)]
+    return [Finding(Status.OK, "clock", now)]
 
 
 class _Forked:
@@ -311,10 +303,6 @@ class _Forked:
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._reading)
-
-
-def _packed(*findings: Finding) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]
 
 
 def _rate(seconds: float) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-from gangline.doctor.gpu_links import LinkMatrix, nvml_handle, read_links
+from gangline.doctor.gpu_links import LinkMatrix, read_links
+from gangline.launcher.topology import nvml_handle
 
 
 @dataclass(frozen=True)

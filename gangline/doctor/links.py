@@ -14,6 +14,7 @@ import torch
 
 from gangline.collectives.communicator import Communicator
 from gangline.doctor.finding import Finding, Status
+from gangline.doctor.gpu_links import aligned
 
 CONNECT_SECONDS = 5.0
 SEND_SECONDS = 0.5
@@ -196,8 +197,7 @@ def links_table(links: Sequence[LinkReport], names: Sequence[str]) -> str:
     hosts = range(len(names))
     lines = [["from \\ to", *names]]
     lines += [[names[source], *(cells.get((source, target), "") for target in hosts)] for source in hosts]
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    return "\n".join("".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def _cell(link: LinkReport) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,15 +18,15 @@ _LARGE_CALLS = 5
 _LONG_SECONDS = 0.5
 
 
-def two_ranks(ranks: int = 2) -> list[dict[str, Any]]:
-    """Check that ranks on this host reduce tensors to the right sum."""
-    name = f"all-reduce of {ranks} ranks"
+def two_ranks() -> list[Finding]:
+    """Check that two ranks on this host reduce tensors to the right sum."""
+    name = "all-reduce of 2 ranks"
     try:
-        measured, *_ = spawn(measure_all_reduce, ranks, threads=1)
+        measured, _ = spawn(measure_all_reduce, 2, threads=1)
     except (GanglineError, OSError, RuntimeError, ValueError) as error:
         remedy = "the other lines say what is missing on this host; `gangline -v check --only two-ranks` shows more"
-        return [asdict(Finding(Status.BROKEN, name, f"{type(error).__name__}: {error}", remedy))]
-    return [asdict(finding_of_all_reduce(name, measured))]
+        return [Finding(Status.BROKEN, name, f"{type(error).__name__}: {error}", remedy)]
+    return [finding_of_all_reduce(name, measured)]
 
 
 def measure_all_reduce(comm: Communicator) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -27,10 +27,7 @@ def run(
     *,
     grace: float = 10.0,
     max_restarts: int = 0,
-    worker_resources: Mapping[str, float] | None = None,
-    server_resources: Mapping[str, float] | None = None,
-    strategy: str = "PACK",
-    timeout: float = 300.0,
+    placement: Placement = Placement(),  # noqa: B008 - it is frozen
     address: str | None = None,
 ) -> int:
     """Run the processes of a job as children of actors in one placement group until all have ended.
@@ -42,10 +39,7 @@ def run(
         job: options of the job; each worker runs its command.
         grace: seconds from SIGTERM until processes are killed.
         max_restarts: number of times that the job starts again after a failure, on new actors.
-        worker_resources: Ray's resources of each worker, such as {"CPU": 4, "GPU": 1}; None: {"CPU": 1}.
-        server_resources: the same of each server.
-        strategy: Ray's placement strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-        timeout: seconds until the cluster must have the resources.
+        placement: resources of the actors.
         address: address of the cluster; None: that of RAY_ADDRESS, or a cluster of this machine, started if needed.
 
     Returns:
@@ -55,7 +49,6 @@ def run(
         RuntimeError: if the cluster does not have the resources.
     """
     is_own = in_cluster(address)
-    placement = Placement(worker_resources or {"CPU": 1}, server_resources or {"CPU": 1}, strategy, timeout)
 
     def attempt(restart: int) -> Outcome:
         actors = Job(replace(job, restart=restart), placement, is_function=False, env={}, key=JobKey.new())

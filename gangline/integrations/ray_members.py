@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ _READ = 1 << 16
 class Placement:
     """Resources of a job's actors and how Ray places them."""
 
-    worker_resources: Mapping[str, float]
+    worker_resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     """Ray's resources of each worker, such as {"CPU": 4, "GPU": 1}."""
-    server_resources: Mapping[str, float]
+    server_resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     strategy: str = "PACK"
     """Ray's strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     timeout: float = 300.0

@@ -65,6 +65,11 @@ class JobSpec:
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job that is the same in all its starts."""
 
+    def loads_text(self, workers: int | None = None) -> str:
+        """Return the loads of the workers, or of the first ones, as `--work-load-list` takes them; "" if not set."""
+        loads = self.work_load_list
+        return loads if loads == "auto" else ",".join(map(repr, loads[:workers]))
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -202,8 +207,7 @@ def _worker(job: JobSpec, binding: Binding, workers: int, master: str, master_po
         "MASTER_PORT": str(master_port),
     }
     if job.work_load_list:
-        words = job.work_load_list
-        own[_LOADS] = words if words == "auto" else ",".join(map(repr, words[:workers]))
+        own[_LOADS] = job.loads_text(workers)
     return own
 
 

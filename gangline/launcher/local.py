@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -68,7 +68,10 @@ def run(
         child = os.fork()
         if child == 0:
             bounds = None if elastic is None else ElasticWorkers(*elastic, control_socket(parent))
-            _supervise(parent, processes, timeouts, key, stops, mask, reports, restart_processes, bounds)
+            _supervise(
+                parent,
+                lambda: Supervisor(timeouts, stops, mask, reports).run(processes, key, restart_processes, bounds),
+            )
         return _forward_signals(child, stops, timeouts)
     finally:
         kill_descendants(spared=before)
@@ -109,25 +112,14 @@ def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTime
     return Outcome(128 - code)
 
 
-def _supervise(
-    parent: int,
-    processes: Sequence[Process],
-    timeouts: StopTimeouts,
-    key: JobKey | None,
-    stops: Collection[int],
-    mask: Collection[int],
-    reports: Reports,
-    restart_processes: int,
-    elastic: ElasticWorkers | None,
-) -> NoReturn:
-    """Run the supervisor and exit; ``mask`` becomes the signal mask once its handlers are installed."""
+def _supervise(parent: int, supervise: Callable[[], int]) -> NoReturn:
+    """Run the supervisor in this child process and exit with the code that it returns."""
     code = 1
     try:
         os.setsid()  # a Ctrl-C of the terminal reaches the parent only, which forwards it
         adopt_orphans()
         die_with_parent(parent, signal.SIGTERM)
-        supervisor = Supervisor(timeouts, stops, mask, reports)
-        code = supervisor.run(processes, key, restart_processes, elastic)
+        code = supervise()
     except BaseException:  # noqa: BLE001 - the child must never return into the caller's program
         traceback.print_exc()
     finally:

@@ -42,10 +42,6 @@ class Output:
         """Return a stream whose lines get the label as prefix, and go to standard error or standard output."""
         return Stream(f"[{label}] ".encode(), is_error)
 
-    def relayed(self, on_message: Callable[[str], None] | None = None, *, is_error: bool) -> Stream:
-        """Return a stream whose lines have prefixes already; messages among them go to a handler."""
-        return Stream(b"", is_error, on_message)
-
     def write(self, stream: Stream, data: bytes) -> None:
         """Write the lines that ``data`` completes, and buffer the rest. Each state of a progress bar is a line.
 

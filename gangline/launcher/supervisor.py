@@ -270,21 +270,17 @@ class Supervisor:
             for process in processes:
                 if self._code is not None:
                     return
-                has_restarts = bool(self._restarts_left or self._restarts)
-                if process.role == "scheduler" and has_restarts:
-                    self._from_scheduler, writing = os.pipe()
-                    os.set_blocking(self._from_scheduler, False)
-                    self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
-                    kept = self._kept_memory_of(process)
-                    more = {**environment, LAUNCHER_FD: str(writing), KEPT_MEMORY: str(kept)}
-                    self._start(process, more, [*descriptors, writing, kept])
-                    os.close(writing)
-                elif process.role in ("server", "worker") and has_restarts:
-                    kept = self._kept_memory_of(process)
-                    more = {**environment, KEPT_MEMORY: str(kept)}
-                    self._start(process, more, [*descriptors, kept])
-                else:
-                    self._start(process, environment, descriptors)
+                own: dict[str, int] = {}
+                if (self._restarts_left or self._restarts) and process.role in ("scheduler", "server", "worker"):
+                    own[KEPT_MEMORY] = self._kept_memory_of(process)
+                    if process.role == "scheduler":
+                        self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
+                        os.set_blocking(self._from_scheduler, False)
+                        self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
+                more = {**environment, **{name: str(descriptor) for name, descriptor in own.items()}}
+                self._start(process, more, [*descriptors, *own.values()])
+                if LAUNCHER_FD in own:
+                    os.close(own[LAUNCHER_FD])
 
     def _kept_memory_of(self, process: Process) -> int:
         if process.label not in self._kept_memory:
@@ -359,7 +355,7 @@ class Supervisor:
             child.streams[pipe] = (
                 self._output.stream(process.label, is_error=is_error)
                 if process.document is None
-                else self._output.relayed(partial(self._hear, child) if is_error else None, is_error=is_error)
+                else Stream(b"", is_error, partial(self._hear, child) if is_error else None)
             )
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child, pipe))
 

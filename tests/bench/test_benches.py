@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.report.machine import command_line
+from gangline.bench.report.output import command_line
 from gangline.bench.training import measure
 from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, images, parameter_shapes
 from gangline.cli.bench import bench

@@ -18,6 +18,7 @@ from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.peers import checks
 from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus_factor
+from gangline.bench.workload.options import DataType, ReduceOp
 from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.cli.bench import bench
 
@@ -51,8 +52,8 @@ def prepare(options):
 def options(collective: str = "all_reduce", ranks: int = 1, size: int = 4000, **more: Any) -> dict[str, Any]:
     """Return the options that ranks prepare."""
     places = IN_PLACE.get(collective, (False,))
-    sweep = Sweep(collective, [size], dtype=more.get("dtype", "float32"), op=more.get("op", "sum"))
-    return {**sweep.options(ranks, size, in_place=more.get("in_place", places[0])), **more}
+    sweep = Sweep(dtype=DataType(more.get("dtype", "float32")), op=ReduceOp(more.get("op", "sum")))
+    return {**sweep.of_rank(collective, ranks, size, in_place=more.get("in_place", places[0])), **more}
 
 
 def wrong(group: RankGroup, prepared: dict[str, Any]) -> list[int]:

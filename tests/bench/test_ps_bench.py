@@ -20,6 +20,7 @@ from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.parameter_server import Case, measure
 from gangline.bench.peers.checks import pushed_value
 from gangline.bench.peers.serve import Server
+from gangline.bench.workload.options import Compression, DistStore, HostCount, ServerTransport
 from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
@@ -52,7 +53,7 @@ def test_rows_are_as_the_specification_has_them_and_exact(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = measure(Case([4096], transport="tcp", compression="2bit", runs=1, run_seconds=0.01))
+    rows = measure(Case("4096", "4096", transport=ServerTransport.tcp, compression=Compression["2bit"], runs=1))
     assert [(row["call"], row["compression"]) for row in rows] == [
         ("push", None),
         ("push+pull", None),
@@ -69,7 +70,7 @@ def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_async_stores_are_summed_exactly_too() -> None:
-    rows = measure(Case([40_000], workers=3, store="dist_async", pushpull=True, runs=1, run_seconds=0.01))
+    rows = measure(Case("40000", "40000", workers=3, store=DistStore.dist_async, pushpull=True, runs=1))
     assert [(row["mode"], row["workers"], row["error"]) for row in rows] == [("dist_async", 3, 0)] * 2
 
 
@@ -80,7 +81,7 @@ def test_hosts_have_a_link_of_the_rate_and_are_removed() -> None:
         for host in range(2):
             assert "tbf" in (shape := hosts.run(host, ["tc", "qdisc", "show", "dev", "eth0"]).stdout)
             assert "rate 100Mbit" in shape
-    (row,) = measure(Case([4096], workers=1, hosts=2, rate="100mbit", runs=1, run_seconds=0.01))
+    (row,) = measure(Case("4096", "4096", workers=1, hosts=HostCount["2"], rate="100mbit", runs=1))
     assert (row["transport"], row["hosts"], row["rate"], row["error"]) == ("tcp", 2, "100mbit", 0)
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"gangline-{os.getpid()}-")]
 
@@ -134,7 +135,7 @@ def test_a_wrong_sum_shows_with_its_deviation() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(MXNET is None or not MXNET.exists(), reason="MXNet is not there; `make peers` installs it")
 def test_mxnet_is_measured_in_the_same_turns_and_leaves_nothing() -> None:
-    rows = measure(Case([4096], pushpull=True, peers=["mxnet"], runs=2, run_seconds=0.05))
+    rows = measure(Case("4096", "4096", pushpull=True, peers="mxnet", runs=2))
     assert [(row["who"], row["call"]) for row in rows] == [
         ("gangline", "push+pull"),
         ("gangline", "pushpull"),

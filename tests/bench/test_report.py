@@ -47,9 +47,12 @@ def test_spread_is_median_and_ends() -> None:
     assert spread(range(1, 201))["p99"] == 198
 
 
-def test_results_are_command_machine_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_command_machine_and_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result.json"
-    publish("gangline bench x", [row("gangline", 0.5), row("mxnet 1.9.1", 1.0, setting="a=1")], path)
+    monkeypatch.setattr(sys, "argv", ["gangline", "bench", "x"])
+    publish([row("gangline", 0.5), row("mxnet 1.9.1", 1.0, setting="a=1")], path)
     result = json.loads(path.read_text())
     assert list(result) == ["command", "machine", "rows"]
     assert set(result["machine"]) == {"cpu", "cores", "memory_gb", "gpu", "python", "torch", "gangline"}

@@ -22,7 +22,6 @@ from gangline.bench.driver import hosts
 from gangline.bench.driver.harness import in_turn, say
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import RankGroup
-from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.unequal.slow_process import QuotaProcess, can_set_quota
@@ -47,7 +46,7 @@ def unequal_hosts(
     if (why := obstacle()) is not None:
         raise UsageError(why)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
-    publish(command_line(), measure(_parsed(quotas), batch_size, batches, runs), json)
+    publish(measure(_parsed(quotas), batch_size, batches, runs), json)
 
 
 def obstacle() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from gangline.doctor.gpu_links import SELF, Link, LinkKind, LinkMatrix, nvlink, pcie
 
 
-def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = False, generation: int = 3) -> LinkMatrix:
+def matrix(rows: str, nodes: Sequence[int | None]) -> LinkMatrix:
     """Parse the rows of a matrix, without the headings."""
     words = [row.split() for row in rows.strip().splitlines()]
 
@@ -17,16 +17,10 @@ def matrix(rows: str, nodes: Sequence[int | None] = (), *, switched: bool = Fals
         if word == "X":
             return SELF
         lanes = word.removeprefix("NV")
-        return nvlink(int(lanes), switched=switched) if lanes != word else pcie(LinkKind[word], generation, 16)
+        return nvlink(int(lanes)) if lanes != word else pcie(LinkKind[word], 3, 16)
 
     links = tuple(tuple(map(link, row)) for row in words)
-    return LinkMatrix(tuple(range(len(words))), links, tuple(nodes) or (None,) * len(words))
-
-
-def full(size: int, word: str, *, switched: bool = False) -> LinkMatrix:
-    """Return a matrix with the same link between any two GPUs."""
-    rows = [" ".join("X" if a == b else word for b in range(size)) for a in range(size)]
-    return matrix("\n".join(rows), switched=switched)
+    return LinkMatrix(links, tuple(nodes))
 
 
 CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2 p3.16xlarge: 6 NVLinks per GPU, two fully connected quads
@@ -42,18 +36,8 @@ CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2 p3.16xlarge: 6 NVLinks per GPU, tw
     """,
     (0, 0, 0, 0, 1, 1, 1, 1),
 )
-SWITCHED = full(8, "NV18", switched=True)  # 8 H100 on NVSwitch
-TWO_ROOTS = matrix(  # 4 GPUs, the first and the third on one socket
-    """
-    X   SYS PHB SYS
-    SYS X   SYS PHB
-    PHB SYS X   SYS
-    SYS PHB SYS X
-    """,
-    (0, 1, 0, 1),
-)
 BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 joined by a bridge
-ONE = full(1, "")
+ONE = matrix("X", (None,))
 NONE = LinkMatrix()
 
 

@@ -333,7 +333,7 @@ def test_gpus_of_this_machine_are_healthy() -> None:
     findings = gpus.gpus()
     count = torch.cuda.device_count()
     assert len(findings) == count + count * (count - 1)
-    assert not [one for one in findings if one["status"] == "broken"]
+    assert not [one for one in findings if one.status == Status.BROKEN]
     result = gpus.nccl(60)
     assert result["ranks"] == count
     assert not result.get("wrong")

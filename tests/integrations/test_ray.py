@@ -26,7 +26,7 @@ from gangline import Trainer
 from gangline.collectives.errors import DeadNodeError
 from gangline.integrations import ray_jobs
 from gangline.integrations.ray import run
-from gangline.integrations.ray_members import in_cluster
+from gangline.integrations.ray_members import Placement, in_cluster
 from gangline.launcher.job import JobSpec
 from tests.kvstore.test_launch import MARK, ROOT, Launch, marked
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, SIZES, batch, network, plain_loop, play
@@ -191,7 +191,7 @@ def test_resources_that_the_cluster_lacks_are_named(cluster: str) -> None:
 def test_a_command_runs_in_each_worker(cluster: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     text = "import os, sys, time; rank = os.environ['RANK']; print('here', rank, flush=True)\n"
     text += f"sys.exit({code}) if rank == '1' else time.sleep({60 if code else 0})"
-    assert ray_jobs.run(JobSpec((sys.executable, "-c", text), 2, 0), **PLACED) == code
+    assert ray_jobs.run(JobSpec((sys.executable, "-c", text), 2, 0), placement=Placement(**PLACED)) == code
     out, errors = capfd.readouterr()
     started = {"[worker 1] here 1"} if code else {"[worker 0] here 0", "[worker 1] here 1"}  # 0 may be stopped earlier
     assert started <= {*out.splitlines()}
@@ -200,7 +200,7 @@ def test_a_command_runs_in_each_worker(cluster: str, code: int, capfd: pytest.Ca
 
 def test_a_failed_command_starts_again(cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
     text = "import os, sys; restart = os.environ['GANGLINE_RESTART']; print('start', restart); sys.exit(restart == '0')"
-    assert ray_jobs.run(JobSpec((sys.executable, "-c", text), 1, 0), max_restarts=2, **PLACED) == 0
+    assert ray_jobs.run(JobSpec((sys.executable, "-c", text), 1, 0), max_restarts=2, placement=Placement(**PLACED)) == 0
     out, errors = capfd.readouterr()
     assert [line for line in out.splitlines() if "start" in line] == ["[worker 0] start 0", "[worker 0] start 1"]
     assert "gangline: restart 1 of 2: all processes of the job start again" in errors
@@ -209,10 +209,11 @@ def test_a_failed_command_starts_again(cluster: str, capfd: pytest.CaptureFixtur
 INTERRUPTED = """
 import sys
 from gangline.integrations import ray_jobs
+from gangline.integrations.ray_members import Placement
 from gangline.launcher.job import JobSpec
 code = "import time; print('ready', flush=True); time.sleep(60)"
-placed = {"worker_resources": {"CPU": 0.6}, "server_resources": {"CPU": 0.2}, "strategy": "SPREAD"}
-sys.exit(ray_jobs.run(JobSpec((sys.executable, "-c", code), 2, 1), address=sys.argv[1], **placed))
+placement = Placement({"CPU": 0.6}, {"CPU": 0.2}, "SPREAD")
+sys.exit(ray_jobs.run(JobSpec((sys.executable, "-c", code), 2, 1), address=sys.argv[1], placement=placement))
 """
 
 

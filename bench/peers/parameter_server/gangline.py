@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gangline import kvstore
+from gangline.bench.peers.ranks.gloo import accessors
 
 _numbers = itertools.count()
 
@@ -54,11 +55,5 @@ def prepare(store: kvstore.KVStore, options: dict[str, Any]) -> dict[str, Any]:
             else:
                 store.pull(key, out)
 
-    def write(start: int, values: Any) -> None:
-        given[start : start + len(values)].copy_(torch.from_numpy(values))
-
-    def read(start: int, stop: int) -> Any:
-        return out[start:stop].double().numpy()
-
     settle = partial(store.pull, key, out) if call == "push" or store.type.endswith("async") else None
-    return {"step": step, "write": write, "read": read, "settle": settle}
+    return {"step": step, **accessors(given, out), "settle": settle}

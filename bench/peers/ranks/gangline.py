@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gangline import Communicator, connect
+from gangline.bench.peers.ranks.gloo import accessors
 
 _PAGE = 4096
 
@@ -52,19 +53,7 @@ class _Rank:
         given, *others = allocate(counts, dtype)
         given.zero_()  # sums in place stay finite, however often they are repeated
         out = others[0] if others else given
-        step = _step(self.comm, options, given, out)
-
-        def write(start: int, values: Any) -> None:
-            given[start : start + len(values)].copy_(torch.from_numpy(values))
-
-        def read(start: int, stop: int) -> Any:
-            part = out[start:stop]
-            wide = (
-                torch.float64 if part.is_floating_point() else torch.bool if part.dtype == torch.bool else torch.int64
-            )
-            return part.to(wide).numpy()
-
-        return {"step": step, "write": write, "read": read}
+        return {"step": _step(self.comm, options, given, out), **accessors(given, out)}
 
     def _prepare_call(self, call: str) -> dict[str, Any]:
         if call == "barrier":

@@ -124,6 +124,12 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
             assert sent is not None
             sent.wait()
 
+    return {"step": step, **accessors(given, out)}
+
+
+def accessors(given: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
+    """Return the functions by which `checks.py` writes the input and reads the result."""
+
     def write(start: int, values: Any) -> None:
         given[start : start + len(values)].copy_(torch.from_numpy(values))
 
@@ -132,4 +138,4 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
         wide = torch.float64 if part.is_floating_point() else torch.bool if part.dtype == torch.bool else torch.int64
         return part.to(wide).numpy()
 
-    return {"step": step, "write": write, "read": read}
+    return {"write": write, "read": read}

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from gangline.cli.options import DeviceOptions, command
+from gangline.cli.options import data_option as _data
+from gangline.cli.options import device_option as _where
 from gangline.collectives.errors import UsageError
 
-_data = partial(typer.Option, rich_help_panel="Network and data")
-_where = partial(typer.Option, rich_help_panel="Devices and workers")
 _rate = partial(typer.Option, rich_help_panel="Learning rate")
 _gradients = partial(typer.Option, rich_help_panel="Optimizer and gradients")
 _transfer = partial(typer.Option, rich_help_panel="Transfer learning")

@@ -99,7 +99,9 @@ def _worker_job(job: JobSpec, options: KubernetesOptions, master: str, root: str
     happens. Any other failure ends the job.
     """
     env = {"MASTER_ADDR": master, "MASTER_PORT": str(_PORT), "WORLD_SIZE": str(job.workers), "LOCAL_RANK": "0"}
-    env |= {"LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1", **_loads(job)}
+    env |= {"LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1"}
+    if job.work_load_list:
+        env["GANGLINE_WORK_LOAD_LIST"] = job.loads_text()
     container = _container("worker", list(job.command), options, env)
     container["env"].append({"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}})
     if job.servers:
@@ -166,11 +168,6 @@ def _server_variables(job: JobSpec, root: str) -> dict[str, str]:
         "DMLC_NUM_WORKER": str(job.workers),
         "DMLC_NUM_SERVER": str(job.servers),
     }
-
-
-def _loads(job: JobSpec) -> dict[str, str]:
-    words = job.work_load_list if job.work_load_list == "auto" else ",".join(map(repr, job.work_load_list))
-    return {"GANGLINE_WORK_LOAD_LIST": words} if words else {}
 
 
 def _rayjob(job: JobSpec, options: KubernetesOptions) -> Manifest:

@@ -21,7 +21,6 @@ from typing import Any
 from gangline.collectives.environments.job_key import JobKey
 from gangline.launcher.binding import Cpu, Gpu, Host, bind
 from gangline.launcher.engines.hostfile import HostEntry
-from gangline.launcher.engines.ssh_options import SshOptions
 from gangline.launcher.job import JobSpec, Process, process_table
 from gangline.launcher.local import run
 from gangline.launcher.restarts import Outcome
@@ -35,6 +34,18 @@ _OPTIONS = (
 _AGENT = "gangline.launcher.engines.ssh_agent"
 _MOST_BYTES = 1 << 20
 """Largest document: it has to fit into the pipe to ssh."""
+
+
+@dataclass(frozen=True, slots=True)
+class SshOptions:
+    """Settings of the connections."""
+
+    command: str = "ssh"
+    """The ssh command, with further options."""
+    python: str = sys.executable
+    """Python on the other hosts."""
+    interface: str | None = None
+    """Network interface, address or network of the job's connections; None: where ssh reaches each host."""
 
 
 @dataclass(frozen=True, slots=True)

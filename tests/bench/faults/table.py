@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 
 from gangline.bench.driver.hosts import Hosts, obstacle
-from gangline.bench.report.machine import command_line
 from gangline.bench.report.output import check_outputs, write_json
 from gangline.bench.report.rows import Row
 from gangline.bench.workload.options import Json
@@ -76,7 +75,7 @@ def faults(
         for row in sorted(rows, key=_order):
             print(f"| {' | '.join(str(value) for value in row.values())} |")
     if json is not None:
-        write_json(command_line(), rows, json)
+        write_json(rows, json)
 
 
 def _order(row: Row) -> tuple[str, str, int]:
