@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gangline.collectives.schedule import NumberedStep, Receive, Reduce, Schedule, Send, Step
+from gangline.collectives.schedule.schedule import steps_by_rank
 
 
 def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None = None) -> None:
@@ -19,14 +20,14 @@ def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None
 
     Args:
         schedule: what to check.
-        programs: one program per rank in place of the schedule's own; None: `numbered_programs`.
+        programs: one program per rank in place of the schedule's own; None: `steps_by_rank`.
 
     Raises:
         ValueError: if a result is wrong, a chunk is read before it was written, the two ends of a message disagree, a
             message is never received, or ranks deadlock. Names rank, round and chunk.
     """
     collective = Collective.of(schedule)
-    programs = schedule.numbered_programs() if programs is None else programs
+    programs = steps_by_rank(schedule) if programs is None else programs
     run = _Run(collective, f"{schedule.algorithm} {schedule.collective}")
     runnable = deque(range(collective.size))
     position = [0] * collective.size
