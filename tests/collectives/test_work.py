@@ -280,24 +280,18 @@ def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue)
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
-def test_close_finishes_submitted_operations() -> None:
+def test_close_finishes_submitted_operations_and_ends_the_thread() -> None:
+    before = set(threading.enumerate())
     queue = WorkQueue()
     order: list[str] = []
     works = [Work(f"{index}") for index in range(50)]
     for index, work in enumerate(works):
         queue.submit(appending(order, str(index)), work, ["even" if index % 2 else "odd"], 0)
-    queue.close()
-    assert all(work.is_completed() for work in works)
-    assert order == [str(index) for index in range(50)]
-
-
-def test_close_ends_the_thread() -> None:
-    before = set(threading.enumerate())
-    queue = WorkQueue()
-    queue.submit(lambda: None, Work("only"), ["w"], 0)
     started = set(threading.enumerate()) - before
     assert len(started) == 1
     queue.close()
+    assert all(work.is_completed() for work in works)
+    assert order == [str(index) for index in range(50)]
     assert not any(thread.is_alive() for thread in started)
 
 
