@@ -233,7 +233,7 @@ def check(
         near(got, rows, op, name)
     else:
         same(got, want, name)
-    if collective not in ("all_reduce", "broadcast") and got is not tensor:
+    if got is not tensor:
         same(tensor, given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
     return got
 

@@ -226,12 +226,10 @@ def _into_out(comm: Communicator, count: int) -> None:
         if collective == "broadcast":
             continue
         want = expected(collective, count, rank, size, torch.float32, "sum", 0)
-        out = torch.full(want.shape, -7.0) if want is not None else torch.full((3,), -7.0)
-        tensor = given(collective, count, rank, size, torch.float32)
-        got = call(comm, collective, tensor, "sum", 0, out=out)
+        out = torch.full((3,) if want is None else want.shape, -7.0)
+        got = check(comm, collective, count, torch.float32, "sum", 0, out=out)
         assert got is (out if want is not None else None)
-        same(tensor, given(collective, count, rank, size, torch.float32), f"{collective}'s input")
-        same(out, want if want is not None else torch.full((3,), -7.0), f"{collective}'s output")
+        assert want is not None or out.eq(-7).all()
     rows = comm.all_gather(values(count, rank, torch.float32))
     assert isinstance(rows, Tensor)
     own = values(count * size, rank, torch.float32).view(size, count)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,43 +75,49 @@ FAILURES: dict[str, tuple[Callable[[Communicator, Tensor], None], Callable[[Comm
 }
 
 
-def _fail_and_write(comm: Communicator, folder: str, way: str, registered: bool) -> str | list[float]:
-    """Return what rank 1 receives, or its error, after rank 0's call has failed and its tensor was written again."""
-    failing, receiving, _ = FAILURES[way]
-    written = Path(folder, "written")
-    tensor = comm.empty(COUNT) if registered else torch.empty(COUNT)
-    tensor.fill_(comm.rank)
-    if comm.rank == 0:
-        failing(comm, tensor)
-        tensor.fill_(WRITTEN)
-        written.touch()
-        return ""
-    _wait_for(written)
-    try:
-        receiving(comm, tensor)
-    except GanglineError as error:
-        return str(error)
-    return tensor.unique().tolist()
+def _fail_and_write(comm: Communicator, folder: str, registered: bool) -> list[str | list[float]]:
+    """Return what rank 1 receives, or its error, after rank 0's call has failed in each way and its tensor was written.
+
+    Each way has a group of its own, whose calls wait for a second.
+    """
+    if comm.transport != "in_process":
+        os.environ["GANGLINE_TIMEOUT"] = "1"
+    found: list[str | list[float]] = []
+    for number, (failing, receiving, _) in enumerate(FAILURES.values()):
+        group = comm.split(0)
+        assert group is not None
+        written = Path(folder, f"written {number}")
+        tensor = group.empty(COUNT) if registered else torch.empty(COUNT)
+        tensor.fill_(comm.rank)
+        if comm.rank == 0:
+            failing(group, tensor)
+            tensor.fill_(WRITTEN)
+            written.touch()
+        else:
+            _wait_for(written)
+            error = error_of(partial(receiving, group, tensor))
+            found.append(tensor.unique().tolist() if error is None else error.text)
+        group.close()
+    return found
 
 
-@pytest.mark.parametrize("way", FAILURES)
 @pytest.mark.parametrize("medium", ["in_process", "shared_memory", "registered memory"])
-def test_bytes_written_after_a_failed_call_reach_nobody(medium: str, way: str, tmp_path: Path) -> None:
-    arguments = (str(tmp_path), way, medium == "registered memory")
+def test_bytes_written_after_a_failed_call_reach_nobody(
+    medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (str(tmp_path), medium == "registered memory")
     if medium == "in_process":
-        results: dict[int, Any] = {}
-        threads = [
-            threading.Thread(target=lambda comm=comm: results.update({comm.rank: _fail_and_write(comm, *arguments)}))
-            for comm in in_process(2, timeout=1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        comms = in_process(2)
+        monkeypatch.setenv("GANGLINE_TIMEOUT", "1")
+        with ThreadPoolExecutor(2) as threads:
+            _, texts = threads.map(partial(_fail_and_write, folder=arguments[0], registered=False), comms)
+        for comm in comms:
+            comm.close()
     else:
-        results = dict(enumerate(spawn(_fail_and_write, 2, *arguments, transport="shared_memory", timeout=1)))
-    assert isinstance(results[1], str), results[1]
-    assert re.fullmatch(FAILURES[way][2], results[1]), results[1]
+        _, texts = spawn(_fail_and_write, 2, *arguments, transport="shared_memory")
+    for text, (_, _, pattern) in zip(texts, FAILURES.values(), strict=True):
+        assert isinstance(text, str), text
+        assert re.fullmatch(pattern, text), text
 
 
 def _withdraw_during_a_read(comm: Communicator, folder: str) -> str | list[float]:
