@@ -149,7 +149,7 @@ class Communicator:
         """Number of ranks."""
         self.hosts = resources.hosts
         """Host of each rank, numbered from 0."""
-        self.transport = resources.medium
+        self.transport = resources.transport.name
         """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
         watch_torch()
         self._resources = resources
@@ -157,7 +157,7 @@ class Communicator:
         self._host = HostCollectives(self._engine)
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
-        self._messages = PointToPoint(resources, self._engine)
+        self._messages = PointToPoint(self._engine)
         self._finalizer = weakref.finalize(self, self._engine.finalize)
 
     def all_reduce(
@@ -451,7 +451,7 @@ class Communicator:
             self._gpus.abort()
 
     def refuse(self, call: str, error: BaseException) -> None:
-        """Tell the other ranks that this one does not make its next collective, because of an error. Never blocks.
+        """Announce that this rank does not make its next collective, because of an error. Never blocks.
 
         Ranks that wait in that collective raise a `MismatchError` with this error's text, and all ranks raise it from
         then on. If all ranks refuse it, the communicator stays usable.

@@ -167,8 +167,7 @@ class WorkQueue:
         if self._unfinished:
             return False
         with self._running:
-            if self._closed:
-                raise RuntimeError(_closed_text(name))
+            self._check_open(name)
             self._runner = threading.get_ident()
             try:
                 operation()
@@ -190,7 +189,7 @@ class WorkQueue:
         if self._in_order:
             keys, priority = (self,), 0
         with self._changed:
-            self._check_open(work)
+            self._check_open(work._name)
             call = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
             before = {id(last): last for key in call.keys if (last := self._last.get(key)) is not None}
             for one in before.values():
@@ -213,16 +212,16 @@ class WorkQueue:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
         return self._runner == threading.get_ident()
 
-    def _check_open(self, work: Work) -> None:
+    def _check_open(self, name: str) -> None:
         if self._closed:
-            raise RuntimeError(_closed_text(work._name))
+            raise RuntimeError(f"{name} was called after close(): its store or communicator is closed")
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
         is_outermost = not self._is_inside()
         with self._running if is_outermost else nullcontext():
             if is_outermost:
                 if refuse_closed:
-                    self._check_open(work)
+                    self._check_open(work._name)
                 self._runner = threading.get_ident()
             try:
                 operation()
@@ -300,7 +299,3 @@ os.register_at_fork(after_in_child=_start_in_child)
 def is_in_background() -> bool:
     """Return whether this thread is that of a `WorkQueue`, beside which other threads of the process may compute."""
     return getattr(_thread, "is_background", False)
-
-
-def _closed_text(name: str) -> str:
-    return f"{name} was called after close(): its store or communicator is closed"

@@ -7,7 +7,7 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gangline.collectives.algorithms import (
@@ -38,7 +38,37 @@ class ScheduleRequest:
         return tuple(sorted(range(self.size), key=self.hosts.__getitem__))
 
 
-REGISTRY: dict[str, dict[str, Callable[[ScheduleRequest], Schedule]]] = {
+Algorithm = Callable[[ScheduleRequest], Schedule]
+
+
+def _reversed(make: Algorithm, collective: str) -> Algorithm:
+    """Return the reverse of an algorithm: every message goes back, with sums in every collective but gather."""
+
+    def reverse(request: ScheduleRequest) -> Schedule:
+        schedule = make(request)
+        return replace(schedule, collective=collective, rounds=schedule.rounds.backwards(reduce=collective != "gather"))
+
+    return reverse
+
+
+_BROADCAST: dict[str, Algorithm] = {
+    "ring": lambda request: ring.broadcast(request.order, request.root, request.segments),
+    "double_tree": lambda request: double_tree.broadcast(request.order, request.root, request.segments),
+    "direct": lambda request: direct.broadcast(request.size, request.root),
+    "binomial": lambda request: binomial.broadcast(request.size, request.root),
+    "hierarchical": lambda request: hierarchical.broadcast(request.hosts, request.root),
+}
+_ALL_GATHER: dict[str, Algorithm] = {
+    "ring": lambda request: ring.all_gather(request.order, request.segments),
+    "halving_doubling": lambda request: halving_doubling.all_gather(request.size),
+    "direct": lambda request: direct.all_gather(request.size),
+}
+_SCATTER: dict[str, Algorithm] = {
+    "direct": lambda request: direct.scatter(request.size, request.root),
+    "binomial": lambda request: binomial.scatter(request.size, request.root),
+}
+
+REGISTRY: dict[str, dict[str, Algorithm]] = {
     "all_reduce": {
         "ring": lambda request: ring.all_reduce(request.order, request.segments),
         "halving_doubling": lambda request: halving_doubling.all_reduce(request.size),
@@ -47,42 +77,20 @@ REGISTRY: dict[str, dict[str, Callable[[ScheduleRequest], Schedule]]] = {
         "two_shot": lambda request: direct.two_shot(request.size),
         "hierarchical": lambda request: hierarchical.all_reduce(request.hosts),
     },
-    "reduce": {
-        "ring": lambda request: ring.reduce(request.order, request.root, request.segments),
-        "double_tree": lambda request: double_tree.reduce(request.order, request.root, request.segments),
-        "direct": lambda request: direct.reduce(request.size, request.root),
-        "binomial": lambda request: binomial.reduce(request.size, request.root),
-        "hierarchical": lambda request: hierarchical.reduce(request.hosts, request.root),
-    },
-    "broadcast": {
-        "ring": lambda request: ring.broadcast(request.order, request.root, request.segments),
-        "double_tree": lambda request: double_tree.broadcast(request.order, request.root, request.segments),
-        "direct": lambda request: direct.broadcast(request.size, request.root),
-        "binomial": lambda request: binomial.broadcast(request.size, request.root),
-        "hierarchical": lambda request: hierarchical.broadcast(request.hosts, request.root),
-    },
-    "all_gather": {
-        "ring": lambda request: ring.all_gather(request.order, request.segments),
-        "halving_doubling": lambda request: halving_doubling.all_gather(request.size),
-        "direct": lambda request: direct.all_gather(request.size),
-    },
+    "reduce": {name: _reversed(make, "reduce") for name, make in _BROADCAST.items()},
+    "broadcast": _BROADCAST,
+    "all_gather": _ALL_GATHER,
     "reduce_scatter": {
         "ring": lambda request: ring.reduce_scatter(request.order, request.segments),
-        "halving_doubling": lambda request: halving_doubling.reduce_scatter(request.size),
-        "direct": lambda request: direct.reduce_scatter(request.size),
+        "halving_doubling": _reversed(_ALL_GATHER["halving_doubling"], "reduce_scatter"),
+        "direct": _reversed(_ALL_GATHER["direct"], "reduce_scatter"),
     },
     "all_to_all": {
         "pairwise": lambda request: pairwise.all_to_all(request.size),
         "direct": lambda request: direct.all_to_all(request.size),
     },
-    "gather": {
-        "direct": lambda request: direct.gather(request.size, request.root),
-        "binomial": lambda request: binomial.gather(request.size, request.root),
-    },
-    "scatter": {
-        "direct": lambda request: direct.scatter(request.size, request.root),
-        "binomial": lambda request: binomial.scatter(request.size, request.root),
-    },
+    "gather": {name: _reversed(make, "gather") for name, make in _SCATTER.items()},
+    "scatter": _SCATTER,
 }
 """Algorithms of each collective, by name."""
 
@@ -135,7 +143,7 @@ def build(
     return found(ScheduleRequest(size, root or 0, segments, hosts or (0,) * size))
 
 
-def _algorithms(collective: str) -> dict[str, Callable[[ScheduleRequest], Schedule]]:
+def _algorithms(collective: str) -> dict[str, Algorithm]:
     if collective not in REGISTRY:
         raise ValueError(f"no collective {collective!r} has algorithms; expected one of {', '.join(REGISTRY)}")
     return REGISTRY[collective]

@@ -21,19 +21,9 @@ def broadcast(size: int, root: int) -> Schedule:
     return Schedule("broadcast", "binomial", size, 1, tree(size, root), root)
 
 
-def reduce(size: int, root: int) -> Schedule:
-    """Reduce up the tree: the reversed broadcast, with sums."""
-    return Schedule("reduce", "binomial", size, 1, tree(size, root).backwards(reduce=True), root)
-
-
 def scatter(size: int, root: int) -> Schedule:
     """Scatter: each rank receives the rows of its subtree and forwards them."""
     return Schedule("scatter", "binomial", size, size, _rows(size, root), root)
-
-
-def gather(size: int, root: int) -> Schedule:
-    """Gather: the reversed scatter."""
-    return Schedule("gather", "binomial", size, size, _rows(size, root).backwards(reduce=False), root)
 
 
 def tree(size: int, root: int, chunks: int = 1) -> Rounds:

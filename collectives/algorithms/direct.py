@@ -48,11 +48,6 @@ def all_gather(size: int) -> Schedule:
     return Schedule("all_gather", "direct", size, size, gather_rows(size))
 
 
-def reduce_scatter(size: int) -> Schedule:
-    """Reduce-scatter in which every rank receives its row from all others and sums it."""
-    return Schedule("reduce_scatter", "direct", size, size, gather_rows(size).backwards(reduce=True))
-
-
 def all_to_all(size: int) -> Schedule:
     """All-to-all in which every rank sends each other rank its row."""
 
@@ -70,21 +65,9 @@ def broadcast(size: int, root: int) -> Schedule:
     return Schedule("broadcast", "direct", size, 1, _from_root(size, root, rows=False), root)
 
 
-def reduce(size: int, root: int) -> Schedule:
-    """Reduce in which every rank sends to the root, which sums."""
-    rounds = _from_root(size, root, rows=False).backwards(reduce=True)
-    return Schedule("reduce", "direct", size, 1, rounds, root)
-
-
 def scatter(size: int, root: int) -> Schedule:
     """Scatter in which the root sends every rank its row."""
     return Schedule("scatter", "direct", size, size, _from_root(size, root, rows=True), root)
-
-
-def gather(size: int, root: int) -> Schedule:
-    """Gather in which every rank sends its row to the root."""
-    rounds = _from_root(size, root, rows=True).backwards(reduce=False)
-    return Schedule("gather", "direct", size, size, rounds, root)
 
 
 def gather_rows(size: int, width: int = 1) -> Rounds:

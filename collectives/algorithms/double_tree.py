@@ -55,12 +55,6 @@ def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
     return Schedule("broadcast", "double_tree", len(order), 2 * segments, _down(order, root, segments), root)
 
 
-def reduce(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """Reduce: the reversed broadcast, with sums."""
-    rounds = _down(order, root, segments).backwards(reduce=True)
-    return Schedule("reduce", "double_tree", len(order), 2 * segments, rounds, root)
-
-
 def two_trees(order: Sequence[int]) -> tuple[Tree, Tree]:
     """Return two trees over the ranks of ``order``; a rank that has children in one is a leaf in the other.
 

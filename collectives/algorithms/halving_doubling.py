@@ -35,11 +35,6 @@ def all_gather(size: int) -> Schedule:
     return Schedule("all_gather", "halving_doubling", size, size, _doubling(size))
 
 
-def reduce_scatter(size: int) -> Schedule:
-    """Reduce-scatter by halving: the reversed all-gather, with sums."""
-    return Schedule("reduce_scatter", "halving_doubling", size, size, _doubling(size).backwards(reduce=True))
-
-
 def sum_rows(size: int) -> Rounds:
     """Return the rounds of the all-reduce, which has one chunk per rank."""
     doubling = _doubling(size)

@@ -35,11 +35,6 @@ def broadcast(hosts: Sequence[int], root: int) -> Schedule:
     return Schedule("broadcast", "hierarchical", len(hosts), 1, _down(hosts, root), root)
 
 
-def reduce(hosts: Sequence[int], root: int) -> Schedule:
-    """Reduce: the reversed broadcast, with sums."""
-    return Schedule("reduce", "hierarchical", len(hosts), 1, _down(hosts, root).backwards(reduce=True), root)
-
-
 def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
     """Return the rounds for equal hosts: slice j of the tensor, one chunk per host, belongs to each local rank j."""
     hosts, ranks_per_host = len(members), len(members[0])

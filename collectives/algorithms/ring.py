@@ -43,12 +43,6 @@ def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
     return Schedule("broadcast", "ring", len(order), segments, _chain(order, root, segments), root)
 
 
-def reduce(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """Reduce: the reversed broadcast, with sums."""
-    rounds = _chain(order, root, segments).backwards(reduce=True)
-    return Schedule("reduce", "ring", len(order), segments, rounds, root)
-
-
 def _around(order: Sequence[int], segments: int) -> Rounds:
     """Return the rounds of the all-gather: in round i, position q of the ring forwards the row of position q - i."""
     ranks = np.asarray(order)

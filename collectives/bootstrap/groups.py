@@ -139,7 +139,7 @@ def _connect_members(
     resources: GroupResources, members: list[int], number: int, exchange: BootstrapAllGather
 ) -> GroupResources:
     rank = members.index(resources.rank)
-    if resources.medium == "in_process":
+    if resources.transport.name == "in_process":
         shared = _shared_by_threads(rank, len(members), exchange)
         return _connect_threads(rank, shared, resources.table, resources.timeout)
     assert isinstance(resources.membership, GroupMembership)
@@ -169,7 +169,7 @@ _split_lock = threading.Lock()
 
 
 def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _ThreadResources:
-    """Return one object to all ranks of a new in-process group; rank 0 creates it."""
+    """Return the object that all ranks of a new in-process group share; rank 0 creates it."""
     number = 0
     if rank == 0:
         number = next(_split_numbers)
@@ -185,7 +185,8 @@ def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _T
 
 def _connect_threads(rank: int, shared: _ThreadResources, table: Table, timeout: float | None) -> GroupResources:
     membership = shared.memberships[rank]
-    watchdog, messages_watchdog = _watchdogs(membership, timeout)
+    watchdog = _watchdog(membership, timeout)
+    messages_watchdog = watchdog.another()
     return GroupResources(
         rank=rank,
         size=membership.size,
@@ -197,7 +198,6 @@ def _connect_threads(rank: int, shared: _ThreadResources, table: Table, timeout:
         watchdog=watchdog,
         messages_watchdog=messages_watchdog,
         table=table,
-        medium="in_process",
         requested_transport="in_process",
         address="",
         timeout=timeout,
@@ -213,9 +213,10 @@ def _connect_processes(
     table: Table,
     timeout: float | None,
 ) -> GroupResources:
-    rank, size = membership.rank, membership.size
+    rank = membership.rank
     try:
-        watchdogs = _watchdogs(membership, timeout)
+        watchdog = _watchdog(membership, timeout)
+        watchdogs = watchdog, watchdog.another()
         processes = membership.processes
         transports, slot_exchange = _open_transports(rank, hosts, processes, exchange, watchdogs, requested, address)
     except BaseException:
@@ -223,7 +224,7 @@ def _connect_processes(
         raise
     return GroupResources(
         rank=rank,
-        size=size,
+        size=membership.size,
         hosts=hosts,
         transport=transports[0],
         messages=transports[1],
@@ -232,7 +233,6 @@ def _connect_processes(
         watchdog=watchdogs[0],
         messages_watchdog=watchdogs[1],
         table=table,
-        medium=transports[0].name,
         requested_transport=requested,
         address=address,
         timeout=timeout,
@@ -284,8 +284,6 @@ def _open_transports(
     ], None
 
 
-def _watchdogs(membership: Membership, timeout: float | None) -> tuple[Watchdog, Watchdog]:
-    """Return the watchdogs of collectives and of messages."""
+def _watchdog(membership: Membership, timeout: float | None) -> Watchdog:
     bounds = limits()
-    seconds = bounds.timeout if timeout is None else timeout
-    return Watchdog(membership, seconds, bounds.stall_warn), Watchdog(membership, seconds, bounds.stall_warn)
+    return Watchdog(membership, bounds.timeout if timeout is None else timeout, bounds.stall_warn)

@@ -9,8 +9,6 @@ from gangline.collectives import environments
 from gangline.collectives.environments import LOOPBACK, LauncherEnvironment
 from gangline.collectives.environments.environment import number
 
-__all__ = ["LOOPBACK", "RankInfo", "find_rank_info"]
-
 
 class RankInfo(NamedTuple):
     """Rank and size of a job's process, and the address of the job's rendezvous."""

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
-from gangline.collectives.bootstrap.launcher_environment import LOOPBACK, find_rank_info
+from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
 from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
+from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import boot_id

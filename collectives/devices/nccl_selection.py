@@ -26,11 +26,9 @@ from gangline.collectives.devices.backends.nccl import DTYPES as NCCL_DTYPES
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 from gangline.collectives.devices.nccl_communicator import NcclCommunicator
 from gangline.collectives.engine.engine import Engine
-from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.collectives.limits import NCCL_CALL_SECONDS, limits
+from gangline.collectives.limits import NCCL_CALL_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS
-from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.transports.base import wait_until
 
 _log = logging.getLogger("gangline")
@@ -226,31 +224,20 @@ class NcclSelection:
                 made.set_exception(error)
 
         threading.Thread(target=run, name="gangline-nccl-join", daemon=True).start()
-        watchdog = self._new_watchdog()
+        watchdog = self._engine.resources.watchdog.another()
         watchdog.begin(0, code)
         wait_until(made.done, lambda _: wait([made], _CHECK_SECONDS), lambda: watchdog.check(()))
         return made.result()
 
     def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
         """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""
-        engine = self._engine
-        resources = engine.resources
-        with engine.call(code) as message_tag:
-            plan = engine.plan("all_gather", 1)
-            slot_exchange = resources.slot_exchange
-            if plan is None and slot_exchange is not None:
-                slots = slot_exchange.slots(1, torch.uint8)
-                slots[slot_exchange.parity][slot_exchange.rank].fill_(own)
-                return all(bool(slot) for slot in slots[engine.exchange_slots(*message_tag)])
-            flags = torch.zeros(resources.size, dtype=torch.uint8)
-            flags[resources.rank] = own
-            assert plan is not None
-            run(plan.steps, resources.transport, EqualChunks(flags, plan.chunks), message_tag)
-            return bool(flags.all())
+        flags = torch.empty(self._engine.resources.size, dtype=torch.bool)
+        self._host.all_gather(code, torch.tensor([own]), flags)
+        return bool(flags.all())
 
     def _watch(self) -> None:
         """Check, while the GPU runs calls, that they can end."""
-        watchdog = self._new_watchdog()
+        watchdog = self._engine.resources.watchdog.another()
 
         def check() -> None:
             self._engine.check_open()
@@ -270,13 +257,6 @@ class NcclSelection:
             except BaseException as error:  # noqa: BLE001  of CUDA too: later calls of all ranks raise it
                 self._engine.failed(error, oldest.code)
                 self.abort()
-
-    def _new_watchdog(self) -> Watchdog:
-        """Return a watchdog for a thread other than the engine's."""
-        resources, bounds = self._engine.resources, limits()
-        return Watchdog(
-            resources.membership, bounds.timeout if resources.timeout is None else resources.timeout, bounds.stall_warn
-        )
 
     def _warn_once(self, reason: str) -> None:
         if reason not in _warned:

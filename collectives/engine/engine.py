@@ -55,8 +55,6 @@ class GroupResources:
     messages_watchdog: Watchdog
     """Deadlines of send and recv."""
     table: Table
-    medium: str
-    """Name of the transport in the table."""
     requested_transport: str
     """Transport that the user asked for; `Communicator.split` asks for it again."""
     address: str
@@ -89,7 +87,7 @@ class Engine:
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
         _engines.add(self)
-        if resources.medium != "in_process":
+        if resources.transport.name != "in_process":
             membership = resources.membership
             publish(self, "" if membership.label else membership.names([membership.rank])[0])
 
@@ -204,7 +202,8 @@ class Engine:
             root: root of the collective, if it has one.
         """
         resources = self.resources
-        choice = resources.table.choose(collective, nbytes, resources.size, resources.medium, self._number_of_hosts)
+        medium = resources.transport.name
+        choice = resources.table.choose(collective, nbytes, resources.size, medium, self._number_of_hosts)
         if choice.algorithm == SHARED:
             return None
         schedule = algorithms.build(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import CallSignature, encode_signature
-from gangline.collectives.engine.engine import Engine, GroupResources
+from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_staging import flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
@@ -74,7 +74,8 @@ class _EarlyMessage:
 class PointToPoint:
     """Messages of one rank. A background thread moves them while asynchronous ones are pending, else the caller."""
 
-    def __init__(self, resources: GroupResources, engine: Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
+        resources = engine.resources
         self._engine = engine
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog

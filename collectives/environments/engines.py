@@ -67,9 +67,7 @@ class OpenMpi(LauncherEnvironment):
     size_names = ("OMPI_COMM_WORLD_SIZE",)
     local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
     local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-
-    def port(self) -> int | None:  # noqa: D102  inherited
-        return port_from(self.variables.get("PMIX_NAMESPACE") or self.variables.get("OMPI_MCA_ess_base_jobid"))
+    job_names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 
 class Mvapich(LauncherEnvironment):
@@ -93,21 +91,17 @@ class Pmi(LauncherEnvironment):
 
 
 class Mpich(Pmi):
-    """Hydra, the mpiexec of MPICH and Intel MPI, which sets MPI_LOCALRANKID beside PMI's variables.
+    """Hydra, the mpiexec of MPICH and Intel MPI, which sets MPI_LOCALRANKID beside PMI's variables; srun does not.
 
     Within a Slurm job Hydra starts its proxies by srun, so that its ranks have SLURM_PROCID of their proxy.
     """
 
     name = "MPICH or Intel MPI (PMI_RANK, MPI_LOCALRANKID)"
+    job_names = ("I_MPI_HYDRA_UUID",)  # MPICH does not number its jobs
 
     @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if PMI's variables and MPI_LOCALRANKID are set: srun's PMI does not set the latter."""
+    def detect(cls, variables: Mapping[str, str]) -> bool:  # noqa: D102  inherited
         return "MPI_LOCALRANKID" in variables and super().detect(variables)
-
-    def port(self) -> int | None:
-        """Return a port of Intel MPI's job; MPICH does not number its jobs."""
-        return port_from(self.variables.get("I_MPI_HYDRA_UUID"))
 
 
 class Slurm(LauncherEnvironment):
@@ -151,19 +145,16 @@ class Slurm(LauncherEnvironment):
 
 
 class Pmix(LauncherEnvironment):
-    """PMIx's prterun and prun, which set no number of processes: GANGLINE_SIZE gives it."""
+    """PMIx's prterun and prun, which set no number of processes: GANGLINE_SIZE gives it.
+
+    A process that another PMIx program starts has no GANGLINE_SIZE and is not a rank.
+    """
 
     name = "PMIx (PMIX_RANK, GANGLINE_SIZE)"
     rank_names = ("PMIX_RANK",)
     size_names = ("GANGLINE_SIZE",)
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if both variables are set: a process that another PMIx program starts is not a rank."""
-        return "PMIX_RANK" in variables and "GANGLINE_SIZE" in variables
-
-    def port(self) -> int | None:  # noqa: D102  inherited
-        return port_from(self.variables.get("PMIX_NAMESPACE"))
+    required_names = ("PMIX_RANK", "GANGLINE_SIZE")
+    job_names = ("PMIX_NAMESPACE",)
 
 
 class Pet(LauncherEnvironment):
@@ -175,12 +166,8 @@ class Pet(LauncherEnvironment):
     name = "Kubeflow (PET_NODE_RANK, PET_NNODES)"
     rank_names = node_rank_names = ("PET_NODE_RANK",)
     size_names = ("PET_NNODES",)
+    required_names = ("PET_NODE_RANK",)
     is_alone_on_host = True
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the pod has a number."""
-        return "PET_NODE_RANK" in variables
 
     def host(self) -> str | None:  # noqa: D102  inherited
         return self.variables.get("PET_MASTER_ADDR")
@@ -197,31 +184,26 @@ class SkyPilot(LauncherEnvironment):
     rank_names = node_rank_names = ("SKYPILOT_NODE_RANK",)
     size_names = ("SKYPILOT_NUM_NODES",)
     is_alone_on_host = True
+    job_names = ("SKYPILOT_TASK_ID",)
 
     def host(self) -> str | None:
         """Return the first of SKYPILOT_NODE_IPS, which has one address a line."""
         return next(iter(self.variables.get("SKYPILOT_NODE_IPS", "").split()), None)
-
-    def port(self) -> int | None:  # noqa: D102  inherited
-        return port_from(self.variables.get("SKYPILOT_TASK_ID"))
 
 
 class Kubernetes(LauncherEnvironment):
     """An indexed Job of Kubernetes with a headless Service, one process a pod.
 
     Kubernetes sets JOB_COMPLETION_INDEX, but not the number of pods: set GANGLINE_SIZE to the Job's completions.
-    GANGLINE_SERVICE names the Service (the pods' subdomain) if its name is not that of the Job.
+    Without it, each pod works for itself. GANGLINE_SERVICE names the Service (the pods' subdomain) if its name is not
+    that of the Job.
     """
 
     name = "Kubernetes indexed Job (JOB_COMPLETION_INDEX, GANGLINE_SIZE)"
     rank_names = node_rank_names = ("JOB_COMPLETION_INDEX",)
     size_names = ("GANGLINE_SIZE",)
+    required_names = ("JOB_COMPLETION_INDEX", "GANGLINE_SIZE")
     is_alone_on_host = True
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if both variables are set: pods of an indexed Job may also work each for itself."""
-        return "JOB_COMPLETION_INDEX" in variables and "GANGLINE_SIZE" in variables
 
     def host(self) -> str | None:
         """Return the name of pod 0, JOB-0.SERVICE; the host name of this pod is JOB-INDEX."""

@@ -22,6 +22,8 @@ class LauncherEnvironment:
         local_rank_names: variables with the rank among the job's processes on this host.
         local_size_names: variables with the number of the job's processes on this host.
         node_rank_names: variables with the number of this host in the job.
+        required_names: variables that are all set in a rank of this launcher; none: a rank or a size is set.
+        job_names: variables with an id of the job, from which a port of rank 0 is derived.
         is_alone_on_host: True if the launcher starts one process on each host.
     """
 
@@ -31,6 +33,8 @@ class LauncherEnvironment:
     local_rank_names: ClassVar[tuple[str, ...]] = ()
     local_size_names: ClassVar[tuple[str, ...]] = ()
     node_rank_names: ClassVar[tuple[str, ...]] = ()
+    required_names: ClassVar[tuple[str, ...]] = ()
+    job_names: ClassVar[tuple[str, ...]] = ()
     is_alone_on_host: ClassVar[bool] = False
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -38,7 +42,9 @@ class LauncherEnvironment:
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the launcher has started this process as a rank: by default, if a rank or a size is set."""
+        """Return True if the launcher has started this process as a rank."""
+        if cls.required_names:
+            return all(name in variables for name in cls.required_names)
         return any(name in variables for name in (*cls.rank_names, *cls.size_names))
 
     def rank(self) -> int:
@@ -71,7 +77,7 @@ class LauncherEnvironment:
 
     def port(self) -> int | None:
         """Return a free port of rank 0 if MASTER_PORT does not name it; None if it cannot be derived."""
-        return None
+        return port_from(next(filter(None, map(self.variables.get, self.job_names)), None))
 
     def is_on_one_host(self, size: int) -> bool:
         """Return True if all ``size`` processes are known to be on this host."""

@@ -49,19 +49,20 @@ _MESSAGE_LIMIT = 1 << 18  # bytes; a character may take four
 class Membership(ABC):
     """One rank's knowledge of all ranks, updated by `poll`."""
 
-    rank: int
-    size: int
-    gone: dict[int, str]
-    """Rank -> why it counts as dead; `CLOSED` if it closed regularly."""
-    at: dict[int, tuple[int, int]]
-    """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only if
-    they have to wait in it."""
     label: str = ""
     """Name of the group within the job; "" for the group of all processes."""
-    refusals: dict[tuple[int, int], str]
-    """(rank, sequence) -> why another rank refused its call of that number; the latest `_MOST_REFUSALS`."""
-    failure: GanglineError | None
-    """The first error that another rank reported, or the error that this rank aborted with."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.gone: dict[int, str] = {}
+        """Rank -> why it counts as dead; `CLOSED` if it closed regularly."""
+        self.at: dict[int, tuple[int, int]] = {}
+        """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only
+        if they have to wait in it."""
+        self.refusals: dict[tuple[int, int], str] = {}
+        """(rank, sequence) -> why another rank refused its call of that number; the latest `_MOST_REFUSALS`."""
+        self.failure: GanglineError | None = None
+        """The first error that another rank reported, or the error that this rank aborted with."""
 
     @abstractmethod
     def poll(self, sequence: int, code: int) -> None:
@@ -78,7 +79,7 @@ class Membership(ABC):
 
     @abstractmethod
     def refuse(self, sequence: int, reason: str) -> None:
-        """Tell all ranks that can be reached that this rank does not make the call of a number. Never blocks."""
+        """Report to all ranks that can be reached that this one does not make the call of a number. Never blocks."""
 
     def _add_refusal(self, rank: int, sequence: int, reason: str) -> None:
         self.refusals[rank, sequence] = reason
@@ -113,16 +114,11 @@ class GroupMembership(Membership):
     """
 
     def __init__(self, connections: PeerConnections, ranks: Sequence[int], label: str) -> None:
+        super().__init__(ranks.index(connections.rank), len(ranks))
         self.connections = connections
         self.label = label
         self.numbers = {process: rank for rank, process in enumerate(ranks)}
         """Process -> its rank in this group."""
-        self.rank = self.numbers[connections.rank]
-        self.size = len(ranks)
-        self.gone: dict[int, str] = {}
-        self.at: dict[int, tuple[int, int]] = {}
-        self.refusals: dict[tuple[int, int], str] = {}
-        self.failure: GanglineError | None = None
         self._announced: dict[int, tuple[int, int]] = {}  # process -> the call that it was last sent
         self._messages_again: dict[str, list[Any]] = {}  # by kind, for new connections
         connections.add(self)
@@ -212,7 +208,7 @@ class GroupMembership(Membership):
 
 
 class ProcessMembership(GroupMembership):
-    """Membership of processes that `PeerConnections` connects, with the same arguments and errors."""
+    """Membership of all processes, which it connects; arguments and errors are those of `PeerConnections`."""
 
     def __init__(
         self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
@@ -439,12 +435,8 @@ class ThreadMembership(Membership):
     `group` creates the members of all ranks.
     """
 
-    def __init__(self, rank: int, group: list[ThreadMembership], lock: threading.RLock) -> None:
-        self.rank = rank
-        self.gone: dict[int, str] = {}
-        self.at: dict[int, tuple[int, int]] = {}
-        self.refusals: dict[tuple[int, int], str] = {}
-        self.failure: GanglineError | None = None
+    def __init__(self, rank: int, size: int, group: list[ThreadMembership], lock: threading.RLock) -> None:
+        super().__init__(rank, size)
         self._group = group
         self._lock = lock
         self._closed = False
@@ -454,9 +446,7 @@ class ThreadMembership(Membership):
         """Return the memberships of all ranks of a communicator, in rank order."""
         group: list[ThreadMembership] = []
         lock = threading.RLock()  # a finalizer in the thread that holds it may call `close`
-        group.extend(cls(rank, group, lock) for rank in range(size))
-        for membership in group:
-            membership.size = size
+        group.extend(cls(rank, size, group, lock) for rank in range(size))
         return group
 
     def poll(self, sequence: int, code: int) -> None:  # noqa: D102

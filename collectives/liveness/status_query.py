@@ -57,7 +57,7 @@ class ProcessStatus:
 
     @property
     def doing(self) -> str:
-        """Where its main thread is, as "is at FILE:LINE in FUNCTION", without frames of libraries; or why not."""
+        """Return what its main thread does: "is at FILE:LINE in FUNCTION", without frames of libraries."""
         own = [frame for frame in self.stack if not any(name in frame for name in _LIBRARIES)]
         if own or self.stack:
             return f"is at {(own or self.stack)[-1]}"

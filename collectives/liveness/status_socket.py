@@ -1,4 +1,4 @@
-"""Status on request: a Unix socket of this process that tells what its communicators, stores or servers do now.
+"""Status on request: a Unix socket that reports the state of this process's communicators, stores and servers.
 
 It answers processes of the same user on this host only, and costs nothing until it is asked.
 """
@@ -26,7 +26,7 @@ _MOST_FRAMES = 24
 
 
 class Wait(TypedDict):
-    """Something that an object waits for."""
+    """Pending wait of an object."""
 
     what: str
     """Name of the call, or of the round."""
@@ -39,7 +39,7 @@ class Wait(TypedDict):
 
 
 class Part(TypedDict):
-    """What one object does."""
+    """Status of one object."""
 
     part: str
     """"communicator", "requests" of a worker to servers, "server" or "scheduler"."""
@@ -165,8 +165,8 @@ def _socket_name(name: str) -> str:
 
 _socket = _StatusSocket()
 publish = _socket.publish
-"""Tell of an object when this process is asked for its status, and name the process unless the name is ""."""
+"""Register an object whose status this process reports, and name the process unless the name is ""."""
 withdraw = _socket.withdraw
-"""Tell of an object no more; the socket closes with the last one."""
+"""Unregister an object; the last one closes the socket."""
 
 os.register_at_fork(after_in_child=_socket.leave_to_parent)

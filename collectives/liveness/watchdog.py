@@ -36,6 +36,10 @@ class Watchdog:
         self._stall_warn = stall_warn
         self.begin(0, 0)
 
+    def another(self) -> Watchdog:
+        """Return a watchdog with the same limits, for the waits of another thread."""
+        return Watchdog(self._membership, self._timeout, self._stall_warn)
+
     def begin(self, sequence: int, code: int) -> None:
         """Start the clock of a call.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -128,13 +127,12 @@ class Rounds:
 def in_parallel(groups: Sequence[Rounds]) -> Rounds:
     """Return rounds that run the n-th rounds of all groups at once.
 
-    The groups must have no rank in common, and either all reduce or all copy.
+    The groups must have no rank in common, as many tables in a round as each other, and either all reduce or all copy.
     """
 
     def at(number: int) -> Iterator[Transfers]:
         rounds = [group.at(number) for group in groups if number < group.count]
-        for found in zip_longest(*rounds):
-            tables = [table for table in found if table is not None]
+        for tables in zip(*rounds, strict=True):
             source, target, first, last = (
                 np.concatenate([getattr(table, column) for table in tables])
                 for column in ("source", "target", "first", "last")

@@ -50,12 +50,8 @@ class Schedule:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a schedule of {self.size} ranks")
         if rank not in self._programs:
-            self._programs[rank] = tuple(step for _, step in _steps_by_rank(self, rank)[rank])
+            self._programs[rank] = tuple(step for _, step in steps_by_rank(self, rank)[rank])
         return self._programs[rank]
-
-    def numbered_programs(self) -> list[list[NumberedStep]]:
-        """Return the program of every rank, with the round number of each step."""
-        return _steps_by_rank(self)
 
     def steps(self) -> int:
         """Return the number of rounds."""
@@ -67,11 +63,10 @@ class Schedule:
         Args:
             nbytes: bytes of the tensor; if it has one row per rank, of all rows.
         """
-        return int(self._bytes_sent(nbytes).max(initial=0))
-
-    def total_bytes(self, nbytes: int) -> int:
-        """Return the bytes that all ranks together send; ``nbytes`` as in `bytes_on_wire`."""
-        return int(self._bytes_sent(nbytes).sum())
+        sent = np.zeros(self.size, dtype=np.int64)
+        for table in self._tables():
+            sent[table.source] += self.message_bytes(table, nbytes)
+        return int(sent.max(initial=0))
 
     def messages(self) -> int:
         """Return the number of messages that all ranks together send."""
@@ -100,14 +95,8 @@ class Schedule:
     def _tables(self) -> Iterator[Transfers]:
         return (table for tables in self.rounds for table in tables)
 
-    def _bytes_sent(self, nbytes: int) -> IntArray:
-        sent = np.zeros(self.size, dtype=np.int64)
-        for table in self._tables():
-            sent[table.source] += self.message_bytes(table, nbytes)
-        return sent
 
-
-def _steps_by_rank(schedule: Schedule, only: int | None = None) -> list[list[NumberedStep]]:
+def steps_by_rank(schedule: Schedule, only: int | None = None) -> list[list[NumberedStep]]:
     """Return the numbered steps of each rank; with ``only``, of that rank alone."""
     steps: list[list[NumberedStep]] = [[] for _ in range(schedule.size)]
     last_reduced = schedule.last_reduced

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from gangline.collectives.environments.job_name import job_name
@@ -40,24 +40,6 @@ class _Event(NamedTuple):
     arguments: dict[str, Any]
 
 
-class Span:
-    """Context manager that records its block as a span of the thread; ``arguments`` may be extended inside."""
-
-    __slots__ = ("_begin", "_name", "_timeline", "arguments")
-
-    def __init__(self, timeline: Timeline, name: str, arguments: dict[str, Any]) -> None:
-        self._timeline, self._name, self.arguments = timeline, name, arguments
-
-    def __enter__(self) -> Span:
-        self._begin = time.monotonic_ns()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._timeline.add(self._name, self._begin, **self.arguments)
-
-
 class Timeline:
     """Recorder of one process. Its methods are thread-safe and do not block.
 
@@ -82,9 +64,14 @@ class Timeline:
         self._thread: threading.Thread | None = None
         self._problem = ""
 
-    def span(self, name: str, **arguments: Any) -> Span:
-        """Return a context manager that records its block."""
-        return Span(self, name, arguments)
+    @contextmanager
+    def span(self, name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Record the block as a span of the thread; yields its arguments, which may be extended inside."""
+        begin = time.monotonic_ns()
+        try:
+            yield arguments
+        finally:
+            self.add(name, begin, **arguments)
 
     def add(self, name: str, begin: int, end: int | None = None, **arguments: Any) -> None:
         """Record a span of the current thread; without ``end`` it ends now."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.engine.point_to_point import ReceiveWork
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.c10d import (
     begin_range,
@@ -39,6 +38,7 @@ _OLD_NAMES = {
     "all_to_all_single": "alltoall_base",
 }
 """Names before torch 2.13, which keeps them beside the new ones."""
+_PROFILED = {"recv_anysource": "recvAnySource"}  # as gloo names it
 _PLAIN = ("opts", "timeout")
 _WITH_OP = ("opts", "timeout", "op")
 _WITH_ROOT = ("opts", "timeout", "root")
@@ -265,31 +265,15 @@ class GroupCollectives:
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork | Any:
         """Send one tensor to a rank of the group."""
-        tensor = _only(tensors)
-        if not tensor.is_cpu or is_fake(tensor):
-            return self._elsewhere("send", tensor)([tensor], dst, tag)
-        work = self.communicator.send(operations.movable(tensor), dst, tag, async_op=True)
-        assert work is not None
-        return self._message("send", work, tensor)
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> GroupWork | Any:
         """Receive one tensor from a rank of the group."""
-        tensor = _only(tensors)
-        if not tensor.is_cpu or is_fake(tensor):
-            return self._elsewhere("recv", tensor)([tensor], src, tag)
-        return self._receive("recv", tensor, src, tag)
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork | Any:
         """Receive the first tensor with a tag from any rank of the group; the call's `source_rank` names it."""
-        tensor = _only(tensors)
-        if not tensor.is_cpu or is_fake(tensor):
-            return self._elsewhere("recv_anysource", tensor)([tensor], tag)
-        return self._receive("recvAnySource", tensor, None, tag)
-
-    def _receive(self, name: str, tensor: Tensor, src: int | None, tag: int) -> GroupWork:
-        work = self.communicator.recv(operations.movable(tensor), src, tag, async_op=True)
-        assert isinstance(work, ReceiveWork)
-        return self._message(name, work, tensor)
+        return self._message("recv_anysource", tensors, None, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> GroupWork:
         """Wait until all ranks have called it."""
@@ -378,10 +362,15 @@ class GroupCollectives:
         with suppress(RuntimeError):  # the group is closed
             run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
 
-    def _message(self, name: str, work: Work, tensor: Tensor) -> GroupWork:
+    def _message(self, name: str, tensors: Tensors, peer: int | None, tag: int) -> GroupWork | Any:
+        tensor = _only(tensors)
+        if not tensor.is_cpu or is_fake(tensor):
+            return self._elsewhere(name, tensor)([tensor], *([] if peer is None else [peer]), tag)
+        call: Any = self.communicator.send if name == "send" else self.communicator.recv
+        work = call(operations.movable(tensor), peer, tag, async_op=True)
         self._calls += 1
         if is_profiled():
-            end_range(begin_range(f"gangline::{name}", tensor))
+            end_range(begin_range(f"gangline::{_PROFILED.get(name, name)}", tensor))
         return self._counted(MessageWork(work, [tensor], self._limit))
 
     def _counted(self, work: GroupWork) -> GroupWork:

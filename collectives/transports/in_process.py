@@ -152,17 +152,12 @@ class ThreadSlotExchange(SlotExchange):
     """Slot exchange between the threads of one process."""
 
     def __init__(self, rank: int, group: ThreadGroup, wait_policy: WaitPolicy) -> None:
-        self.rank, self.size = rank, group.size
+        super().__init__(rank, group.size)
         self._group = group
         self._wait_policy = wait_policy
-        self._count = 0
 
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
         return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._group.slots]
-
-    @property
-    def parity(self) -> int:  # noqa: D102
-        return (self._count + 1) & 1
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         count = self._count = self._count + 1

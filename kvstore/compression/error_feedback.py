@@ -50,9 +50,9 @@ def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> N
 def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return the payload, as `compress`, of arguments that `check` has accepted."""
     if recorder.current is not None:
-        with recorder.current.span("compress", bytes=gradient.nbytes) as span:
+        with recorder.current.span("compress", bytes=gradient.nbytes) as arguments:
             payload = _payload(codec, gradient, residual)
-            span.arguments["payload_bytes"] = payload.nbytes
+            arguments["payload_bytes"] = payload.nbytes
         return payload
     return _payload(codec, gradient, residual)
 

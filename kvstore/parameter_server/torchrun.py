@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from gangline.collectives.bootstrap import rendezvous
-from gangline.collectives.bootstrap.launcher_environment import LOOPBACK
+from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.environments.job_key import inherited_key
 from gangline.collectives.transports.addresses import required_key
 from gangline.kvstore.parameter_server.environment import ServerJob

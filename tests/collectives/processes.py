@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgpack
 import torch
+import torch.distributed as dist
 
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.collectives.processes.spawning import Ranks
@@ -63,6 +65,15 @@ def run_until_one_fails(calls: Iterable[tuple[str, Callable[[], None]]]) -> dict
 
 
 bare_ranks = partial(Ranks, opener=Bare, timeout=20)
+
+
+def join_group(rank: Rank, path: str, backend: str = "gangline", seconds: float = 50) -> None:
+    """Open torch's default process group of the ranks, who meet at a file."""
+    from gangline.collectives import torch_backend
+
+    assert torch_backend.__all__  # it registers the backend
+    place = {"rank": rank.rank, "world_size": rank.size}
+    dist.init_process_group(backend, init_method=f"file://{path}", timeout=timedelta(seconds=seconds), **place)
 
 
 class Processes:

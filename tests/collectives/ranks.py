@@ -133,11 +133,15 @@ def values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
     return one.repeat(-(-count // period))[:count] if count > period else one
 
 
-def given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+Values = Callable[[int, int, torch.dtype], Tensor]
+"""Function like `values`."""
+
+
+def given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype, make: Values = values) -> Tensor:
     """Return a rank's input: ``count`` elements, or rows of ``count`` if the collective takes a row per rank."""
     if collective in ("reduce_scatter", "all_to_all", "scatter"):
-        return values(count * size, rank, dtype).view(size, count)
-    return values(count, rank, dtype)
+        return make(count * size, rank, dtype).view(size, count)
+    return make(count, rank, dtype)
 
 
 def combined(rows: Sequence[Tensor], op: str) -> Tensor:
@@ -153,10 +157,17 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
 
 
 def expected(
-    collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, root: int
+    collective: str,
+    count: int,
+    rank: int,
+    size: int,
+    dtype: torch.dtype,
+    op: str,
+    root: int,
+    make: Values = values,
 ) -> Tensor | None:
     """Return a rank's expected result."""
-    everybody = [given(collective, count, other, size, dtype) for other in range(size)]
+    everybody = [given(collective, count, other, size, dtype, make) for other in range(size)]
     match collective:
         case "all_reduce":
             return combined(everybody, op)
@@ -191,29 +202,39 @@ def call(comm: Communicator, collective: str, tensor: Tensor, op: str, root: int
 
 
 def check(
-    comm: Communicator, collective: str, count: int, dtype: torch.dtype, op: str, root: int, **options: Any
+    comm: Communicator,
+    collective: str,
+    count: int,
+    dtype: torch.dtype,
+    op: str,
+    root: int,
+    *,
+    make: Values = values,
+    is_inexact: bool | None = None,
+    **options: Any,
 ) -> Tensor | None:
     """Call a collective with `given` tensors, check that inputs are unchanged and the result is `expected`; return it.
 
-    Results must be equal bit by bit, except floats reduced over sockets, whose algorithms round at each hop.
+    Results must be equal bit by bit, except if ``is_inexact``: by default floats reduced over sockets, whose algorithms
+    round at each hop.
     """
-    tensor = given(collective, count, comm.rank, comm.size, dtype)
+    tensor = given(collective, count, comm.rank, comm.size, dtype, make)
     got = call(comm, collective, tensor, op, root, **options)
     if isinstance(got, Work):
         got.wait()
         got = got.result
     name = f"{comm}: {collective} of {count} x {dtype}, {op}, root {root}"
-    want = expected(collective, count, comm.rank, comm.size, dtype, op, root)
-    by_hops = comm.transport in ("ipc", "tcp") and collective in REDUCING
-    by_hops = by_hops and (dtype.is_floating_point or dtype.is_complex) and op in ("sum", "mean", "product")
-    if want is not None and by_hops:
-        everybody = [given(collective, count, rank, comm.size, dtype) for rank in range(comm.size)]
+    want = expected(collective, count, comm.rank, comm.size, dtype, op, root, make)
+    if is_inexact is None:
+        is_inexact = comm.transport in ("ipc", "tcp") and (dtype.is_floating_point or dtype.is_complex)
+    if want is not None and is_inexact and collective in REDUCING and op in ("sum", "mean", "product"):
+        everybody = [given(collective, count, rank, comm.size, dtype, make) for rank in range(comm.size)]
         rows = [each[comm.rank] for each in everybody] if collective == "reduce_scatter" else everybody
         near(got, rows, op, name)
     else:
         same(got, want, name)
-    if collective not in ("all_reduce", "broadcast") and got is not tensor:
-        same(tensor, given(collective, count, comm.rank, comm.size, dtype), f"{name}: its input")
+    if got is not tensor:
+        same(tensor, given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
     return got
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gangline import Communicator
-from gangline.collectives.errors import GanglineError
 
 
 def ramp(count: int, rank: int) -> Tensor:
@@ -98,6 +97,6 @@ class Said(NamedTuple):
 def error_of(call: Callable[[], object]) -> Said | None:
     try:
         call()
-    except (GanglineError, AssertionError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  the test looks at it
         return Said(type(error).__name__, str(error))
     return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gangline.collectives.schedule import NumberedStep, Receive, Reduce, Schedule, Send, Step
+from gangline.collectives.schedule import NumberedStep, Receive, Schedule, Send, Step
+from gangline.collectives.schedule.schedule import steps_by_rank
 
 
 def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None = None) -> None:
@@ -19,23 +19,21 @@ def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None
 
     Args:
         schedule: what to check.
-        programs: one program per rank in place of the schedule's own; None: `numbered_programs`.
+        programs: one program per rank in place of the schedule's own; None: `steps_by_rank`.
 
     Raises:
         ValueError: if a result is wrong, a chunk is read before it was written, the two ends of a message disagree, a
             message is never received, or ranks deadlock. Names rank, round and chunk.
     """
-    collective = Collective.of(schedule)
-    programs = schedule.numbered_programs() if programs is None else programs
-    run = _Run(collective, f"{schedule.algorithm} {schedule.collective}")
-    runnable = deque(range(collective.size))
-    position = [0] * collective.size
+    run = _Run(schedule)
+    programs = steps_by_rank(schedule) if programs is None else programs
+    runnable = deque(range(schedule.size))
+    position = [0] * schedule.size
     waits_for: dict[int, int] = {}
     while runnable:
         rank = runnable.popleft()
-        program = programs[rank]
-        while position[rank] < len(program):
-            number, step = program[position[rank]]
+        while position[rank] < len(programs[rank]):
+            number, step = programs[rank][position[rank]]
             missing = run.step(rank, number, step)
             if missing is not None:
                 waits_for[rank] = missing
@@ -46,12 +44,15 @@ def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None
                 runnable.append(step.to)
     for rank, source in waits_for.items():
         number, step = programs[rank][position[rank]]
-        raise ValueError(
-            f"{run.location(rank, number, step.first)}: waits forever for a message from rank {source}; "
-            f"waiting ranks: {', '.join(map(str, waits_for))}"
-        )
-    run.check_channels_empty()
-    run.check_final(schedule.steps())
+        run.fail(rank, number, step.first, f"waits forever for a message from rank {source}, as do {list(waits_for)}")
+    for (source, target), channel in run.channels.items():
+        for number, first, *_ in channel:
+            run.fail(source, number, first, f"rank {target} never receives it")
+    for rank, held in enumerate(run.held):
+        for chunk, expected in run.collective.final(rank).items():
+            if held[chunk] != expected:
+                text = f"ends with ranks {_ranks(held[chunk])}; expected {_ranks(expected)}"
+                run.fail(rank, schedule.steps(), chunk, text)
 
 
 class Collective(NamedTuple):
@@ -115,118 +116,66 @@ class Collective(NamedTuple):
         return range(rank * width, (rank + 1) * width)
 
 
-@dataclass(slots=True)
-class _SentMessage:
-    number: int
-    first: int
-    last: int
-    contents: list[int]
-
-
-@dataclass(slots=True)
 class _Run:
     """The chunks of all ranks and the channels between them while the programs run."""
 
-    collective: Collective
-    label: str
-    held: list[list[int]] = field(init=False)
-    channels: defaultdict[tuple[int, int], deque[_SentMessage]] = field(default_factory=lambda: defaultdict(deque))
-    """Messages in flight, by (source, target)."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, schedule: Schedule) -> None:
+        self.collective = Collective.of(schedule)
         self.held = self.collective.initial()
+        self.channels: defaultdict[tuple[int, int], deque[tuple[int, int, int, list[int]]]] = defaultdict(deque)
+        """(round, first, last, contributions) of the messages in flight, by source and target."""
+        self._label = f"{schedule.algorithm} {schedule.collective}"
+
+    def fail(self, rank: int, number: int, chunk: int, text: str) -> None:
+        """Raise an error; rounds count from 0, and the final state is one past the last round."""
+        raise ValueError(f"{self._label}, rank {rank}, round {number}, chunk {chunk}: {text}")
 
     def step(self, rank: int, number: int, step: Step) -> int | None:
         """Run a step if its messages have been sent; else return the rank whose message is missing."""
-        chunks = self.collective.chunks
+        size, chunks = self.collective.size, self.collective.chunks
         if not 0 <= step.first < step.last <= chunks:
-            raise ValueError(
-                f"{self.location(rank, number, step.first)}: chunks {step.first} to {step.last} are out of range; "
-                f"the tensor has {chunks}"
-            )
+            self.fail(rank, number, step.first, f"chunks {step.first} to {step.last} are not among {chunks}")
         if isinstance(step, Send):
-            self._send(rank, number, step)
+            if step.to == rank or not 0 <= step.to < size:
+                self.fail(rank, number, step.first, f"sends to rank {step.to}; expected another rank")
+            contents = self._read(rank, number, step)
+            self.channels[rank, step.to].append((number, step.first, step.last, contents))
             return None
+        sources = [step.source] if isinstance(step, Receive) else [other for other in step.ranks if other != rank]
+        for source in sources:
+            if len(self.channels[source, rank]) < sources.count(source):
+                return source
         if isinstance(step, Receive):
-            if not self.channels[step.source, rank]:
-                return step.source
             self.held[rank][step.first : step.last] = self._receive(step.source, rank, number, step)
             return None
-        for source in step.ranks:
-            if source != rank and not self.channels[source, rank]:
-                return source
-        self._reduce(rank, number, step)
-        return None
-
-    def _send(self, rank: int, number: int, step: Send) -> None:
-        if step.to == rank or not 0 <= step.to < self.collective.size:
-            raise ValueError(
-                f"{self.location(rank, number, step.first)}: sends to rank {step.to}; expected another rank"
-            )
-        contents = self._read(rank, number, step)
-        self.channels[rank, step.to].append(_SentMessage(number, step.first, step.last, contents))
-
-    def _reduce(self, rank: int, number: int, step: Reduce) -> None:
         if rank not in step.ranks or list(step.ranks) != sorted(step.ranks):
-            raise ValueError(
-                f"{self.location(rank, number, step.first)}: combines ranks {step.ranks}; expected this rank among "
-                "them, in ascending order"
-            )
+            self.fail(rank, number, step.first, f"combines ranks {step.ranks}; expected this one, in ascending order")
         total = self._read(rank, number, step)
-        for source in step.ranks:
-            if source == rank:
-                continue
-            if not self.channels[source, rank]:
-                raise ValueError(f"{self.location(rank, number, step.first)}: needs more messages from rank {source}")
+        for source in sources:
             for index, contribution in enumerate(self._receive(source, rank, number, step)):
-                if total[index] & contribution:
-                    twice = _ranks(total[index] & contribution)
-                    raise ValueError(f"{self.location(rank, number, step.first + index)}: adds ranks {twice} twice")
+                if twice := total[index] & contribution:
+                    self.fail(rank, number, step.first + index, f"adds ranks {_ranks(twice)} twice")
                 total[index] |= contribution
-        every_rank = (1 << self.collective.size) - 1
         for index, contributions in enumerate(total):
-            if (contributions == every_rank) != step.complete:
-                raise ValueError(
-                    f"{self.location(rank, number, step.first + index)}: holds ranks {_ranks(contributions)}, but is "
-                    f"{'' if step.complete else 'not '}marked complete"
-                )
+            if (contributions == (1 << size) - 1) != step.complete:
+                text = f"holds ranks {_ranks(contributions)}, but is {'' if step.complete else 'not '}marked complete"
+                self.fail(rank, number, step.first + index, text)
         self.held[rank][step.first : step.last] = total
+        return None
 
     def _read(self, rank: int, number: int, step: Step) -> list[int]:
         contents = self.held[rank][step.first : step.last]
         if 0 in contents:
-            chunk = step.first + contents.index(0)
-            raise ValueError(f"{self.location(rank, number, chunk)}: read before it was written")
+            self.fail(rank, number, step.first + contents.index(0), "read before it was written")
         return contents
 
     def _receive(self, source: int, rank: int, number: int, step: Step) -> list[int]:
-        message = self.channels[source, rank].popleft()
-        if (message.first, message.last, message.number) != (step.first, step.last, number):
-            raise ValueError(
-                f"{self.location(rank, number, step.first)}: expects chunks {step.first} to {step.last} from rank "
-                f"{source}, whose next message, of round {message.number}, has chunks {message.first} to {message.last}"
-            )
-        return message.contents
-
-    def check_channels_empty(self) -> None:
-        for (source, target), channel in self.channels.items():
-            if channel:
-                left = channel[0]
-                raise ValueError(f"{self.location(source, left.number, left.first)}: rank {target} never receives it")
-
-    def check_final(self, round_count: int) -> None:
-        for rank, held in enumerate(self.held):
-            for chunk, expected in self.collective.final(rank).items():
-                found = held[chunk]
-                if found != expected:
-                    raise ValueError(
-                        f"{self.location(rank, round_count, chunk)}: ends with ranks {_ranks(found)}; "
-                        f"expected {_ranks(expected)}"
-                    )
-
-    def location(self, rank: int, number: int, chunk: int) -> str:
-        """Return the location of an error; rounds count from 0, and the final state is one past the last round."""
-        return f"{self.label}, rank {rank}, round {number}, chunk {chunk}"
+        sent, first, last, contents = self.channels[source, rank].popleft()
+        if (sent, first, last) != (number, step.first, step.last):
+            text = f"whose next message, of round {sent}, has chunks {first} to {last}"
+            expects = f"expects chunks {step.first} to {step.last} from rank {source}"
+            self.fail(rank, number, step.first, f"{expects}, {text}")
+        return contents
 
 
 def _ranks(contributions: int) -> list[int]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import pytest
 
-from gangline.bench.algorithms.cost import cost
 from gangline.collectives import algorithms
 from gangline.collectives.algorithms.double_tree import Tree, two_trees
 from gangline.collectives.schedule import ROOTED, Reduce, Schedule, Transfers
 from tests.collectives.symbolic import verify
 
-EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
-SUMS = [(collective, name) for collective, name in EVERY if "reduce" in collective]
-SIZES = (*range(1, 33), 47, 48, 63, 64)
+SIZES = (*range(1, 18), 31, 32, 33)
 OTHER_SIZES = sorted({*range(1, 65)} - {*SIZES})
 LAYOUTS = {
     "equal": (0, 0, 0, 1, 1, 1, 2, 2, 2),
@@ -31,44 +29,41 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("collective", "name"), EVERY)
+@pytest.mark.parametrize("collective", algorithms.REGISTRY)
 class TestCorrectness:
     @pytest.mark.parametrize(
         "sizes", [SIZES, pytest.param(OTHER_SIZES, marks=pytest.mark.slow)], ids=["some", "others"]
     )
-    def test_for_every_number_of_ranks(self, collective: str, name: str, sizes: Sequence[int]) -> None:
-        for size in sizes:
+    def test_for_every_number_of_ranks(self, collective: str, sizes: Sequence[int]) -> None:
+        for name, size in product(algorithms.names(collective), sizes):
             hosts = tuple(rank // 4 for rank in range(size)) if name == "hierarchical" else None
             verify(built(collective, name, size, root=size // 3, hosts=hosts))
 
-    def test_for_every_root(self, collective: str, name: str) -> None:
-        for size in range(2, 10) if collective in ROOTED else ():
+    def test_for_every_root(self, collective: str) -> None:
+        for name, size in product(algorithms.names(collective), range(2, 10) if collective in ROOTED else ()):
             for root in range(size):
                 verify(built(collective, name, size, root))
 
-    def test_in_any_number_of_segments(self, collective: str, name: str) -> None:
-        for size in range(1, 9):
-            for segments in (2, 3, 7):
-                verify(built(collective, name, size, root=size - 1, segments=segments))
+    def test_in_any_number_of_segments(self, collective: str) -> None:
+        for name, size, segments in product(algorithms.names(collective), range(1, 9), (2, 3, 7)):
+            verify(built(collective, name, size, root=size - 1, segments=segments))
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_on_any_hosts(self, collective: str, name: str, layout: str) -> None:
-        hosts = LAYOUTS[layout]
-        for root in range(len(hosts)) if collective in ROOTED else (0,):
-            verify(built(collective, name, len(hosts), root, segments=2, hosts=hosts))
+    def test_on_any_hosts(self, collective: str) -> None:
+        for name, hosts in product(algorithms.names(collective), LAYOUTS.values()):
+            for root in range(len(hosts)) if collective in ROOTED else (0,):
+                verify(built(collective, name, len(hosts), root, segments=2, hosts=hosts))
 
-    def test_no_rank_sends_or_receives_twice_in_a_table(self, collective: str, name: str) -> None:
+    def test_no_rank_sends_or_receives_twice_in_a_table(self, collective: str) -> None:
         """The price is computed per table and would be wrong."""
-        for size in (2, 5, 8, 12):
-            for table in tables(
-                built(collective, name, size, segments=2, hosts=(0,) * (size // 2) + (1,) * (size - size // 2))
-            ):
+        for name, size in product(algorithms.names(collective), (2, 5, 8, 12)):
+            hosts = (0,) * (size // 2) + (1,) * (size - size // 2)
+            for table in tables(built(collective, name, size, segments=2, hosts=hosts)):
                 assert len(set(table.source.tolist())) == len(set(table.target.tolist())) == len(table) > 0
 
 
-@pytest.mark.parametrize(("collective", "name"), [pair for pair in SUMS if pair[1] != "one_shot"])
-def test_each_chunk_is_completed_at_one_rank_so_that_all_have_the_same_bits(collective: str, name: str) -> None:
-    for size in (2, 7, 8):
+@pytest.mark.parametrize("collective", [collective for collective in algorithms.REGISTRY if "reduce" in collective])
+def test_each_chunk_is_completed_at_one_rank_so_that_all_have_the_same_bits(collective: str) -> None:
+    for name, size in product(algorithms.names(collective), (2, 7, 8)):
         schedule = built(collective, name, size)
         completed = Counter(
             chunk
@@ -77,7 +72,7 @@ def test_each_chunk_is_completed_at_one_rank_so_that_all_have_the_same_bits(coll
             if isinstance(step, Reduce) and step.complete
             for chunk in range(step.first, step.last)
         )
-        assert completed == dict.fromkeys(range(schedule.chunks), 1)
+        assert name == "one_shot" or completed == dict.fromkeys(range(schedule.chunks), 1)
 
 
 def test_one_shot_sums_the_same_on_every_rank() -> None:
@@ -196,41 +191,6 @@ class TestTwoTrees:
                 assert named.parent[rank] == (-1 if above < 0 else order[above])
 
 
-class TestClosedFormsOfCosts:
-    """The model's seconds for equal links equal the textbook formulas."""
-
-    ALPHA, BETA, GAMMA = 3.0, 0.5, 0.25
-
-    @pytest.mark.parametrize("size", [2, 4, 5, 8, 16, 32])
-    def test_of_equal_links(self, size: int) -> None:
-        alpha, beta, gamma = self.ALPHA, self.BETA, self.GAMMA
-        n, part, others, log = 840 * size, (size - 1) / size, size - 1, math.ceil(math.log2(size))
-        rows = others * (alpha + 840 * beta)
-        costs = {
-            ("all_reduce", "ring", 1): 2 * others * alpha + 2 * n * part * beta + n * part * gamma,
-            ("all_reduce", "one_shot", 1): others * (alpha + n * beta) + n * gamma,
-            ("all_reduce", "two_shot", 1): 2 * rows + 840 * gamma,
-            ("all_gather", "direct", 1): rows,
-            ("all_to_all", "direct", 1): rows,
-            ("all_to_all", "pairwise", 1): rows,
-            ("broadcast", "binomial", 1): log * (alpha + n * beta),
-            ("broadcast", "ring", 4): (size - 2 + 4) * (alpha + n / 4 * beta),
-        }
-        if size == 1 << log:
-            costs["all_reduce", "halving_doubling", 1] = 2 * log * alpha + 2 * n * part * beta + n * part * gamma
-        for (collective, name, segments), expected in costs.items():
-            assert self.priced(collective, name, size, segments=segments) == pytest.approx(expected), (collective, name)
-
-    @pytest.mark.parametrize("segments", [2, 4])
-    def test_a_ring_s_segments_hide_all_but_the_last_one_s_combining(self, segments: int) -> None:
-        expected = 14 * (segments * self.ALPHA + 840 * self.BETA) + 7 * 840 / segments * self.GAMMA
-        assert self.priced("all_reduce", "ring", 8, segments=segments) == pytest.approx(expected)
-
-    def priced(self, collective: str, name: str, size: int, segments: int = 1) -> float:
-        schedule = built(collective, name, size, segments=segments)
-        return cost(schedule, 840 * size, self.ALPHA, self.BETA, self.GAMMA)
-
-
 def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:
     schedule = algorithms.build("all_to_all", "pairwise", 4096)
     assert schedule.steps() == 4095
@@ -239,23 +199,21 @@ def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:
     assert len(table) == 4096
 
 
-class TestBuild:
-    @pytest.mark.parametrize(
-        ("arguments", "options", "message"),
-        [
-            (("all_reduce", "rings", 4), {}, "no algorithm 'rings'; expected one of ring, halving_doubling"),
-            (("allreduce", "ring", 4), {}, "no collective 'allreduce' has algorithms; expected one of all_reduce"),
-            (("all_reduce", "ring", 0), {}, "size is 0 and segments is 1"),
-            (("all_reduce", "ring", 4), {"segments": 0}, "size is 4 and segments is 0"),
-            (("all_reduce", "ring", 4), {"hosts": (0, 1)}, "hosts has 2 entries for 4 ranks"),
-            (("all_reduce", "ring", 4), {"root": 1}, "root of all_reduce is 1; expected None"),
-            (("reduce", "ring", 4), {}, "root of reduce is None; expected a rank from 0 to 3"),
-            (("reduce", "ring", 4), {"root": 4}, "root of reduce is 4; expected a rank from 0 to 3"),
-        ],
-    )
-    def test_refuses(self, arguments: tuple[str, str, int], options: dict[str, object], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            algorithms.build(*arguments, **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("all_reduce", "rings", 4), {}, "no algorithm 'rings'; expected one of ring, halving_doubling"),
+        (("allreduce", "ring", 4), {}, "no collective 'allreduce' has algorithms; expected one of all_reduce"),
+        (("all_reduce", "ring", 0), {}, "size is 0 and segments is 1"),
+        (("all_reduce", "ring", 4), {"segments": 0}, "size is 4 and segments is 0"),
+        (("all_reduce", "ring", 4), {"hosts": (0, 1)}, "hosts has 2 entries for 4 ranks"),
+        (("all_reduce", "ring", 4), {"root": 1}, "root of all_reduce is 1; expected None"),
+        (("reduce", "ring", 4), {}, "root of reduce is None; expected a rank from 0 to 3"),
+    ],
+)
+def test_build_refuses(arguments: tuple[str, str, int], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        algorithms.build(*arguments, **options)  # type: ignore[arg-type]
 
 
 def built(

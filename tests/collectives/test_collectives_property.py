@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from gangline.collectives import tuner
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
-from tests.collectives.ranks import REDUCING, call, combined, in_threads, near, open_again, ops_for, same
+from tests.collectives.ranks import REDUCING, check, in_threads, open_again, ops_for, same
 
 ALGORITHMS = sorted({name for collective in tuner.TUNED for name in tuner.names(collective)})
 PIPELINED = ("ring", "double_tree")
 
 
-def _values(count: int, rank: int, dtype: torch.dtype, op: str, stride: int) -> Tensor:
+def _values(op: str, stride: int, count: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Return values by index * stride + rank; factors are near 1, so that no order of products overflows."""
     numbers = torch.arange(count, dtype=torch.int64) * stride + rank * 7
+    if dtype.is_complex:
+        return (numbers % 2003).to(dtype)  # whole numbers whose sums are exact
     if not dtype.is_floating_point:
         return numbers % 3 == 0 if dtype == torch.bool else (numbers * numbers).to(dtype)
     if op == "product":
@@ -30,51 +33,11 @@ def _values(count: int, rank: int, dtype: torch.dtype, op: str, stride: int) -> 
     return ((numbers % 2003 - 1001).double() / 3 / 10 ** (rank % 3)).to(dtype)
 
 
-def _given(collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, stride: int) -> Tensor:
-    if collective in ("reduce_scatter", "all_to_all", "scatter"):
-        return _values(count * size, rank, dtype, op, stride).view(size, count)
-    return _values(count, rank, dtype, op, stride)
-
-
-def _result(
+def _checked(
     comm: Communicator, collective: str, count: int, dtype: torch.dtype, op: str, root: int, stride: int
 ) -> Tensor | None:
-    tensor = _given(collective, count, comm.rank, comm.size, dtype, op, stride)
-    result: Tensor | None = call(comm, collective, tensor, op, root)
-    if result is not tensor:
-        before = _given(collective, count, comm.rank, comm.size, dtype, op, stride)
-        same(tensor, before, f"{comm}: input of {collective} of {count} x {dtype}")
-    return result
-
-
-def _check(
-    results: list[Tensor | None], collective: str, count: int, dtype: torch.dtype, op: str, root: int, stride: int
-) -> None:
-    size = len(results)
-    everybody = [_given(collective, count, rank, size, dtype, op, stride) for rank in range(size)]
-    for rank, got in enumerate(results):
-        name = f"rank {rank} of {size}: {collective} of {count} x {dtype}, {op}, root {root}"
-        if collective in REDUCING:
-            rows = [each[rank] for each in everybody] if collective == "reduce_scatter" else everybody
-            if collective == "reduce" and rank != root:
-                assert got is None, name
-                continue
-            assert got is not None, name
-            if dtype.is_floating_point and op in ("sum", "mean", "product"):
-                near(got, rows, op, name)
-            else:
-                same(got, combined(rows, op), name)
-            if collective == "all_reduce":
-                same(got, results[0], f"{name}, against rank 0")
-            continue
-        want = {
-            "broadcast": everybody[root],
-            "all_gather": torch.stack(everybody),
-            "gather": torch.stack(everybody) if rank == root else None,
-            "scatter": everybody[root][rank] if collective == "scatter" else None,
-            "all_to_all": torch.stack([rows[rank] for rows in everybody]) if collective == "all_to_all" else None,
-        }[collective]
-        same(got, want, name)
+    make = partial(_values, op, stride)
+    return check(comm, collective, count, dtype, op, root, make=make, is_inexact=dtype.is_floating_point)
 
 
 @st.composite
@@ -111,8 +74,10 @@ def test_every_algorithm_leaves_the_same_bits_on_all_ranks(
     collective, algorithm, size, count, dtype, op, root, stride = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_ALGO", f"{collective}={algorithm}")
-        results = in_threads(size, _result, collective, count, dtype, op, root, stride)
-    _check(results, collective, count, dtype, op, root, stride)
+        results = in_threads(size, _checked, collective, count, dtype, op, root, stride)
+    if collective == "all_reduce":
+        for rank, got in enumerate(results):
+            same(got, results[0], f"rank {rank} against rank 0, {case}")
 
 
 def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
@@ -128,15 +93,12 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
                     ops = ops_for(dtype)
                     op = ops[number % len(ops)] if collective in REDUCING else "sum"
                     root = number % comm.size
-                    got = _result(forced, collective, count, dtype, op, root, 13)
-                    results: list[Tensor | None] = [None] * comm.size
-                    if got is not None and collective not in ("reduce", "gather"):  # compare with the other ranks
-                        results = list(comm.all_gather(got))  # type: ignore[arg-type]
-                    else:
-                        results[comm.rank] = got
-                        if comm.rank != root:
-                            continue
-                    _check(results, collective, count, dtype, op, root, 13)
+                    got = _checked(forced, collective, count, dtype, op, root, 13)
+                    if collective == "all_reduce":
+                        assert got is not None
+                        rows = comm.all_gather(got)
+                        for row in rows:  # type: ignore[union-attr]
+                            same(row, rows[0], f"rank {comm.rank} against the others")  # type: ignore[index]
     return number
 
 

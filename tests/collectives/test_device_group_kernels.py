@@ -133,6 +133,7 @@ def test_an_out_may_be_a_value(run: Run) -> None:
     assert all(torch.equal(one, expected) for one in given)
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     compiler = shutil.which("nvcc")
     if compiler is None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from gangline.collectives.devices.backends import staged
 from gangline.collectives.devices.backends.pipeline import Buffer, Piece, PipelineStep, plan
@@ -136,15 +135,3 @@ def run_in_some_order(works: Sequence[StagedWork], chance: random.Random) -> Non
         number = chance.choice(ready).pop(0)
         workspace.do(steps[number], works[steps[number].piece], "sum")
         done.add(number)
-
-
-def test_pieces_have_the_maximum_size_or_there_is_one_per_position() -> None:
-    def sizes(tensor: Tensor, positions: int) -> list[int]:
-        return [part.stop - part.start for part in cut(tensor, positions)]
-
-    million = 1 << 20
-    assert sizes(torch.empty(5 * million), 2) == [million] * 5
-    assert sizes(torch.empty(5 * million, dtype=torch.float64), 1) == [million // 2] * 10
-    assert sizes(torch.empty(100), 3) == [48, 48, 4]
-    assert sizes(torch.empty(1), 4) == [1]
-    assert sizes(torch.empty(0), 2) == []

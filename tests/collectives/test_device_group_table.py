@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import pytest
@@ -88,6 +88,13 @@ def agree(tensors: Sequence[Tensor], expected: Tensor) -> bool:
     return all(torch.equal(tensor.cpu(), expected) for tensor in tensors)
 
 
+def groups_and_sizes(make: Callable[[int], DeviceGroup]) -> Iterator[tuple[DeviceGroup, int, int]]:
+    """Yield groups of each number of positions, that number, and each size of a tensor."""
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        yield from ((group, count, size) for size in SIZES)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
@@ -95,13 +102,11 @@ def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dt
         with pytest.raises(TypeError, match=r"mean of|has no order"):
             make(1).all_reduce([torch.ones(1, dtype=dtype, device=make(1).devices[0])], op)
         return
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        for size in SIZES:
-            values = [given(position, (size,), dtype, op) for position in range(count)]
-            tensors = on(group, values)
-            assert group.all_reduce(tensors, op) == tensors
-            assert agree(tensors, reference(values, op)), (count, size)
+    for group, count, size in groups_and_sizes(make):
+        values = [given(position, (size,), dtype, op) for position in range(count)]
+        tensors = on(group, values)
+        assert group.all_reduce(tensors, op) == tensors
+        assert agree(tensors, reference(values, op)), (count, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,29 +114,25 @@ def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dt
 def test_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
     if not is_there(op, dtype):
         return
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        for size in SIZES:
-            values = [given(position, (size,), dtype) for position in range(count)]
-            expected, root = reference(values, op), size % count
-            tensors = on(group, values)
-            out = torch.empty_like(tensors[root])
-            assert group.reduce(tensors, root, op, out) is out
-            assert agree([out], expected)
-            assert all(agree([tensor], value) for tensor, value in zip(tensors, values, strict=True))
-            assert group.reduce(tensors, root, op) is tensors[root]
-            assert agree([tensors[root]], expected), (count, size)
+    for group, count, size in groups_and_sizes(make):
+        values = [given(position, (size,), dtype) for position in range(count)]
+        expected, root = reference(values, op), size % count
+        tensors = on(group, values)
+        out = torch.empty_like(tensors[root])
+        assert group.reduce(tensors, root, op, out) is out
+        assert agree([out], expected)
+        assert all(agree([tensor], value) for tensor, value in zip(tensors, values, strict=True))
+        assert group.reduce(tensors, root, op) is tensors[root]
+        assert agree([tensors[root]], expected), (count, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_broadcast(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        for size in SIZES:
-            values = [given(position, (size,), dtype) for position in range(count)]
-            tensors, root = on(group, values), size % count
-            assert group.broadcast(tensors, root) == tensors
-            assert agree(tensors, values[root]), (count, size)
+    for group, count, size in groups_and_sizes(make):
+        values = [given(position, (size,), dtype) for position in range(count)]
+        tensors, root = on(group, values), size % count
+        assert group.broadcast(tensors, root) == tensors
+        assert agree(tensors, values[root]), (count, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -151,17 +152,15 @@ def test_all_gather(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> N
 def test_reduce_scatter(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
     if not is_there(op, dtype):
         return
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        for size in SIZES:
-            values = [given(position, (count, size), dtype) for position in range(count)]
-            expected, tensors = reference(values, op), on(group, values)
-            made = group.reduce_scatter(tensors, op)
-            outs = [torch.zeros_like(one) for one in made]
-            assert group.reduce_scatter(tensors, op, outs) == outs
-            for position in range(count):
-                assert agree([made[position], outs[position]], expected[position]), (count, size)
-                assert agree([tensors[position]], values[position])
+    for group, count, size in groups_and_sizes(make):
+        values = [given(position, (count, size), dtype) for position in range(count)]
+        expected, tensors = reference(values, op), on(group, values)
+        made = group.reduce_scatter(tensors, op)
+        outs = [torch.zeros_like(one) for one in made]
+        assert group.reduce_scatter(tensors, op, outs) == outs
+        for position in range(count):
+            assert agree([made[position], outs[position]], expected[position]), (count, size)
+            assert agree([tensors[position]], values[position])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

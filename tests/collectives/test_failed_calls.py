@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gangline import Communicator, spawn
-from gangline.collectives import torch_backend
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.transports.base import MessageTag
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, join_group
+from tests.collectives.situations import error_of
 from tests.collectives.stage import Actor, Stage
 
 pytestmark = pytest.mark.timeout(60)
@@ -74,43 +75,49 @@ FAILURES: dict[str, tuple[Callable[[Communicator, Tensor], None], Callable[[Comm
 }
 
 
-def _fail_and_write(comm: Communicator, folder: str, way: str, registered: bool) -> str | list[float]:
-    """Return what rank 1 receives, or its error, after rank 0's call has failed and its tensor was written again."""
-    failing, receiving, _ = FAILURES[way]
-    written = Path(folder, "written")
-    tensor = comm.empty(COUNT) if registered else torch.empty(COUNT)
-    tensor.fill_(comm.rank)
-    if comm.rank == 0:
-        failing(comm, tensor)
-        tensor.fill_(WRITTEN)
-        written.touch()
-        return ""
-    _wait_for(written)
-    try:
-        receiving(comm, tensor)
-    except GanglineError as error:
-        return str(error)
-    return tensor.unique().tolist()
+def _fail_and_write(comm: Communicator, folder: str, registered: bool) -> list[str | list[float]]:
+    """Return what rank 1 receives, or its error, after rank 0's call has failed in each way and its tensor was written.
+
+    Each way has a group of its own, whose calls wait for a second.
+    """
+    if comm.transport != "in_process":
+        os.environ["GANGLINE_TIMEOUT"] = "1"
+    found: list[str | list[float]] = []
+    for number, (failing, receiving, _) in enumerate(FAILURES.values()):
+        group = comm.split(0)
+        assert group is not None
+        written = Path(folder, f"written {number}")
+        tensor = group.empty(COUNT) if registered else torch.empty(COUNT)
+        tensor.fill_(comm.rank)
+        if comm.rank == 0:
+            failing(group, tensor)
+            tensor.fill_(WRITTEN)
+            written.touch()
+        else:
+            _wait_for(written)
+            error = error_of(partial(receiving, group, tensor))
+            found.append(tensor.unique().tolist() if error is None else error.text)
+        group.close()
+    return found
 
 
-@pytest.mark.parametrize("way", FAILURES)
 @pytest.mark.parametrize("medium", ["in_process", "shared_memory", "registered memory"])
-def test_bytes_written_after_a_failed_call_reach_nobody(medium: str, way: str, tmp_path: Path) -> None:
-    arguments = (str(tmp_path), way, medium == "registered memory")
+def test_bytes_written_after_a_failed_call_reach_nobody(
+    medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (str(tmp_path), medium == "registered memory")
     if medium == "in_process":
-        results: dict[int, Any] = {}
-        threads = [
-            threading.Thread(target=lambda comm=comm: results.update({comm.rank: _fail_and_write(comm, *arguments)}))
-            for comm in in_process(2, timeout=1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        comms = in_process(2)
+        monkeypatch.setenv("GANGLINE_TIMEOUT", "1")
+        with ThreadPoolExecutor(2) as threads:
+            _, texts = threads.map(partial(_fail_and_write, folder=arguments[0], registered=False), comms)
+        for comm in comms:
+            comm.close()
     else:
-        results = dict(enumerate(spawn(_fail_and_write, 2, *arguments, transport="shared_memory", timeout=1)))
-    assert isinstance(results[1], str), results[1]
-    assert re.fullmatch(FAILURES[way][2], results[1]), results[1]
+        _, texts = spawn(_fail_and_write, 2, *arguments, transport="shared_memory")
+    for text, (_, _, pattern) in zip(texts, FAILURES.values(), strict=True):
+        assert isinstance(text, str), text
+        assert re.fullmatch(pattern, text), text
 
 
 def _withdraw_during_a_read(comm: Communicator, folder: str) -> str | list[float]:
@@ -180,25 +187,27 @@ def _ones(count: int = 3) -> Tensor:
     return torch.ones(count)
 
 
-REFUSED: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
+Group = Any
+
+REFUSED: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], str]] = {
     "tensors": (
-        lambda: dist.all_reduce(_ones()),
-        lambda: dist.group.WORLD.allreduce([_ones(), _ones()]).wait(),  # type: ignore[union-attr]
+        lambda group: dist.all_reduce(_ones(), group=group),
+        lambda group: group.allreduce([_ones(), _ones()]).wait(),
         "allreduce: ValueError: 2 tensors were given; expected 1",
     ),
     "operation": (
-        lambda: dist.all_reduce(_ones()),
-        lambda: dist.all_reduce(_ones(), op=dist.ReduceOp.BAND),
+        lambda group: dist.all_reduce(_ones(), group=group),
+        lambda group: dist.all_reduce(_ones(), dist.ReduceOp.BAND, group),
         "all_reduce: TypeError: a tensor of torch.float32 has no bits to combine",
     ),
     "output list": (
-        lambda: dist.all_gather([_ones(), _ones()], _ones()),
-        lambda: dist.all_gather([_ones()], _ones()),
+        lambda group: dist.all_gather([_ones(), _ones()], _ones(), group),
+        lambda group: dist.all_gather([_ones()], _ones(), group),
         "all_gather: ValueError: 1 output tensors were given; expected one for each of 2 ranks",
     ),
     "in the background": (
-        lambda: _wait(dist.reduce_scatter_tensor(_ones(), _ones(6), async_op=True)),
-        lambda: _wait(dist.reduce_scatter_tensor(_ones(), _ones(5), async_op=True)),
+        lambda group: _wait(dist.reduce_scatter_tensor(_ones(), _ones(6), group=group, async_op=True)),
+        lambda group: _wait(dist.reduce_scatter_tensor(_ones(), _ones(5), group=group, async_op=True)),
         "reduce_scatter: ValueError: the input has shape (5,)",
     ),
 }
@@ -209,39 +218,31 @@ def _wait(work: object) -> None:
     work.wait()
 
 
-def _text_of(call: Callable[[], object]) -> list[str]:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  the test looks at it
-        return [type(error).__name__, str(error)]
-    return ["", ""]
-
-
-def _refuse(rank: Rank, path: str, case: str) -> None:
-    assert torch_backend.__all__
-    place = {"rank": rank.rank, "world_size": rank.size}
-    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=10), **place)
-    valid, refused, _ = REFUSED[case]
-    dist.barrier()
-    both = _text_of(refused)  # all ranks refuse it: the group stays usable
-    sums = torch.ones(3)
-    dist.all_reduce(sums)
-    one = _text_of(valid if rank.rank == 0 else refused)
-    later = _text_of(lambda: dist.all_reduce(_ones()))
+def _refuse(rank: Rank, path: str) -> None:
+    join_group(rank, path, seconds=10)
+    outcomes = []
+    for valid, refused, _ in REFUSED.values():
+        group = dist.new_group()
+        dist.barrier(group)
+        both = error_of(partial(refused, group))  # all ranks refuse it: the group stays usable
+        sums = torch.ones(3)
+        dist.all_reduce(sums, group=group)
+        one = error_of(partial(valid if rank.rank == 0 else refused, group))
+        later = error_of(partial(dist.all_reduce, _ones(), group=group))
+        outcomes.append([both, sums.tolist(), one or ["", ""], later])
     dist.destroy_process_group()
-    rank.tell([both, sums.tolist(), one, later])
+    rank.tell(outcomes)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_call_that_one_rank_refuses_is_an_error_of_all(case: str, tmp_path: Path) -> None:
-    with Processes(_refuse, 2, f"{tmp_path}/store", case) as processes:
-        waiting, refusing = processes.all_heard()
-    _, _, text = REFUSED[case]
-    name, _, why = text.partition(": ")
-    for both, sums, _, _ in (waiting, refusing):
-        assert ": ".join(both).startswith(why)
-        assert sums == [2, 2, 2]
-    assert ": ".join(refusing[2]).startswith(why)
-    assert waiting[2][0] == "MismatchError"
-    assert waiting[2][1].startswith(f"rank 1 refused call 4, {name}: {why}"), waiting[2]
-    assert waiting[3] == refusing[3] == waiting[2]
+def test_a_call_that_one_rank_refuses_is_an_error_of_all(tmp_path: Path) -> None:
+    with Processes(_refuse, 2, f"{tmp_path}/store") as processes:
+        by_rank = processes.all_heard()
+    for (_, _, text), waiting, refusing in zip(REFUSED.values(), *by_rank, strict=True):
+        name, _, why = text.partition(": ")
+        for both, sums, _, _ in (waiting, refusing):
+            assert ": ".join(both).startswith(why)
+            assert sums == [2, 2, 2]
+        assert ": ".join(refusing[2]).startswith(why)
+        assert waiting[2][0] == "MismatchError"
+        assert waiting[2][1].startswith(f"rank 1 refused call 4, {name}: {why}"), waiting[2]
+        assert waiting[3] == refusing[3] == waiting[2]

@@ -286,9 +286,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipc", "tcp"))]
-)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_no_rank_outlives_its_program(transport: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

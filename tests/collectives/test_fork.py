@@ -7,8 +7,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from gangline import Communicator, in_process, spawn
-from gangline.collectives import torch_backend
 from gangline.collectives.liveness import status_socket
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, join_group
 from tests.collectives.situations import all_reduce, error_of
 
 CALLS: tuple[Callable[[Communicator], object], ...] = (
@@ -31,6 +30,11 @@ CALLS: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.send(torch.ones(10), 1 - comm.rank),
     lambda comm: comm.recv(torch.ones(10), 1 - comm.rank, async_op=True),
 )
+
+
+def texts_of(calls: Iterable[Callable[[], object]]) -> str:
+    """Return the calls' errors, one a line."""
+    return "\n".join(error.text if error else "no error" for error in map(error_of, calls))
 
 
 def _fork(comm: Communicator) -> tuple[int, list[str]]:
@@ -52,30 +56,28 @@ def _fork(comm: Communicator) -> tuple[int, list[str]]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        errors = [error_of(lambda call=call: call(comm)) for call in CALLS]  # type: ignore[misc]
+        texts = texts_of(partial(call, comm) for call in CALLS)
         comm.close()
         del comm, work, running
         gc.collect()
         atexit._run_exitfuncs()
-        os.write(writing, "\n".join(error.text if error else "no error" for error in errors).encode())
+        os.write(writing, texts.encode())
         os._exit(0)
     os.close(writing)
     holding[1].set()
     with open(reading) as pipe:
-        texts = pipe.read().splitlines()
+        lines = pipe.read().splitlines()
     assert os.waitpid(child, 0)[1] == 0
     all_reduce(100, comm, 0)
     all_reduce(1 << 19, comm, 0)
     comm.send(torch.ones(10), 1 - comm.rank, 3)
     work.wait()
     comm.barrier()
-    return os.getpid(), texts
+    return os.getpid(), lines
 
 
 def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
-    assert torch_backend.__all__
-    place = {"rank": rank.rank, "world_size": rank.size}
-    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=30), **place)
+    join_group(rank, path, seconds=30)
     sums = torch.ones(3)
     if rank.rank == 1:
         rank.hear()
@@ -96,8 +98,7 @@ def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
                 running.wait,
                 queued.wait,
             ]
-            texts = [str(error_of_any(call)) for call in calls]
-            os.write(writing, "\n".join(texts).encode())
+            os.write(writing, texts_of(calls).encode())
             os._exit(0)
         os.close(writing)
         with open(reading) as pipe:
@@ -107,14 +108,6 @@ def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
         running.wait()
     dist.all_reduce(torch.ones(3))
     rank.tell(sums.tolist())
-
-
-def error_of_any(call: Callable[[], object]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  the test looks at it
-        return error
-    return None
 
 
 @pytest.mark.timeout(60)

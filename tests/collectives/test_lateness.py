@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +24,6 @@ from tests.collectives.situations import Said, all_reduce, broadcast, error_of, 
 from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
-
-
-def _slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 # Names on this host that are no text
@@ -153,9 +148,7 @@ def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "size"), [("shared_memory", 4), _slow("ipc", 3), _slow("tcp", 2), _slow("tcp", 4)]
-)
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
 def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
     with Stage(close_at_once, size, 4, transport=transport) as stage:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * size
@@ -220,9 +213,7 @@ def _who(size: int, late: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
-)
+@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3)])
 def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
@@ -238,9 +229,7 @@ def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
-)
+@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 2, 1), ("ipc", 4, 2), ("tcp", 3, 0)])
 def test_a_rank_beyond_the_timeout_gets_the_same_error_itself(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
@@ -310,9 +299,7 @@ def _make_one_long_call(seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("tcp", 3, 0), _slow("ipc", 2, 0)]
-)
+@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("tcp", 3, 0), ("ipc", 2, 0)])
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
         for _ in range(2):

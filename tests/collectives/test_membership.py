@@ -72,16 +72,6 @@ def until(condition: Callable[[], Any], membership: ProcessMembership, sequence:
 # Lost ranks
 
 
-def _until_gone(rank: Rank, address: str, victim: int) -> None:
-    membership = open_membership(rank, address)
-    rank.tell("ready")
-    wanted = {victim} if rank.rank != victim else set(range(rank.size)) - {victim}
-    until(lambda: wanted <= membership.gone.keys(), membership)
-    rank.tell(membership.gone)
-    membership.close()
-    rank.tell("closed")
-
-
 def _die_before_the_connection(rank: Rank, address: str) -> None:
     if rank.rank == 1:
         rank.exchange(msgpack.packb((msgpack.packb(this_process()), {})))
@@ -95,32 +85,6 @@ def _die_before_the_connection(rank: Rank, address: str) -> None:
 def test_a_rank_that_dies_while_the_ranks_connect_is_named(address: str) -> None:
     with Processes(_die_before_the_connection, 2, address) as ranks:
         assert ranks.heard(0) == "rank 1 died while the ranks connected"
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_a_stopped_rank_counts_as_dead_and_gets_an_error_when_it_continues(address: str) -> None:
-    with Processes(_until_gone, 3, address, 1) as ranks:
-        assert ranks.all_heard() == ["ready"] * 3
-        ranks.kill(1, signal.SIGSTOP)
-        for rank in (0, 2):
-            assert ranks.heard(rank)[1] == f"gave no sign of life for {LIMIT if address == 'ipc' else 2 * LIMIT:g} s"
-            assert ranks.heard(rank) == "closed"
-        ranks.kill(1, signal.SIGCONT)
-        assert ranks.heard(1).keys() == {0, 2}
-
-
-def _say_goodbye(rank: Rank, address: str) -> None:
-    membership = open_membership(rank, address)
-    if rank.rank == 1:
-        membership.close()
-        membership.close()
-    until(lambda: rank.rank == 1 or membership.gone, membership)
-    rank.tell(membership.gone)
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_a_rank_that_closes_did_not_die(address: str) -> None:
-    assert in_processes(_say_goodbye, 3, address) == [{1: CLOSED}, {}, {1: CLOSED}]
 
 
 def _busy(rank: Rank) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from gangline.collectives.transports import unix_sockets
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, join_group
 
 pytestmark = pytest.mark.timeout(90)
 ROOT = Path(__file__).parents[2]
@@ -70,9 +69,7 @@ def test_connect_can_be_repeated_after_a_timeout() -> None:
 def _sum_through_file(rank: Rank, path: str, namespaces: list[str]) -> None:
     enter(namespaces[rank.rank])
     os.environ["GANGLINE_INSECURE"] = "1"
-    dist.init_process_group(
-        "gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20)
-    )
+    join_group(rank, path, seconds=20)
     total = torch.ones(2)
     dist.all_reduce(total)
     assert isinstance(dist.group.WORLD, GanglineProcessGroup)
@@ -87,9 +84,7 @@ def test_hosts_that_share_a_file_reach_each_other(tmp_path: Path) -> None:
 
 
 def _groups_of_some(rank: Rank, path: str) -> None:
-    dist.init_process_group(
-        "gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size, timeout=timedelta(seconds=20)
-    )
+    join_group(rank, path, seconds=20)
     if rank.rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     found = []

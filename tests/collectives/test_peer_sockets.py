@@ -1,9 +1,11 @@
-"""Peer sockets: strangers at their ports, and connections that end at bad moments."""
+"""Peer sockets: strangers at their ports, connections that end at bad moments, and the end of contexts."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.liveness.membership import LOST, ProcessMembership
 from gangline.collectives.transports.base import BootstrapAllGather
-from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq import context as zmq_context
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from tests.collectives.processes import Processes, Rank
 from tests.collectives.ranks import with_exchange
@@ -121,7 +123,7 @@ def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> N
                 pass
             connection.send(b"closed")
             connection.close(500)
-            end(context)
+            zmq_context.end(context)
             assert context.closed, turn
 
 
@@ -246,3 +248,34 @@ def _close_often(rank: Rank) -> None:
 def test_ranks_that_close_at_once_do_not_abort() -> None:
     with Processes(_close_often, 2) as ranks:
         assert ranks.all_heard() == ["closed"] * 2
+
+
+# Contexts
+
+
+def test_sent_messages_leave_before_a_context_terminates() -> None:
+    with zmq.Context() as other, other.socket(zmq.PULL) as pull:
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        push = context.socket(zmq.PUSH)
+        push.connect(f"tcp://127.0.0.1:{port}")
+        push.send(b"x" * (1 << 20))
+        push.close()
+        zmq_context.end(context)
+        assert context.closed
+        assert pull.poll(10_000)
+
+
+def test_a_context_that_does_not_terminate_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zmq_context, "CONTEXT_END_SECONDS", 0.1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    open_one = context.socket(zmq.PUSH)  # term() waits for it
+    with caplog.at_level(logging.WARNING, "gangline"):
+        zmq_context.end(context)
+    assert caplog.messages == ["a ZeroMQ context has not terminated within 0.1 s and is abandoned"]
+    open_one.close(0)
+    [thread] = [one for one in threading.enumerate() if one.name == "gangline-context-end"]
+    thread.join(30)
+    assert not thread.is_alive()

@@ -22,9 +22,9 @@ from gangline.collectives.schedule import (
     Send,
     Transfers,
     cyclic,
-    in_parallel,
     transfers,
 )
+from gangline.collectives.schedule.schedule import steps_by_rank
 from tests.collectives.symbolic import verify
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
@@ -32,10 +32,6 @@ EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in al
 
 def rounds(*tables: list[Transfers]) -> Rounds:
     return Rounds(len(tables), tables.__getitem__)
-
-
-def rows(of: Rounds) -> list[list[tuple[int, int, int, int]]]:
-    return [sorted(row for table in tables for row in table.rows()) for tables in of]
 
 
 def sum_at_zero_and_back(size: int = 3) -> Schedule:
@@ -61,7 +57,7 @@ class TestProgram:
     @pytest.mark.parametrize(("collective", "name"), EVERY)
     def test_one_rank_s_program_equals_its_entry_in_all_programs(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 6)
-        together = schedule.numbered_programs()
+        together = steps_by_rank(schedule)
         assert [schedule.program(rank) for rank in range(6)] == [tuple(s for _, s in steps) for steps in together]
 
     def test_a_rank_out_of_range_is_refused(self) -> None:
@@ -79,11 +75,10 @@ class TestBytes:
     def test_bytes_of_an_all_to_all_are_those_of_one_rank_s_rows(self) -> None:
         schedule = algorithms.build("all_to_all", "direct", 4)
         assert schedule.bytes_on_wire(400) == 300
-        assert schedule.total_bytes(400) == 1200
 
-    def test_bytes_on_wire_are_the_maximum_and_total_bytes_the_sum(self) -> None:
+    def test_bytes_on_wire_are_those_of_the_busiest_rank(self) -> None:
         schedule = sum_at_zero_and_back()
-        assert (schedule.bytes_on_wire(7), schedule.total_bytes(7), schedule.messages()) == (14, 28, 4)
+        assert (schedule.bytes_on_wire(7), schedule.messages()) == (14, 4)
 
 
 class TestCost:
@@ -119,21 +114,9 @@ class TestCost:
         assert cost(schedule, 4, by_host((0, 0, 0, 0), 1, 100), 0, 0) == 3
 
 
-class TestRounds:
-    def test_backwards_reverses_rounds_and_messages(self) -> None:
-        there = rounds([transfers([0, 1], [1, 2], [5, 6])], [transfers(2, 0, 7)])
-        back = there.backwards(reduce=True)
-        assert rows(back) == [[(0, 2, 7, 8)], [(1, 0, 5, 6), (2, 1, 6, 7)]]
-        assert all(table.reduce for tables in back for table in tables)
-
-    def test_side_by_side_keeps_the_tables_that_only_some_have(self) -> None:
-        one, two = rounds([transfers(0, 1, 0)]), rounds([transfers(2, 3, 0), transfers(2, 4, 0)])
-        ((first, second),) = [list(tables) for tables in in_parallel([one, two])]
-        assert [list(table.rows()) for table in (first, second)] == [[(0, 1, 0, 1), (2, 3, 0, 1)], [(2, 4, 0, 1)]]
-
-    def test_a_cyclic_range_is_split_where_it_wraps_around(self) -> None:
-        found = cyclic([0, 1], [2, 3], np.array([1, 3]), 3, 5)
-        assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
+def test_a_cyclic_range_is_split_where_it_wraps_around() -> None:
+    found = cyclic([0, 1], [2, 3], np.array([1, 3]), 3, 5)
+    assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
 
 
 class TestVerifyFinds:
@@ -146,7 +129,7 @@ class TestVerifyFinds:
 
     def test_messages_left_over_or_in_another_order(self) -> None:
         schedule = built("all_reduce", "ring", 4)
-        programs = schedule.numbered_programs()
+        programs = steps_by_rank(schedule)
         first, second, *_, last = [place for place, (_, step) in enumerate(programs[0]) if isinstance(step, Send)]
         with pytest.raises(ValueError, match=r"ring all_reduce, rank 0, .*: rank 1 never receives it"):
             verify(schedule, [[*programs[0], programs[0][last]], *programs[1:]])

@@ -240,29 +240,17 @@ def _fail(comm: Bare, who: int, error: BaseException) -> None:
 def test_an_exception_of_a_rank_is_raised_with_its_rank_and_traceback(
     raised: BaseException, expected: Exception
 ) -> None:
+    raised.add_note("while at fc.weight")
     with bare_ranks(_fail, 3, (1, raised)) as ranks, pytest.raises(type(expected)) as caught:
         ranks.results()
 
     assert type(caught.value) is type(expected)
     assert (caught.value.args, str(caught.value)) == (expected.args, str(expected))
-    note = caught.value.__notes__[0]
+    kept, note = caught.value.__notes__[:2]
+    assert kept == "while at fc.weight"
     assert note.startswith("raised by rank 1 of 3:\n")
     assert "Traceback" in note
     assert "raise error\n" in note
-
-
-def test_notes_of_an_exception_are_kept() -> None:
-    error = ValueError("bad")
-    error.add_note("while at fc.weight")
-    with bare_ranks(_fail_with_note, 1) as ranks, pytest.raises(ValueError, match="bad") as caught:
-        ranks.results()
-    assert caught.value.__notes__[0] == "while at fc.weight"
-
-
-def _fail_with_note(comm: Bare) -> None:
-    error = ValueError("bad")
-    error.add_note("while at fc.weight")
-    raise error
 
 
 def test_consequences_that_are_reported_first_wait_for_the_cause() -> None:

@@ -124,6 +124,7 @@ def test_the_file_is_json_after_each_write_and_readable_if_one_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GANGLINE_TIMELINE_JOB", "the test")
+    monkeypatch.setattr(recorder.Timeline, "_start", lambda _: None)  # of a thread that writes as long as the process
     path = tmp_path / "trace.json"
     names = []
     for number in range(3):

@@ -19,10 +19,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from gangline.collectives import torch_backend
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.torch_backend import GanglineProcessGroup
-from tests.collectives.processes import Processes, Rank, run_until_one_fails
+from tests.collectives.processes import Processes, Rank, join_group, run_until_one_fails
 
 LARGE = 300_007  # elements: too many for slots
 SIZES = (0, 1, 7, 1_001, LARGE)
@@ -723,8 +722,7 @@ def a_mismatch_ends_its_group_alone(rank: int, size: int) -> None:
 
 
 def run_cases(rank: Rank, path: str) -> None:
-    torch_backend.Backend.GANGLINE  # noqa: B018  it is registered
-    dist.init_process_group("gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size)
+    join_group(rank, path)
     calls = ((name, partial(function, rank.rank, rank.size)) for name, function in CASES.items())
     outcomes = run_until_one_fails(calls)
     if not any(outcomes.values()):

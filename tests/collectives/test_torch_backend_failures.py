@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gangline.collectives import torch_backend
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.torch_backend.work import GroupWork
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, join_group
 
 LARGE = 300_007
 
@@ -30,14 +30,8 @@ def error_of(call: Callable[[], object]) -> list[str]:
     return ["", "", ""]
 
 
-def join(rank: Rank, path: str) -> None:
-    assert torch_backend.__all__
-    place = {"rank": rank.rank, "world_size": rank.size}
-    dist.init_process_group("gangline", init_method=f"file://{path}", timeout=timedelta(seconds=50), **place)
-
-
 def lose_the_last(rank: Rank, path: str) -> None:
-    join(rank, path)
+    join_group(rank, path)
     groups = [dist.new_group() for _ in range(5)]
     model = DistributedDataParallel(nn.Linear(400, 300))
     model(torch.ones(1, 400)).sum().backward()
@@ -83,7 +77,7 @@ def test_a_killed_rank_is_an_error_that_names_it(size: int, tmp_path: Path) -> N
 
 
 def do_not_join(rank: Rank, path: str) -> None:
-    join(rank, path)
+    join_group(rank, path)
     limited = dist.new_group()
     short = dist.new_group(timeout=timedelta(seconds=1))
     dist.barrier(group=limited)
@@ -144,7 +138,7 @@ def test_ranks_missing_at_the_start_are_named(tmp_path: Path) -> None:
 
 
 def leave_early(rank: Rank, path: str) -> None:
-    join(rank, path)
+    join_group(rank, path)
     dist.barrier()
     if rank.rank == 1:
         dist.destroy_process_group()

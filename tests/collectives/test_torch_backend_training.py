@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gangline.collectives.torch_backend import GanglineProcessGroup
-from tests.collectives.processes import Processes, Rank
+from gangline.launcher.job import free_ports
+from tests.collectives.processes import Processes, Rank, join_group
 
 
 def use_a_mesh(rank: Rank, path: str) -> None:
@@ -24,7 +23,7 @@ def use_a_mesh(rank: Rank, path: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size)
+    join_group(rank, path)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     found = []
     for name in ("replica", "shard"):
@@ -101,15 +100,10 @@ def join_in_many_ways(rank: Rank, path: str, first: int, second: int, port: int)
     rank.hear()  # the store ends with rank 0
 
 
-def free_ports(count: int) -> list[int]:
-    """Each store has a port of its own, because a rank might still find the previous store at the same port."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
-
-
 def test_every_init_method(tmp_path: Path) -> None:
-    with Processes(join_in_many_ways, 2, f"{tmp_path}/store", *free_ports(3), limit=60) as processes:
+    with Processes(
+        join_in_many_ways, 2, f"{tmp_path}/store", *free_ports(3), limit=60
+    ) as processes:  # no store is at the port of another
         assert processes.all_heard() == [[21] * 7, [21] * 7]
         for rank in range(2):
             processes.say(rank, "go")

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives.torch_backend import Samples, weighted_hook
 from gangline.kvstore.compression.hook import compress_hook
-from tests.collectives.processes import Processes, Rank, run_until_one_fails
+from tests.collectives.processes import Processes, Rank, join_group, run_until_one_fails
 
 CASES: dict[str, Callable[[int, dist.ProcessGroup], None]] = {}
 SHAPES = ((30, 20), (7,), (50, 11), (13, 3), (40, 40))
@@ -169,7 +169,7 @@ def counts_that_cannot_be_are_named(rank: int, group: dist.ProcessGroup) -> None
 
 
 def run_cases(rank: Rank, path: str) -> None:
-    dist.init_process_group("gangline", init_method=f"file://{path}", rank=rank.rank, world_size=rank.size)
+    join_group(rank, path)
     gloo = dist.new_group(backend="gloo")
     assert dist.group.WORLD is not None
     calls = [

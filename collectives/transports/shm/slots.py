@@ -23,8 +23,9 @@ _SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched 
 class SlotExchange(ABC):
     """One slot per rank, readable by all ranks of a process or host. Not thread-safe."""
 
-    rank: int
-    size: int
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._count = 0
 
     @abstractmethod
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -34,9 +35,9 @@ class SlotExchange(ABC):
         """
 
     @property
-    @abstractmethod
     def parity(self) -> int:
         """Set of slots that the next exchange uses: write this rank's slot of it before `publish_and_wait`."""
+        return (self._count + 1) & 1
 
     @abstractmethod
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
@@ -64,15 +65,13 @@ class SharedSlotExchange(SlotExchange):
     """
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
-        rank = self.rank = group.rank
-        self.size = group.size
-        self._count = 0
+        super().__init__(group.rank, group.size)
         self._wakeup = FutexWakeup(group, wait_policy)
         # a segment: marks (count, sequence, code) of both parities, then the slots of both
         self._segments = group.take(_SEGMENT_BYTES)
         marks = [[segment.words(_CACHE_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
-        self._own = [of_parity[rank] for of_parity in marks]
-        self._others = [[(r, m) for r, m in enumerate(of_parity) if r != rank] for of_parity in marks]
+        self._own = [of_parity[self.rank] for of_parity in marks]
+        self._others = [[(r, m) for r, m in enumerate(of_parity) if r != self.rank] for of_parity in marks]
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -82,10 +81,6 @@ class SharedSlotExchange(SlotExchange):
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
         offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
         return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
-
-    @property
-    def parity(self) -> int:  # noqa: D102
-        return (self._count + 1) & 1
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         count = self._count = self._count + 1

@@ -52,13 +52,14 @@ _READ, _PIECES_READ, _PIECES_STAGED = range(3)
 _PEER_BYTES = 8 * (_COUNTERS + _ENTRIES * _WORDS)
 
 
-@dataclass(slots=True)
-class _Outgoing:
+@dataclass(eq=False)
+class _Outgoing(SendRequest):
     """Message that is not posted yet, or whose bytes the receiver still needs.
 
     ``location`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
     """
 
+    queue: _SendQueue
     number: int
     data: Tensor
     message_tag: MessageTag
@@ -67,6 +68,15 @@ class _Outgoing:
     offset: int
     is_posted: bool = False
     pieces_left: int = 0
+
+    def is_done(self) -> bool:
+        if self.kind == _STAGED:
+            return self.is_posted and not self.pieces_left
+        return self.queue.receiver_counters[_READ] >= self.number
+
+    def wait(self) -> None:
+        if not self.is_done():
+            self.queue.transport.wait_for(self.queue.to, self.is_done)
 
 
 class SharedMemoryTransport(Transport):
@@ -82,20 +92,17 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         rank, size = self.rank, self.size = group.rank, group.size
-        self._wakeup = FutexWakeup(group, wait_policy)
+        self.wakeup = FutexWakeup(group, wait_policy)
         staging = _staging_offset(size)
         segments = group.take(staging + size * _BUFFERS * PIECE)
         self._processes, self._members, readable = group.processes, group.members, group.readable
         peers = [other for other in range(size) if other != rank]
         self._send_queues = {
-            to: _SendQueue(
-                self._wakeup, segments[rank], segments[to], rank, to, staging, is_readable=rank in readable[to]
-            )
+            to: _SendQueue(self, segments[rank], segments[to], to, staging, is_readable=rank in readable[to])
             for to in peers
         }
         self._receive_queues = {
-            source: _ReceiveQueue(self._wakeup, segments[source], segments[rank], rank, source, staging)
-            for source in peers
+            source: _ReceiveQueue(self, segments[source], segments[rank], source, staging) for source in peers
         }
         self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
         self._registered = RegisteredMemory()
@@ -110,7 +117,7 @@ class SharedMemoryTransport(Transport):
         message = queue.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
         if queue.progress():
             self._backlog.add(to)
-        return _QueuedSend(self, queue, message)
+        return message
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
         queue = self._receive_queues[source]
@@ -128,13 +135,13 @@ class SharedMemoryTransport(Transport):
 
     def wait_for(self, peer: int, ready: Callable[[], bool]) -> None:
         """Block until ``ready()``, which ``peer`` makes true, while outgoing messages progress."""
-        self._wakeup.wait(peer, ready, self.progress)
+        self.wakeup.wait(peer, ready, self.progress)
 
     def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: D102
-        return self._wakeup.waiter({*sources, *targets})
+        return self.wakeup.waiter({*sources, *targets})
 
     def wake(self) -> None:  # noqa: D102
-        self._wakeup.wake()
+        self.wakeup.wake()
 
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
         """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
@@ -172,9 +179,9 @@ class SharedMemoryTransport(Transport):
             view = self._registered.view(entry[_LOCATION], source, entry[_OFFSET], nbytes)
             return _RegisteredReceive(queue, message_tag, nbytes, view)
         if kind == _REMOTE:
-            return _RemoteReceive(self, queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
+            return _RemoteReceive(queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
         if kind == _STAGED:
-            return _StagedReceive(self, queue, message_tag, nbytes, entry[_LOCATION])
+            return _StagedReceive(queue, message_tag, nbytes, entry[_LOCATION])
         raise ProtocolError(
             f"rank {self._members[source]} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}"
         )
@@ -184,15 +191,22 @@ class _SendQueue:
     """Queue from this rank to one other."""
 
     def __init__(
-        self, wakeup: FutexWakeup, own: Segment, theirs: Segment, rank: int, to: int, staging: int, *, is_readable: bool
+        self,
+        transport: SharedMemoryTransport,
+        own: Segment,
+        theirs: Segment,
+        to: int,
+        staging: int,
+        *,
+        is_readable: bool,
     ) -> None:
-        self.to = to
-        self._wakeup = wakeup
+        self.transport, self.to = transport, to
+        self._wakeup = transport.wakeup
         self._is_readable = is_readable
         self._counters = own.words(to * _PEER_BYTES, _COUNTERS)
         self._entries = own.words(to * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
         self._buffers = [own.tensor(staging + (to * _BUFFERS + index) * PIECE, PIECE) for index in range(_BUFFERS)]
-        self._receiver_counters = theirs.words(rank * _PEER_BYTES, _COUNTERS)
+        self.receiver_counters = theirs.words(transport.rank * _PEER_BYTES, _COUNTERS)
         self._messages = 0  # number of messages added
         self._staged = 0  # pieces copied into buffers
         self._planned = 0  # pieces of all messages added
@@ -203,12 +217,12 @@ class _SendQueue:
         self._messages += 1
         nbytes = data.numel()
         if registered is not None:
-            message = _Outgoing(self._messages, data, message_tag, _REGISTERED, *registered)
+            message = _Outgoing(self, self._messages, data, message_tag, _REGISTERED, *registered)
         elif nbytes > _SMALL and self._is_readable:
-            message = _Outgoing(self._messages, data, message_tag, _REMOTE, data.data_ptr(), 0)
+            message = _Outgoing(self, self._messages, data, message_tag, _REMOTE, data.data_ptr(), 0)
         else:
             pieces = -(-nbytes // PIECE)
-            message = _Outgoing(self._messages, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
+            message = _Outgoing(self, self._messages, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
             self._planned += pieces
         self._pending.append(message)
         return message
@@ -219,7 +233,7 @@ class _SendQueue:
         for message in self._pending:
             if message.is_posted:
                 continue
-            if message.number - self._receiver_counters[_READ] > _ENTRIES:
+            if message.number - self.receiver_counters[_READ] > _ENTRIES:
                 break
             self._post(message)
             changed = True
@@ -235,17 +249,11 @@ class _SendQueue:
             self._wakeup.notify(self.to)
         return bool(self._pending)
 
-    def is_done(self, message: _Outgoing) -> bool:
-        """Return whether the receiver no longer needs the message's memory."""
-        if message.kind == _STAGED:
-            return message.is_posted and not message.pieces_left
-        return self._receiver_counters[_READ] >= message.number
-
     def withdraw(self) -> None:
         """Remove the entries of messages that are not done; a receiver looks for its entry again after reading."""
         unstaged = {message.number for message in self._pending}
         self._pending.clear()
-        for number in range(self._receiver_counters[_READ] + 1, self._messages + 1):
+        for number in range(self.receiver_counters[_READ] + 1, self._messages + 1):
             begin = (number % _ENTRIES) * _WORDS
             if self._entries[begin + _COUNT] == number and (
                 self._entries[begin + _KIND] != _STAGED or number in unstaged
@@ -253,7 +261,7 @@ class _SendQueue:
                 self._entries[begin + _COUNT] = 0
 
     def _has_buffer(self) -> bool:
-        return self._staged - self._receiver_counters[_PIECES_READ] < _BUFFERS
+        return self._staged - self.receiver_counters[_PIECES_READ] < _BUFFERS
 
     def _post(self, message: _Outgoing) -> None:
         begin = (message.number % _ENTRIES) * _WORDS
@@ -281,10 +289,11 @@ class _ReceiveQueue:
     """Queue from one other rank to this one. Pieces are counted over all messages."""
 
     def __init__(
-        self, wakeup: FutexWakeup, theirs: Segment, own: Segment, rank: int, source: int, staging: int
+        self, transport: SharedMemoryTransport, theirs: Segment, own: Segment, source: int, staging: int
     ) -> None:
-        self.source = source
-        self._wakeup = wakeup
+        self.transport, self.source = transport, source
+        self._wakeup = transport.wakeup
+        rank = transport.rank
         self._entries = theirs.words(rank * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
         self._sender_counters = theirs.words(rank * _PEER_BYTES, _COUNTERS)
         self._counters = own.words(source * _PEER_BYTES, _COUNTERS)
@@ -333,24 +342,21 @@ class _ReceiveQueue:
         self._wakeup.notify(self.source)
 
 
-class _QueuedSend(SendRequest):
-    def __init__(self, transport: SharedMemoryTransport, queue: _SendQueue, message: _Outgoing) -> None:
-        self._transport, self._queue, self._message = transport, queue, message
+class _QueuedReceive(ReceiveRequest):
+    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int) -> None:
+        self.message_tag, self.nbytes = message_tag, nbytes
+        self._queue = queue
 
-    def is_done(self) -> bool:
-        return self._queue.is_done(self._message)
-
-    def wait(self) -> None:
-        if not self.is_done():
-            self._transport.wait_for(self._queue.to, self.is_done)
+    def done(self) -> None:
+        self._queue.done()
 
 
-class _RegisteredReceive(ReceiveRequest):
+class _RegisteredReceive(_QueuedReceive):
     """Message in registered memory."""
 
     def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
-        self.message_tag, self.nbytes = message_tag, nbytes
-        self._queue, self._view = queue, view
+        super().__init__(queue, message_tag, nbytes)
+        self._view = view
 
     def piece(self, index: int) -> Tensor:
         return self._view[index * PIECE : (index + 1) * PIECE]
@@ -359,25 +365,13 @@ class _RegisteredReceive(ReceiveRequest):
         target.copy_(self._view)
         self.done()
 
-    def done(self) -> None:
-        self._queue.done()
 
-
-class _RemoteReceive(ReceiveRequest):
+class _RemoteReceive(_QueuedReceive):
     """Message in the sender's private memory."""
 
-    def __init__(
-        self,
-        transport: SharedMemoryTransport,
-        queue: _ReceiveQueue,
-        message_tag: MessageTag,
-        nbytes: int,
-        process: int,
-        address: int,
-    ) -> None:
-        self.message_tag, self.nbytes = message_tag, nbytes
-        self._transport = transport
-        self._queue, self._process, self._address = queue, process, address
+    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, process: int, address: int) -> None:
+        super().__init__(queue, message_tag, nbytes)
+        self._process, self._address = process, address
 
     def piece(self, index: int) -> Tensor:
         piece = self._queue.scratch[: min(PIECE, self.nbytes - index * PIECE)]
@@ -388,26 +382,20 @@ class _RemoteReceive(ReceiveRequest):
         self._read(0, target)
         self.done()
 
-    def done(self) -> None:
-        self._queue.done()
-
     def _read(self, offset: int, target: Tensor) -> None:
         try:
             cma.read(self._process, self._address + offset, target.data_ptr(), target.numel())
         except OSError:  # the sender is dead, or failed because another rank is: the wait policy raises the cause
             until = time.monotonic() + PEER_LOST_SECONDS
-            self._transport.wait_for(self._queue.source, lambda: time.monotonic() > until)
+            self._queue.transport.wait_for(self._queue.source, lambda: time.monotonic() > until)
             raise
 
 
-class _StagedReceive(ReceiveRequest):
+class _StagedReceive(_QueuedReceive):
     """Message that the sender copies piece by piece into staging buffers."""
 
-    def __init__(
-        self, transport: SharedMemoryTransport, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, first: int
-    ) -> None:
-        self.message_tag, self.nbytes = message_tag, nbytes
-        self._transport, self._queue = transport, queue
+    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, first: int) -> None:
+        super().__init__(queue, message_tag, nbytes)
         self._first = first  # piece
 
     def piece(self, index: int) -> Tensor:
@@ -416,7 +404,7 @@ class _StagedReceive(ReceiveRequest):
             self._queue.release(piece)
         is_staged = partial(self._queue.is_staged, piece)
         if not is_staged():
-            self._transport.wait_for(self._queue.source, is_staged)
+            self._queue.transport.wait_for(self._queue.source, is_staged)
         return self._queue.buffer(piece)[: min(PIECE, self.nbytes - index * PIECE)]
 
     def into(self, target: Tensor) -> None:
