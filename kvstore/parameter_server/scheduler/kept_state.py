@@ -21,9 +21,6 @@ class KeptState:
 
     Only this user's launcher and scheduler have the memory, so the object is pickled. It begins with the version of the
     object. Two entries, for even and for odd versions, say where it is.
-
-    Args:
-        descriptor: of the memory (a memfd).
     """
 
     def __init__(self, descriptor: int) -> None:
