@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -16,6 +16,7 @@ from gangline.kvstore.numpy_arrays import readable, shared
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
+_V = TypeVar("_V")
 Value = torch.Tensor | RowSparse
 Pairs = list[tuple[Key, list[torch.Tensor]]]
 """Keys with their tensors, one tensor per device."""
@@ -129,11 +130,11 @@ def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -
     return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
-def merged(pairs: Pushed) -> Pushed:
+def merged(pairs: list[tuple[Key, list[_V]]]) -> list[tuple[Key, list[_V]]]:
     """Return one entry per key, with all of its values."""
     if len(pairs) == 1:
         return pairs
-    merged: dict[Key, list[Value]] = {}
+    merged: dict[Key, list[_V]] = {}
     for key, values in pairs:
         merged[key] = merged[key] + values if key in merged else values
     return list(merged.items())

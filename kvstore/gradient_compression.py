@@ -81,10 +81,6 @@ class CompressedPushes:
     def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: _Layout) -> None:
         """Replace all residuals.
 
-        Args:
-            residuals: what `residuals` returned.
-            layout: shape and dtype of every known key.
-
         Raises:
             ValueError: if a key is not in ``layout``, or has another shape or dtype; nothing has changed then.
         """

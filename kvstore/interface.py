@@ -35,6 +35,7 @@ from gangline.kvstore.arguments import (
 )
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression, parse
+from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -42,6 +43,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
 """(key, sum of a push, stored value); the sum is a `RowSparse` if only row-sparse values were pushed."""
@@ -106,6 +108,7 @@ class KVStore(abc.ABC):
         self._layout_lock = threading.Lock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
         self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
+        self._compressed: CompressedPushes | None = None
         self._calls_begun = 0
         self._closed = False
 
@@ -726,11 +729,12 @@ class KVStore(abc.ABC):
     @property
     def compresses(self) -> bool:
         """True if pushes are compressed."""
-        return False
+        return self._compressed is not None
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
         """Return copies of this worker's compression residuals on the host; names are ``<key as JSON>/<sender>``."""
-        return {}
+        self._check_open()
+        return {} if self._compressed is None else self._run_exclusive(self._compressed.residuals)
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Replace this worker's compression residuals by those of `compression_residuals`.
@@ -738,7 +742,10 @@ class KVStore(abc.ABC):
         Raises:
             ValueError: if the store does not compress, or a key or shape does not match.
         """
-        if residuals:
+        self._check_open()
+        if compressed := self._compressed:
+            self._run_exclusive(lambda: compressed.load_residuals(residuals, self._layout))
+        elif residuals:
             raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
     def optimizer_state(self) -> OptimizerState:
@@ -781,6 +788,10 @@ class KVStore(abc.ABC):
         """All-gather bytes, see `worker_group.Exchange`."""
         self._check_open()
         return [data]
+
+    def _run_exclusive(self, operation: Callable[[], _Result]) -> _Result:
+        """Return the result of an operation on state that all keys share, run after all pending operations."""
+        return operation()
 
     def _silent_nodes(self, seconds: float) -> list[str]:  # noqa: ARG002  where a scheduler watches them
         """Return the names of processes that have given no sign of life for some time."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -55,7 +56,6 @@ class LocalStore(KVStore):
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
         self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
-        self._compressed: CompressedPushes | None = None
         self._queue = WorkQueue(in_order=in_order)
         weakref.finalize(self, self._queue.close)
         self._streams = SideStreams()
@@ -120,9 +120,7 @@ class LocalStore(KVStore):
     def optimizer_state(self) -> OptimizerState:  # noqa: D102  inherited
         self._check_open()
         optimizer = self._needs_optimizer("optimizer_state")
-        states: list[OptimizerState] = []
-        self._run_exclusive(lambda: states.append(optimizer.state()))
-        return states[0]
+        return self._run_exclusive(optimizer.state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
         self._check_open()
@@ -279,9 +277,14 @@ class LocalStore(KVStore):
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
 
-    def _run_exclusive(self, operation: Callable[[], object]) -> None:
-        """Run an operation on state that all keys share, after all pending operations."""
-        self._start("change", operation, [(key, []) for key in self._layout], 0, False)
+    def _run_exclusive(self, operation: Callable[[], _Result]) -> _Result:
+        return self._run_after(self._layout, "change", operation)
+
+    def _run_after(self, keys: Iterable[Key], name: str, operation: Callable[[], _Result]) -> _Result:
+        """Return the result of an operation, run after all earlier calls that use the keys."""
+        results: list[_Result] = []
+        self._start(name, lambda: results.append(operation()), [(key, []) for key in keys], 0, False)
+        return results[0]
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
         """Sum a push over its devices, and update or replace the stored values with the sums."""
@@ -388,26 +391,6 @@ class LocalStore(KVStore):
             self._compressed = CompressedPushes(compression) if compression is not None else None
 
         self._run_exclusive(change)
-
-    @property
-    def compresses(self) -> bool:  # noqa: D102  inherited
-        return self._compressed is not None
-
-    def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
-        self._check_open()
-        found: dict[str, torch.Tensor] = {}
-        if self._compressed is not None:
-            compressed = self._compressed
-            self._run_exclusive(lambda: found.update(compressed.residuals()))
-        return found
-
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
-        self._check_open()
-        if self._compressed is None:
-            super().load_compression_residuals(residuals)
-            return
-        compressed, layout = self._compressed, self._layout
-        self._run_exclusive(lambda: compressed.load_residuals(residuals, layout))
 
 
 def _shown(keys: Sequence[Any]) -> str:

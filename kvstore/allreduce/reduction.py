@@ -45,13 +45,7 @@ class BucketPart:
     """True if this worker is in `KVStore.join`: it has no values."""
 
     def take(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
-        """Sum a fused bucket's values over this worker's devices, into the buffers; a single value is only referred to.
-
-        Args:
-            bucket: the bucket.
-            values: one value per device: flat tensors of shape (numel,), or keys' tensors.
-            keys: the keys that are pushed.
-        """
+        """Sum a fused bucket's values over this worker's devices into the buffers; refer to a single value."""
         assert self.flat is not None
         flats = [value for value in values if isinstance(value, torch.Tensor)]
         if len(flats) == len(values):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,11 +19,11 @@ from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
-from gangline.kvstore.allreduce.state_broadcast import broadcast_state
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import KVStore, refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gangline")
 _HOST = torch.device("cpu")
 _END = {"end": True}
+_Result = TypeVar("_Result")
 
 
 class AllReduceStore(LocalStore):
@@ -90,22 +91,17 @@ class AllReduceStore(LocalStore):
 
     def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:
         LocalStore._check_open(self)  # an error of this rank alone is one of all, see Negotiator.final_errors
-        found: list[bytes] = []
-        exchange = partial(self._workers.exchange, data, name, root, takes_joined=True)
-        self._run_in_order(name, lambda: found.extend(exchange()))
-        return found
+        return self._run_in_order(name, partial(self._workers.exchange, data, name, root, takes_joined=True))
 
     def join(self) -> int:  # noqa: D102  inherited
         LocalStore._check_open(self)
-        last: list[int] = []
 
-        def take_part() -> None:
+        def take_part() -> int:
             while isinstance(result := self._workers.join(self._rate()), Negotiation):
                 self._take_part(result)
-            last.append(result)
+            return result
 
-        self._run_in_order("join", take_part)
-        return last[0]
+        return self._run_in_order("join", take_part)
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: ARG002
         """Refuse a call on this rank, so that all ranks raise.
@@ -281,7 +277,10 @@ class AllReduceStore(LocalStore):
             lengths = [int(weight) for weight in negotiation.weights]
             self._workers.gather_bytes(b"", lengths, plan["exchange"])
         elif "update" in plan:
-            self._end_update(negotiation, is_dropped=plan["update"] == "drop")
+            if plan["update"] == "drop":
+                self._pending_sums.clear()
+            else:
+                self._end_update(negotiation)
         elif not {"copy", "reduce", "end"}.isdisjoint(plan):
             raise RuntimeError(
                 "this worker called join(), but the others need the weights that it owns in each forward and backward; "
@@ -314,15 +313,10 @@ class AllReduceStore(LocalStore):
         self._run_in_order("update", lambda: self._end_update(self._negotiate("update", {"update": "apply"})))
 
     def _drop_updates(self) -> None:
-        def drop() -> None:
-            self._end_update(self._negotiate("drop_updates", {"update": "drop"}), is_dropped=True)
+        self._run_in_order("drop_updates", lambda: self._negotiate("drop_updates", {"update": "drop"}))
+        self._pending_sums.clear()
 
-        self._run_in_order("drop_updates", drop)
-
-    def _end_update(self, negotiation: Negotiation, *, is_dropped: bool = False) -> None:
-        if is_dropped:
-            self._pending_sums.clear()
-            return
+    def _end_update(self, negotiation: Negotiation) -> None:
         with self._workers.final_errors():
             self._use_rate(negotiation)
             changed = [key for key in self._entries if key in self._pending_sums]
@@ -368,18 +362,12 @@ class AllReduceStore(LocalStore):
     def _set_optimizer(self, spec: OptimizerSpec) -> None:
         wanted = self._wanted_memory
         items = {name: repr(value) for name, value in vars(spec).items()}
-        found: list[list[float]] = []
-
-        def agree() -> None:
-            self._workers.group.check_same({**items, "shard": repr(wanted)}, "set_optimizer")
-            own = free_memory(self._any_device()) if wanted == "auto" else 0.0
-            found.append([float(one) for one in self._workers.group.all_gather(own, "set_optimizer")])
-
-        self._run_in_order("set_optimizer", agree)
+        device = self._any_device() if wanted == "auto" else _HOST
+        memory = self._agreed_memory("set_optimizer", {**items, "shard": repr(wanted)}, wanted, device)
         super()._set_optimizer(spec)
         self._owners, self._is_updated_here = None, None
         if wanted is not None and self.num_workers > 1:
-            owners = Owners(found[0] if isinstance(wanted, str) else wanted)
+            owners = Owners(memory)
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
     def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
@@ -393,17 +381,23 @@ class AllReduceStore(LocalStore):
             ValueError: if the memory does not fit.
         """
         check_memory(memory, self.num_workers)
-        found: list[list[float]] = []
-
-        def agree() -> None:
-            self._workers.group.check_same({"memory": repr(memory)}, "owners_of")
-            own = free_memory(tensors[0].device) if memory == "auto" and tensors else 0.0
-            found.append([float(one) for one in self._workers.group.all_gather(own, "owners_of")])
-
-        self._run_in_order("owners_of", agree)
-        owners = Owners(found[0] if isinstance(memory, str) else memory)
+        device = tensors[0].device if tensors else _HOST
+        owners = Owners(self._agreed_memory("owners_of", {"memory": repr(memory)}, memory, device))
         owners.assign(enumerate(tensors))
         return [owners.of(number) for number in range(len(tensors))]
+
+    def _agreed_memory(
+        self, call: str, items: Mapping[str, str], memory: Sequence[float] | str | None, device: torch.device
+    ) -> Sequence[float]:
+        """Check that all workers give the same items, and return their memory: that of their devices for "auto"."""
+
+        def agree() -> list[float]:
+            self._workers.group.check_same(items, call)
+            own = free_memory(device) if memory == "auto" else 0.0
+            return [float(one) for one in self._workers.group.all_gather(own, call)]
+
+        free = self._run_in_order(call, agree)
+        return free if memory is None or isinstance(memory, str) else memory
 
     def copy_from_owners(
         self,
@@ -428,17 +422,17 @@ class AllReduceStore(LocalStore):
         Returns:
             The bit masks of all workers, combined with OR, and the sum of their weights.
         """
-        found: list[Negotiation] = []
 
-        def copy() -> None:
+        def copy() -> Negotiation:
             call, plan = f"copy of {names} from their owners", {"copy": list(numbers)}
-            found.append(self._negotiate(call, plan, weight=weight, dense=missing))
+            negotiation = self._negotiate(call, plan, weight=weight, dense=missing)
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.broadcast(tensor, owner)
+            return negotiation
 
-        self._run_in_order("copy_from_owners", copy)
-        return found[0].dense or 0, sum(found[0].weights)
+        negotiation = self._run_in_order("copy_from_owners", copy)
+        return negotiation.dense or 0, sum(negotiation.weights)
 
     def reduce_to_owners(
         self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], *, numbers: Sequence[int] = ()
@@ -513,16 +507,12 @@ class AllReduceStore(LocalStore):
     @refused_on_all_ranks
     def _gather_optimizer_state(self) -> OptimizerState:
         own = super().optimizer_state()
-        found: list[OptimizerState] = []
 
-        def gather() -> None:
-            found.extend(
-                broadcast_state(self._workers, own if rank == self.rank else None, rank)
-                for rank in range(self.num_workers)
-            )
+        def gather() -> list[OptimizerState]:
+            states = [own if rank == self.rank else None for rank in range(self.num_workers)]
+            return [_broadcast_state(self._workers, state, rank) for rank, state in enumerate(states)]
 
-        self._run_in_order("optimizer_state", gather)
-        return OptimizerState.merged(found)
+        return OptimizerState.merged(self._run_in_order("optimizer_state", gather))
 
     @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
@@ -541,16 +531,11 @@ class AllReduceStore(LocalStore):
         """
         self._check_open()
         self._needs_optimizer("load_optimizer_state")
-        taken: list[OptimizerState] = []
-
-        def take() -> None:
-            taken.append(broadcast_state(self._workers, state))
-
-        self._run_in_order("load_optimizer_state", take)
-        if self._owners is not None:
+        whole = self._run_in_order("load_optimizer_state", partial(_broadcast_state, self._workers, state))
+        if self._owners is not None and self._is_updated_here is not None:
             self._owners.assign((key, entry.stored) for key, entry in self._entries.items())
-            taken[0] = taken[0].of_keys(lambda key: self._is_updated_here is None or self._is_updated_here(key))
-        super().load_optimizer_state(taken[0])
+            whole = whole.of_keys(self._is_updated_here)
+        super().load_optimizer_state(whole)
 
     def close(self) -> None:  # noqa: D102  inherited
         super().close()
@@ -561,8 +546,8 @@ class AllReduceStore(LocalStore):
         super()._check_open()
         self._workers.check()
 
-    def _run_in_order(self, name: str, operation: Callable[[], object]) -> None:
-        self._start(name, operation, [], 0, False)
+    def _run_in_order(self, name: str, operation: Callable[[], _Result]) -> _Result:
+        return self._run_after((), name, operation)
 
     def _negotiate(
         self, call: str, plan: Mapping[str, Any] | None = None, weight: float = 1.0, dense: int | None = -1
@@ -591,6 +576,28 @@ def _connected() -> Communicator:
             "communicator"
         )
     return connect()
+
+
+def _broadcast_state(workers: Negotiator, state: OptimizerState | None, root: int = 0) -> OptimizerState:
+    """Return the root's optimizer state on every rank. Collective: all workers must call it.
+
+    Tensors are broadcast one by one, as bytes: collectives do not support all of their dtypes.
+    """
+    header: dict[str, Any] = {}
+    if workers.rank == root:
+        assert state is not None
+        layout = {name: [name_of_dtype(t.dtype), list(t.shape)] for name, t in state.tensors.items()}
+        header = {**state.header(), "layout": layout}
+    header = workers.group.broadcast(header, "broadcast of the optimizer's state", root)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (dtype, shape) in header.pop("layout").items():
+        if state is not None and workers.rank == root:
+            tensors[name] = state.tensors[name].contiguous()
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype_named(dtype))
+        with workers.communicator() as communicator:
+            communicator.broadcast(tensors[name].view(-1).view(torch.uint8), root)
+    return OptimizerState.from_parts(header, tensors)
 
 
 def _kind(weight: float | None) -> str:

@@ -14,6 +14,11 @@ _TENSOR = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch.", for `dtype_named`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_named(name: str) -> torch.dtype:
     """Return torch's dtype of a name such as "float32", which another process has sent.
 
@@ -48,8 +53,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 def _pack_tensor(value: Any) -> msgpack.ExtType:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"cannot serialize a {type(value).__name__}; expected plain data and tensors")
-    dtype = str(value.dtype).removeprefix("torch.")
-    return msgpack.ExtType(_TENSOR, msgpack.packb([dtype, list(value.shape), _bytes(value)]))
+    return msgpack.ExtType(_TENSOR, msgpack.packb([name_of_dtype(value.dtype), list(value.shape), _bytes(value)]))
 
 
 def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:

@@ -112,11 +112,6 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
 def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]:
     """Remove a temporary file if the block that writes it fails.
 
-    Args:
-        temporary: temporary name of the file.
-        path: final name, for the error.
-        nbytes: number of bytes of its data.
-
     Raises:
         OSError: if it cannot be written; DiskFullError if there was no space for it.
     """

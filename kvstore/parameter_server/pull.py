@@ -11,13 +11,14 @@ from torch import Tensor
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.arguments import Value
 from gangline.kvstore.compression import Codec
+from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import frame_of
-from gangline.kvstore.parameter_server.transport.shared_memory import region_of, typed
+from gangline.kvstore.parameter_server.transport.shared_memory import region_of
 from gangline.kvstore.sparse import RowSparse
 
 _MESSAGE_BYTES = 8 << 20
@@ -49,13 +50,7 @@ class ShardTarget:
 
 
 class PullTargets:
-    """Pull of shards into their targets.
-
-    Args:
-        targets: one per shard.
-        memory_of: returns a server's shared memory.
-        codec: compression of the values; None: none.
-    """
+    """Pull of shards into their targets."""
 
     def __init__(
         self, targets: Sequence[ShardTarget], memory_of: Callable[[int], Segment], codec: Codec | None
@@ -107,12 +102,7 @@ class PullTargets:
 
 
 class RowPull:
-    """Pull of selected rows of a key.
-
-    Args:
-        shards: all shards of the key.
-        targets: (destination, row numbers) pairs, as in ``row_sparse_pull``.
-    """
+    """Pull of selected rows of a key."""
 
     def __init__(self, shards: Sequence[ShardPlacement], targets: Sequence[tuple[Value, Tensor]]) -> None:
         self._shards = shards

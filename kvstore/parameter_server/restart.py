@@ -17,9 +17,9 @@ from gangline.collectives.errors import StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.workload import split_batch
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.client.pending import command
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
-from gangline.kvstore.parameter_server.client.server_commands import command
 from gangline.kvstore.parameter_server.environment import load_of
 from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
@@ -81,11 +81,6 @@ class Continuation:
             scheduler.position = lambda: (scheduler.begun or 0) if self._is_set_up else 0
         elif not is_async:
             scheduler.position = lambda: max(self._pushes.values(), default=0)
-
-    @property
-    def counts_steps(self) -> bool:
-        """True if each key must be pushed once in each step, or never."""
-        return self._is_elastic
 
     def first_step(self) -> int:
         """Return the number of pushes of each key that servers have of this worker, and continue after them.
@@ -235,7 +230,7 @@ class Continuation:
         Raises:
             RuntimeError: if it does not, in an elastic job.
         """
-        if self.counts_steps and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
+        if self._is_elastic and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
             raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
 
     def refuse(self, what: str) -> None:

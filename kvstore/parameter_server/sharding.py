@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore.group.serialization import dtype_named
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import DTYPES, MAX_ENTRIES
 from gangline.kvstore.placement import place
@@ -41,7 +41,7 @@ class KeyLayout:
     @classmethod
     def of(cls, key: Key, value: Tensor) -> KeyLayout:
         """Return the layout of a key with this value."""
-        return cls(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.dtype.itemsize)
+        return cls(key, name_of_dtype(value.dtype), tuple(value.shape), value.dtype.itemsize)
 
     @cached_property
     def numel(self) -> int:
@@ -96,11 +96,7 @@ class ShardPlacement:
 
 
 class Sharding:
-    """Deterministic placement: equal calls give equal shards in every process.
-
-    Args:
-        servers: number of servers.
-    """
+    """Deterministic placement: equal calls give equal shards in every process."""
 
     def __init__(self, servers: int) -> None:
         self.loads = [0] * servers
@@ -148,12 +144,7 @@ class Sharding:
 
 
 def grouped_by_server(items: Iterable[tuple[_T, ShardPlacement, int]], most: int) -> list[tuple[int, list[_T]]]:
-    """Group items by server into messages of at most ``most`` bytes (or one item) and `MAX_ENTRIES` items, in order.
-
-    Args:
-        items: item, its shard and its bytes.
-        most: maximum bytes of a message.
-    """
+    """Group items by server into messages of at most ``most`` bytes (or one item) and `MAX_ENTRIES` items, in order."""
     groups: list[tuple[int, list[_T]]] = []
     open_groups: dict[int, list[_T]] = {}
     filled: dict[int, int] = {}

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -32,14 +32,9 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
-from gangline.kvstore.parameter_server.client.leave_signal import leave_on_sigterm
-from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork
+from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork, command, request_all
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.client.server_client import (
-    CLOSE_SECONDS,
-    ServerClient,
-)
-from gangline.kvstore.parameter_server.client.server_commands import command, request_all
+from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, ServerClient
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
 from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
 from gangline.kvstore.parameter_server.restart import Continuation
@@ -57,6 +52,7 @@ from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
+_Result = TypeVar("_Result")
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _DEFINE_BYTES = 16 << 20
 """Bytes of initial values that share one message."""
@@ -138,7 +134,7 @@ class DistStore(KVStore):
             allows_restarts=self._scheduler.allows_restarts,
         )
         if self._scheduler.views:
-            leave_on_sigterm(self._scheduler)
+            self._scheduler.leave_on_sigterm()
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -247,7 +243,7 @@ class DistStore(KVStore):
             DeadNodeError: if another worker has died or left; the same holds then.
         """
         self._check_open()
-        if self._continuation.counts_steps:
+        if self._scheduler.views:
             self._continuation.refuse("join()")
         self._settle()
         command(self._servers, "join")
@@ -345,7 +341,7 @@ class DistStore(KVStore):
         pairs = merged(pairs)
         self._continuation.count([key for key, _ in pairs])
         rate = self._learning_rate if self.rank == 0 else None
-        merged_outs = None if outs is None else _merged_outs(outs)
+        merged_outs = None if outs is None else merged(outs)
 
         def push(work: PendingRequests) -> None:
             self._servers.wait_for_room()
@@ -388,7 +384,7 @@ class DistStore(KVStore):
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
-        merged_outs = _merged_outs(pairs)
+        merged_outs = merged(pairs)
 
         def pull(work: PendingRequests) -> None:
             work.submit(self._targets(merged_outs, work).requests(self._rounds, work.name, priority), self._servers)
@@ -424,8 +420,7 @@ class DistStore(KVStore):
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
         section = self._streams.behind_caller(tensors_of([values for _, values in pairs]))
         work = RequestWork(shown, section.join)
-        compressed = self._encoder.compressed
-        codec = None if compressed is None else compressed.compression.pull_codec
+        codec = None if self._compressed is None else self._compressed.compression.pull_codec
         pending = PendingRequests(work, shown, codec, self._keep_late_error, section.resumed)
 
         def run() -> None:
@@ -599,31 +594,18 @@ class DistStore(KVStore):
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
-        if self._continuation.counts_steps:
+        if self._scheduler.views:
             self._continuation.refuse("compression")
         params = None if compression is None else compression.params
         self._settle()
         self._workers.check_same(params or {"compression": "none"}, "set_gradient_compression")
         packed = msgpack.packb(params)
         self._workers.run_on_rank(lambda: command(self._servers, "compression", packed), "set_gradient_compression")
-        self._encoder.compressed = None if compression is None else CompressedPushes(compression)
+        self._compressed = self._encoder.compressed = None if compression is None else CompressedPushes(compression)
 
-    @property
-    def compresses(self) -> bool:  # noqa: D102  inherited
-        return self._encoder.compressed is not None
-
-    def compression_residuals(self) -> dict[str, Tensor]:  # noqa: D102  inherited
-        self._check_open()
+    def _run_exclusive(self, operation: Callable[[], _Result]) -> _Result:
         self._settle()
-        return {} if self._encoder.compressed is None else self._encoder.compressed.residuals()
-
-    def load_compression_residuals(self, residuals: Mapping[str, Tensor]) -> None:  # noqa: D102  inherited
-        self._check_open()
-        if self._encoder.compressed is None:
-            super().load_compression_residuals(residuals)
-            return
-        self._settle()
-        self._encoder.compressed.load_residuals(residuals, self._layout)
+        return operation()
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
@@ -647,13 +629,6 @@ def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[K
     """Return the values of every key of a bucket; an empty list for keys that are not among ``keys``."""
     present = dict(by_key(bucket, values, keys))
     return [(key, present.get(key, [])) for key in bucket.keys]
-
-
-def _merged_outs(pairs: Pairs) -> Pairs:
-    outs: dict[Key, list[Tensor]] = {}
-    for key, targets in pairs:
-        outs[key] = outs.get(key, []) + targets
-    return list(outs.items())
 
 
 def _make_pool() -> SharedMemoryPool | None:

@@ -19,13 +19,7 @@ class OwnedParameters:
     """Steps of an optimizer over the parameters that a worker owns."""
 
     def __init__(self, optimizer: Optimizer, owners: Mapping[torch.nn.Parameter, int], store: AllReduceStore) -> None:
-        """Drop the optimizer's state of parameters that other workers own.
-
-        Args:
-            optimizer: the optimizer.
-            owners: rank of the owner of each parameter.
-            store: the workers' store.
-        """
+        """Drop the optimizer's state of parameters that other workers own."""
         self._optimizer, self._owners, self._store = optimizer, owners, store
         self._others = [one for one, owner in owners.items() if owner != store.rank]
         self.drop_others()

@@ -120,12 +120,6 @@ class ShardedWeights:
     ) -> None:
         """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it.
 
-        Args:
-            trained: the parameters that an optimizer updates.
-            network: the network of all of them.
-            store: the workers' store.
-            memory: relative memory of the workers, or "auto".
-
         Raises:
             ValueError: if the network lacks one of them, its weights are divided already, the store cannot divide them,
                 or the memory does not fit.

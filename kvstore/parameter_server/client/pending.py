@@ -1,4 +1,4 @@
-"""Work of several requests to servers, with the first error among them."""
+"""Work of several requests to servers, with the first error among them; commands to all servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +15,9 @@ from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.compression import Codec
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.protocol import Message
-
-
-class Submitter(Protocol):
-    """Sends requests: a `ServerClient`."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request."""
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
+from gangline.kvstore.parameter_server.protocol import Command, CommandResult, Message
+from gangline.kvstore.parameter_server.transport.frames import frame_of
 
 
 class RequestWork(Work):
@@ -74,7 +69,7 @@ class PendingRequests:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def submit(self, requests: Sequence[Request], servers: Submitter) -> None:
+    def submit(self, requests: Sequence[Request], servers: ServerClient) -> None:
         """Send requests and add them to those that the Work waits for."""
         with self._lock:
             self._open += len(requests)
@@ -130,3 +125,43 @@ class PendingRequests:
             if self._error is not None:
                 self.on_error(self._error)
             self._work.complete(self._error)
+
+
+def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -> None:
+    """Send requests and wait until all are answered."""
+    work = RequestWork(what)
+    with PendingRequests(work, what) as pending:
+        pending.submit(requests, servers)
+    work.is_awaited = True
+    servers.wait(work.is_completed)
+    work.wait()
+
+
+def command(
+    servers: ServerClient,
+    name: str,
+    payload: bytes | Sequence[bytes] = b"",
+    datas: Sequence[Sequence[Tensor]] | None = None,
+) -> list[tuple[bytes, list[Tensor]]]:
+    """Run a command on every server and return payload and tensors of each result, in rank order."""
+    results: dict[int, tuple[bytes, list[Tensor]]] = {}
+
+    def request(server: int) -> Request:
+        own = payload if isinstance(payload, bytes) else payload[server]
+
+        def on_answer(answer: Any, data: list[Tensor]) -> bool:
+            assert isinstance(answer, CommandResult)
+            results[server] = answer.payload, data
+            return True
+
+        return Request(
+            server,
+            lambda sequence: Command(sequence, name, own),
+            name,
+            frames=[frame_of(one) for one in (() if datas is None else datas[server])],
+            on_answer=on_answer,
+            wants_values=True,
+        )
+
+    request_all(servers, [request(server) for server in range(servers.count)], name)
+    return [results[server] for server in range(servers.count)]

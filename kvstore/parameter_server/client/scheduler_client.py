@@ -9,14 +9,16 @@ import secrets
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import zmq
 
-from gangline.collectives.environments.restart import PROCESS_RESTARTS, incarnation
+from gangline.collectives.environments.restart import LEAVING, PROCESS_RESTARTS, incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -124,8 +126,7 @@ class SchedulerClient:
         self._floor = 0  # step that its former process may have begun
         self._asked = 0  # number of the view without which no further step begins
         self._view_known = threading.Condition()  # protects views, begun and the last two; its lock is reentrant
-        self.wants_to_leave = False
-        """Set by a signal handler: ask to leave an elastic job, and end by SIGTERM if that is refused."""
+        self._wants_to_leave = False  # set by a signal handler
         self._leave_request: Future[Any] | None = None
         self.away: dict[tuple[str, int], str] = {}
         """(role, rank) -> why it has died, of processes whose restart the others wait for."""
@@ -331,6 +332,29 @@ class SchedulerClient:
         if self.is_joining:
             return f"worker {self.rank} does not take part yet; expected leave() after a pull or share()"
         return self._request_view(enters=False)
+
+    def leave_on_sigterm(self) -> None:
+        """Leave an elastic job at SIGTERM; a second one ends this process, as does the first if it cannot leave.
+
+        A worker that was started again after it had been asked to leave asks at once. Nothing changes outside the main
+        thread, or if the program handles SIGTERM itself.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            return
+        member = weakref.ref(self)
+
+        def handle(number: int, _: FrameType | None) -> None:
+            found = member()
+            if found is None or found.has_left or found.is_joining or found._wants_to_leave:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            else:  # the thread of the client does the rest: this one may hold its locks
+                found._wants_to_leave = True
+
+        signal.signal(signal.SIGTERM, handle)
+        if os.environ.get(LEAVING):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _leave_by_signal(self) -> None:
         """Ask to leave because of a signal, without waiting for the answer."""
@@ -572,7 +596,7 @@ class SchedulerClient:
         heard_at = time.monotonic()
         heartbeat_at = 0.0
         while not self._ending.is_set():
-            if self.wants_to_leave and self._leave_request is None:
+            if self._wants_to_leave and self._leave_request is None:
                 self._leave_by_signal()
             events = self._poller.wait(_TICK_MS)
             if self._event_fd in events:

@@ -234,9 +234,6 @@ class ServerClient:
         If servers may be restarted, wait besides until the rounds of all pushes are final, but at most CLOSE_SECONDS:
         a restarted server could not get these pushes again.
 
-        Args:
-            seconds: time for servers to receive them.
-
         Raises:
             StallError: if servers may not have received all requests; the sockets are closed all the same.
         """

@@ -131,11 +131,7 @@ class JobState:
         self._keeps_records = self.allows_restarts or self.views is not None
 
     def start_again(self, now: float) -> None:
-        """Continue in a restarted scheduler: members connect again, and repeat what they wait for.
-
-        Args:
-            now: `time.monotonic` seconds.
-        """
+        """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
         self.restarts = max(self.restarts - 1, 0)
         self.collectives.clear()
         self.since.clear()

@@ -64,13 +64,7 @@ class Views:
         self.table = [(1, list(range(rank + 1)))]
 
     def rejection(self, rank: int, known: Iterable[int], present: int) -> str:
-        """Return why a new worker cannot join; "" if it can.
-
-        Args:
-            rank: its rank; -1: any.
-            known: ranks that workers have or had.
-            present: number of workers that have registered and not left.
-        """
+        """Return why a new worker cannot join; "" if it can."""
         if present >= self.most:
             return f"the job has {present} workers already, and at most {self.most}"
         if rank in known or max(rank, *known, 0) >= MAX_RANKS - 1:

@@ -29,7 +29,7 @@ import msgpack
 from torch import Tensor
 
 from gangline.collectives.environments.restart import KEPT_MEMORY
-from gangline.kvstore.group.serialization import dtype_named
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import Shard, add_push
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
@@ -200,9 +200,6 @@ class KeptMemory:
 
     Updates of an interrupted process are undone when it is opened; `restore` then gives its shards.
 
-    Args:
-        descriptor: of the memory, closed with it.
-
     Raises:
         OSError: if it cannot be mapped, or is damaged.
     """
@@ -230,12 +227,7 @@ class KeptMemory:
     # Start again
 
     def restore(self, optimizers: ShardOptimizers | None, threads: int) -> list[Shard]:
-        """Return the shards as the former process has left them; call it once.
-
-        Args:
-            optimizers: optimizer of the settings, whose state is restored.
-            threads: number of threads.
-        """
+        """Return the shards as the former process has left them; call it once."""
         ranges = [(0, _BEGIN), *self._settings.ranges(), *self._definitions.ranges()]
         for area in self._undo_areas:
             ranges += area.ranges()
@@ -308,9 +300,9 @@ class KeptMemory:
         packed = []
         for kept in self._shards.values():
             shard = kept.shard
-            definition = [shard.number, _name(shard.stored), list(shard.stored.shape), shard.width, shard.key]
-            places = [shard.offset, shard.thread, kept.record.offset]
-            packed.append([*definition, shard.begin, shard.is_whole, *places])
+            dtype, shape, _ = _layout(shard.stored, shard.offset)
+            definition = [shard.number, dtype, shape, shard.width, shard.key, shard.begin, shard.is_whole]
+            packed.append([*definition, shard.offset, shard.thread, kept.record.offset])
         self._definitions.write(msgpack.packb(packed))
 
     # Updates
@@ -333,13 +325,7 @@ class KeptMemory:
         self._undo_areas[shard.thread].clear()
 
     def save(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None) -> None:
-        """Write the record of a shard; new state tensors of its optimizer are moved into this memory.
-
-        Args:
-            shard: the shard.
-            closed: number of its closed rounds.
-            optimizers: the optimizer that is set.
-        """
+        """Write the record of a shard; new state tensors of its optimizer are moved into this memory."""
         kept = self._shards[shard.number]
         plain: Mapping[str, Any] = {}
         rate = None
@@ -378,7 +364,7 @@ class KeptMemory:
                 if tensor is not None:
                     unused.append(offset)
                 offset = self.pool.allocate(value.nbytes)
-                tensor = self._tensor(_name(value), value.shape, offset)
+                tensor = self._tensor(name_of_dtype(value.dtype), value.shape, offset)
                 kept.state[name] = tensor, offset
             tensor.copy_(value)
             state[name] = tensor
@@ -393,7 +379,7 @@ class KeptMemory:
         kept.source, kept.sums = total, []
         for one in () if total is None else (total.indices, total.values) if isinstance(total, RowSparse) else (total,):
             offset = self.pool.allocate(one.nbytes)
-            tensor = self._tensor(_name(one), one.shape, offset)
+            tensor = self._tensor(name_of_dtype(one.dtype), one.shape, offset)
             tensor.copy_(one)
             kept.sums.append((tensor, offset))
 
@@ -426,8 +412,4 @@ def open_kept_memory() -> KeptMemory | None:
 
 
 def _layout(tensor: Tensor, offset: int) -> tuple[str, list[int], int]:
-    return _name(tensor), list(tensor.shape), offset
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return name_of_dtype(tensor.dtype), list(tensor.shape), offset

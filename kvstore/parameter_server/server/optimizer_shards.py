@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
-from gangline.kvstore.group.serialization import dtype_named
+from gangline.kvstore.compression.codec import typed
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.parameter_server.server.shards import Shard
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
-from gangline.kvstore.parameter_server.transport.shared_memory import typed
 from gangline.kvstore.sparse import RowSparse
 
 _JOINED_BYTES = 1 << 20
@@ -181,7 +181,7 @@ class ShardOptimizers:
         for shard in shards:
             self._optimizer_of(shard)
         state = OptimizerState.merged([optimizer.state() for optimizer in self._of_threads])
-        described = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()]
+        described = [[name, name_of_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()]
         header = [self._spec.name, state.initial_learning_rate, state.learning_rate, state.plain, described]
         return bytes(msgpack.packb(header)), _joined(state.tensors.values())
 
@@ -265,7 +265,7 @@ def split_state(
             one = value.contiguous()
             if not shard.is_whole and one.dim() and one.numel() == shard.layout.numel:
                 one = one.view(-1)[shard.begin : shard.begin + shard.numel].view(-1, shard.width)
-            described[shard.server].append([own, _dtype_name(one.dtype), list(one.shape)])
+            described[shard.server].append([own, name_of_dtype(one.dtype), list(one.shape)])
             datas[shard.server].append(one)
     return [
         (bytes(msgpack.packb([spec.name, plain[server], described[server]])), _joined(datas[server]))
@@ -309,7 +309,3 @@ def _tensors(
 
 def _elements(value: Tensor | RowSparse) -> Tensor:
     return value.values if isinstance(value, RowSparse) else value
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -74,14 +74,7 @@ class _RegionUse:
 
 
 class Server:
-    """Server of one job.
-
-    Args:
-        scheduler: membership in the job.
-        listener: sockets that workers connect to.
-        thread_pool: threads that sum and update.
-        kept: memory that outlives this process; None: there is none.
-    """
+    """Server of one job."""
 
     def __init__(
         self,

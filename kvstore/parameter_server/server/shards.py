@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import name_ranks
+from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS
-from gangline.kvstore.parameter_server.transport.shared_memory import typed
 from gangline.kvstore.sparse import RowSparse, summed
 
 
@@ -149,13 +149,7 @@ class Shard:
         return typed(data, self.flat.dtype)
 
     def record_push(self, rank: int, number: int, before: int = 0) -> bool:
-        """Record a worker's push for a round; return False if it had been recorded before.
-
-        Args:
-            rank: of the worker.
-            number: of the round.
-            before: last round before the worker's first one.
-        """
+        """Record a worker's push for a round; return False if it had been recorded before."""
         return add_push(self.pushed, self.ahead, rank, number, before)
 
     def resume(self, rank: int) -> None:

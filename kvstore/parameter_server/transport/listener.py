@@ -103,12 +103,7 @@ class Listener:
                 self._poller.add(source)
 
     def wait(self, timeout_ms: int, before_sleep: Callable[[], object] = lambda: None) -> bool:
-        """Wait for messages or the eventfd; return whether the eventfd was readable.
-
-        Args:
-            timeout_ms: timeout in milliseconds.
-            before_sleep: called if nothing has arrived while spinning.
-        """
+        """Wait for messages or the eventfd; return whether the eventfd was readable."""
         if self._accepts_at and self._unix_listener is not None and time.monotonic() > self._accepts_at:
             self._accepts_at = 0.0
             self._poller.add(self._unix_listener.fileno())
@@ -140,12 +135,7 @@ class Listener:
                 yield from self._receive_from(descriptor)
 
     def admit(self, identity: bytes, max_message: int) -> None:
-        """Stop treating the process that has sent the last message as a stranger.
-
-        Args:
-            identity: of the process.
-            max_message: see `bound_messages`.
-        """
+        """Stop treating the process that has sent the last message as a stranger."""
         self._lost.discard(identity)
         descriptor = self._descriptors.get(identity)
         if descriptor is None:

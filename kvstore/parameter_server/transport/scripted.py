@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from typing import Any, cast
 
 import zmq
 
@@ -70,57 +71,35 @@ def open_scripted(
 ) -> Channel:
     """Connect to a server as `client_channel.open_channel`; messages pass the script, unless there is none."""
     channel = open_channel(address, context, identity, poller)
-    return channel if script is None else ScriptedChannel(channel, script)
+    return channel if script is None else cast(Channel, ScriptedChannel(channel, script))
 
 
 class ScriptedChannel:
-    """Connection of a worker to a server whose messages pass a script.
-
-    Args:
-        channel: the connection.
-        script: of the worker.
-    """
+    """Connection of a worker to a server whose messages pass a script."""
 
     def __init__(self, channel: Channel, script: Script) -> None:
         self._channel = channel
         self._script = script
         self._passed: deque[list[memoryview]] = deque()  # received messages
 
-    @property
-    def disconnected_at(self) -> float:  # noqa: D102  see Channel, also below
-        return self._channel.disconnected_at
-
-    @property
-    def problem(self) -> str:  # noqa: D102
-        return self._channel.problem
-
-    @property
-    def is_full(self) -> bool:  # noqa: D102
-        return self._channel.is_full
-
-    def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102
-        return self._channel.reconnected(events)
+    def __getattr__(self, name: str) -> Any:
+        """Return what passes no script from the connection itself."""
+        return getattr(self._channel, name)
 
     def send(self, frames: Frames) -> None:  # noqa: D102
         act = partial(self._channel.send, frames)
-        self._script.pass_on(_points_of(frames, "push-sent"), (self, "sent"), act, self.cut)
+        self._script.pass_on(_points_of(frames, "push-sent"), (self, "sent"), act, self._channel.cut)
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
         if not events:
             self._script.release()
         for frames in self._channel.receive(events):
             act = partial(self._passed.append, frames)
-            self._script.pass_on(_points_of(frames, "push-sent"), (self, "received"), act, self.cut)
+            self._script.pass_on(_points_of(frames, "push-sent"), (self, "received"), act, self._channel.cut)
             while self._passed:
                 yield self._passed.popleft()
         while self._passed:
             yield self._passed.popleft()
-
-    def is_refused(self) -> bool:  # noqa: D102
-        return self._channel.is_refused()
-
-    def cut(self) -> None:  # noqa: D102
-        self._channel.cut()
 
     def close(self) -> None:  # noqa: D102
         self._script.release()

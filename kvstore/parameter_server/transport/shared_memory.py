@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from gangline.collectives.transports.shm.segments import Offer, Segment
@@ -149,10 +148,3 @@ def region_of(segment: Segment, offset: int, nbytes: int) -> Tensor:
 def aligned(nbytes: int) -> int:
     """Round a number of bytes up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def typed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """View uint8 data as elements of a dtype; copy them first if they are not aligned for it."""
-    if data.data_ptr() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype)

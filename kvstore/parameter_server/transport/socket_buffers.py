@@ -23,11 +23,7 @@ def limit_loopback_buffers(socket: zmq.Socket[bytes], host: str) -> None:
 
 
 def cut_seconds(limit: float) -> float:
-    """Return the seconds of silence after which the kernel closes a connection whose link is cut.
-
-    Args:
-        limit: seconds after which a link that stays cut is an error.
-    """
+    """Return the seconds of silence after which the kernel closes a connection whose link is cut."""
     return min(_CUT_SECONDS, limit / 2)
 
 
@@ -36,10 +32,6 @@ def close_cut_connections(socket: zmq.Socket[bytes], limit: float) -> None:
 
     The kernel probes idle connections, so gangline sends no message for it, and a process that is busy or receives a
     large message on a slow link is not taken for a cut link, because its kernel acknowledges what arrives.
-
-    Args:
-        socket: socket of either side.
-        limit: see `cut_seconds`.
     """
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)

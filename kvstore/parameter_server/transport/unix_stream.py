@@ -183,9 +183,6 @@ def _message_at(data: bytearray | memoryview, begin: int, limit: int) -> tuple[l
 class UnixListener:
     """Listening Unix socket that accepts processes of the same user.
 
-    Args:
-        name: abstract name; "": a random one.
-
     Raises:
         OSError: if the name is in use.
     """

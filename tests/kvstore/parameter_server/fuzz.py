@@ -28,9 +28,9 @@ import torch
 from gangline.collectives.errors import MismatchError, ProtocolError
 from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.pending import command
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
-from gangline.kvstore.parameter_server.client.server_commands import command
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.protocol import (
     Command,

@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gangline.collectives.transports.shm.segments import open_offered
+from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
-from gangline.kvstore.parameter_server.transport.shared_memory import (
-    ALIGNMENT,
-    SharedMemoryPool,
-    aligned,
-    region_of,
-    typed,
-)
+from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
 MIB = 1 << 20
