@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from gangline.collectives.errors import GanglineError, MismatchError
@@ -101,13 +100,6 @@ class OptimizerBinding:
     def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
 
-    def compression_residuals(self) -> dict[str, torch.Tensor]:
-        """Return the residuals of gradient compression, on the host."""
-        return {}
-
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Restore residuals, if gradients are compressed."""
-
     def hand_back(self) -> None:
         """Give the parameters of the user's network memory of their own, until the next step."""
 
@@ -167,10 +159,7 @@ class StoreOptimizer(OptimizerBinding):
             )
 
     def assign_weights(self) -> None:  # noqa: D102  inherited
-        names = list(self._replicas.first.parameters)
-        self.store.assign(names, [self._replicas.weights(name)[0] for name in names])
-        if self.workers.count > 1:  # rank 0's values won
-            self.pull_weights()
+        _assign(self.store, self._replicas, list(self._replicas.first.parameters))
 
     def pull_weights(self) -> None:  # noqa: D102  inherited
         names = list(self._replicas.first.parameters)
@@ -181,13 +170,6 @@ class StoreOptimizer(OptimizerBinding):
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
         self.store.load_optimizer_state(state)
-
-    def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
-        return self.store.compression_residuals()
-
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
-        if self.store.compresses:
-            self.store.load_compression_residuals(residuals)
 
     def hand_back(self) -> None:  # noqa: D102  inherited
         self._reducer.hand_back()
@@ -376,13 +358,17 @@ def _init_store(
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
     store.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
-    weights = {name: replicas.weights(name) for name in names}
     new = [name for name in names if name not in held]
-    store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
+    store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
     if held:
-        store.assign(held, [weights[name][0] for name in held])
-        if store.num_workers > 1:  # rank 0's values won
-            store.pull(held, [weights[name] for name in held])
+        _assign(store, replicas, held)
+
+
+def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:
+    """Copy weights of the first replica to the store; of several workers rank 0's win."""
+    store.assign(names, [replicas.weights(name)[0] for name in names])
+    if store.num_workers > 1:
+        store.pull(names, [replicas.weights(name) for name in names])
 
 
 def _note_out_of_step(workers: Workers, error: BaseException) -> None:

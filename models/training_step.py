@@ -56,7 +56,7 @@ class TrainingStep:
             bound: replicas and executor.
             loss: loss of a share.
             run_state: holds the seed, and the step, which is counted here.
-            loads: one per context, for fixed loads.
+            loads: one per context, unless ``load_balancer`` measures them.
             load_balancer: source of loads that follow measured speed; None: fixed loads.
             loss_scale: scale of float16 losses; None: no scaling.
             logger: logger of skipped steps.
@@ -80,7 +80,7 @@ class TrainingStep:
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
         self._weight: float | None = None
-        """Weight that the gradients are this worker's mean over; None if they are to be summed over the workers."""
+        """Samples behind this worker's mean gradient; None if gradients are to be summed over the workers."""
 
     def set_optimizer(self, optimizer: OptimizerBinding | None) -> None:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
@@ -211,7 +211,7 @@ class TrainingStep:
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
             self._check_loss(self._shares)
-        divisor = self._set_divisor()
+        self._divisor = divisor = self._divisor_and_weight()
         with self._discarding_gradients_on_error():
             self._backward_of(self._shares, divisor, push_early=push_early)
         self._set_input_factor(divisor)
@@ -231,12 +231,8 @@ class TrainingStep:
             self._load_balancer.record(self._run_state.step, samples, times)
         self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
-    def _set_divisor(self) -> float:
-        """Set and return the divisor of the batch's summed loss, and set the weight of its gradients."""
-        self._divisor = self._divisor_and_weight()
-        return self._divisor
-
     def _divisor_and_weight(self) -> float:
+        """Return the divisor of the batch's summed loss, and set the weight of its gradients."""
         if self._loss.is_sum:
             self._weight = None
             return 1.0
@@ -245,8 +241,7 @@ class TrainingStep:
         ):
             return self._joint_divisor()
         if self.grad_req == "add":
-            divisor = self._accumulation.divisor(self.normalizer)
-            self._accumulation.count(self.normalizer)
+            divisor = self._accumulation.add(self.normalizer)
             self._weight = self._accumulation.total
             return divisor
         if self._gradients_used:
@@ -260,8 +255,7 @@ class TrainingStep:
         total = self._timed(self.workers.total, self.normalizer)
         divisor: float = total or 1.0
         if self.grad_req == "add":
-            divisor = self._accumulation.divisor(total)
-            self._accumulation.count(total)
+            divisor = self._accumulation.add(total)
             total = self._accumulation.total
         self._weight = 0.0 if not total and (self._gradients_used or self.grad_req == "add") else None
         return divisor
@@ -280,7 +274,7 @@ class TrainingStep:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._refusing_on_error():
             self._bound.executor.backward(shares, divisor / self._scale)
-            self._end_backward(has_graph=any(one.loss is not None and one.loss.requires_grad for one in shares))
+            self._end_backward(has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
         if self.optimizer is not None:
@@ -490,9 +484,10 @@ class TrainingStep:
                 share.loss = share.loss.detach() if share.loss is not None else None
             self._shares += shares
         self.normalizer = self._normalizer_of(self._shares)
-        factor = 1.0 if self._divisor is not None else divisor / self._set_divisor()
-        if factor != 1.0:
-            self._bound.replicas.scale_gradients(factor)
+        if self._divisor is None:
+            self._divisor = self._divisor_and_weight()
+            if divisor != self._divisor:
+                self._bound.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
     def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.data.batches import Batch, call_network, map_tensors
 from gangline.models.executor.executor import Executor
 from gangline.models.loss.summed_loss import SummedLoss
-from gangline.models.replicas import Replicas
+from gangline.models.replicas import Replica, Replicas
 
 
 class BoundNetwork:
@@ -30,15 +32,16 @@ class BoundNetwork:
         loss: SummedLoss,
         *,
         sync_batchnorm: bool,
-        autocast: torch.dtype | None,
-        measure: bool,
-        dropout_by_sample: bool = False,
+        dropout_by_sample: bool,
+        **options: Any,
     ) -> None:
-        """Record the arguments of `Replicas` and `Executor`."""
+        """Record the arguments of `Replicas`, and those of `Executor`."""
         self.network = network
-        self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
-        self._loss, self.sync_batchnorm, self._autocast, self._measure = loss, sync_batchnorm, autocast, measure
-        self.dropout_by_sample = dropout_by_sample
+        self.sync_batchnorm, self.dropout_by_sample = sync_batchnorm, dropout_by_sample
+        self._contexts = list(contexts)
+        self._make_replicas = partial(Replicas, network, self._contexts, list(loads), list(fixed))
+        options |= {"sync_batchnorm": sync_batchnorm, "dropout_by_sample": dropout_by_sample}
+        self._make_executor: Callable[[Sequence[Replica]], Executor] = partial(Executor, loss=loss, **options)
         self._created: tuple[Replicas, Executor] | None = None
 
     @property
@@ -78,16 +81,8 @@ class BoundNetwork:
             if any(context.device_type == "cpu" for context in self._contexts):
                 keep_freed_memory()
             self._initialize_lazy_layers(data)
-            replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
-            executor = Executor(
-                replicas.all,
-                self._loss,
-                sync_batchnorm=self.sync_batchnorm,
-                autocast=self._autocast,
-                measure=self._measure,
-                dropout_by_sample=self.dropout_by_sample,
-            )
-            self._created = replicas, executor
+            replicas = self._make_replicas()
+            self._created = replicas, self._make_executor(replicas.all)
         return self._created
 
     def _initialize_lazy_layers(self, data: Batch | None) -> None:

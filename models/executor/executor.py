@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
 from gangline.models.batchnorm.worker_rounds import WorkerRounds
@@ -44,6 +43,11 @@ class Share:
     """Loss summed over the share; None without a label."""
     count: float
     """The share's part of the batch's normalizer."""
+
+    @property
+    def has_graph(self) -> bool:
+        """True if backward can start from the loss."""
+        return self.loss is not None and self.loss.requires_grad
 
 
 class Executor:
@@ -85,7 +89,7 @@ class Executor:
             self._batchnorm = self._joint_batchnorm()
         # Timing needs threads too: one backward call over all replicas would end for all of them at once.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
-        self._timers: list[_Timer] = []
+        self._times: list[ElapsedTime] = []  # of each replica, if they are timed
         if measure:
             self.start_timers()
         self.out_of_memory: list[int] = []
@@ -151,12 +155,12 @@ class Executor:
             replica = self._replicas[index]
             part = slices[replica.context_index]
             label_part = take(label, part) if label is not None else None
-            with self._monitored([index], barrier, timed=train), self._forward_section(barrier, index):
+            with self._monitored([index], barrier, timed=train), self._section(barrier, index):
                 inputs, first = take(data, part), first_sample + part.start
                 share = self._forward(
                     replica, inputs, label_part, part.stop - part.start, first, train, inputs_need_grad, seed
                 )
-                if divisor is not None and share.loss is not None and share.loss.requires_grad:
+                if divisor is not None and share.loss is not None and share.has_graph:
                     torch.autograd.backward(share.loss / divisor)
                 return share
 
@@ -169,9 +173,7 @@ class Executor:
         if train:
             self._copy_statistics_to_idle(active)
         if divisor is not None:
-            _check_loss_has_graph(
-                [share for share in shares if share.loss is not None and share.loss.requires_grad], shares
-            )
+            _check_loss_has_graph(shares)
         return shares
 
     def forward_without_samples(self) -> None:
@@ -213,16 +215,14 @@ class Executor:
             return None
         return ThreadBarrier(active, one_after_another=in_turn, rounds=rounds)
 
-    def _forward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
+    def _section(
+        self, barrier: ThreadBarrier | None, index: int, *, backward: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Synchronize a replica's batch statistics in the block, if there is a barrier."""
         if barrier is None or self._batchnorm is None:
             return contextlib.nullcontext()
-        return self._batchnorm.forward_section(barrier, index, generator_of(self._replicas[index].context.torch_device))
-
-    def _backward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
-        if barrier is None or self._batchnorm is None:
-            return contextlib.nullcontext()
-        generator = generator_of(self._replicas[index].context.torch_device)
-        return self._batchnorm.backward_section(barrier, index, generator)
+        section = self._batchnorm.backward_section if backward else self._batchnorm.forward_section
+        return section(barrier, index, generator_of(self._replicas[index].context.torch_device))
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
@@ -316,18 +316,15 @@ class Executor:
 
     def backward(self, shares: Sequence[Share], divisor: float) -> None:
         """Run backward from the losses of the shares, each divided by ``divisor``."""
+        _check_loss_has_graph(shares)
         roots: list[Root] = [
-            (share, [share.loss / divisor], [None])
-            for share in shares
-            if share.loss is not None and share.loss.requires_grad
+            (share, [share.loss / divisor], [None]) for share in shares if share.loss is not None and share.has_graph
         ]
-        _check_loss_has_graph(roots, shares)
         if self._batchnorm is not None and roots:
             # A share without a loss of its own still contributed to the other replicas' batch statistics.
-            with_loss = {share.replica for share, _, _ in roots}
             for share in shares:
                 outputs = [tensor for tensor in tensors_of(share.output) if tensor.requires_grad]
-                if share.replica not in with_loss and outputs:
+                if not share.has_graph and outputs:
                     roots.append((share, outputs, [torch.zeros_like(output) for output in outputs]))
         self._run_backward(roots)
 
@@ -361,7 +358,7 @@ class Executor:
         self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None, in_turn: bool
     ) -> None:
         def call(index: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with self._monitored([index], barrier), self._backward_section(barrier, index):
+            with self._monitored([index], barrier), self._section(barrier, index, backward=True):
                 torch.autograd.backward(tensors, grads)
 
         calls = [(index, partial(call, index, ts, gs)) for index, (_, ts, gs) in zip(active, roots, strict=True)]
@@ -372,7 +369,7 @@ class Executor:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._monitored(active, barrier))
             for index in active:
-                stack.enter_context(self._backward_section(barrier, index))
+                stack.enter_context(self._section(barrier, index, backward=True))
             if roots:
                 torch.autograd.backward([t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
@@ -405,13 +402,14 @@ class Executor:
         self, indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
     ) -> Iterator[None]:
         """Time the block per replica (barrier waits excluded), and record contexts that run out of memory."""
+        measured = indices if self._times and timed else ()
         try:
-            with contextlib.ExitStack() as stack:
-                for index in indices if self._timers and timed else []:
-                    stack.enter_context(self._timers[index].running())
-                    if barrier is not None:
-                        stack.callback(self._timers[index].subtract_wait, barrier, index)
-                yield
+            began = [mark(self._replicas[index].context.torch_device) for index in measured]
+            yield
+            for index, begin in zip(measured, began, strict=True):
+                self._times[index].add(begin, mark(self._replicas[index].context.torch_device))
+                if barrier is not None:  # where a GPU's stream is idle as well
+                    self._times[index].on_host -= barrier.waited[index]
         except Exception as error:
             if is_out_of_memory(error):
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
@@ -424,11 +422,12 @@ class Executor:
 
     def start_timers(self) -> None:
         """Time each replica from now on; GPUs that share one backward call are timed until all of them are done."""
-        self._timers = self._timers or [_Timer(replica) for replica in self._replicas]
+        self._times = self._times or [ElapsedTime() for _ in self._replicas]
 
     def take_times(self) -> list[ElapsedTime]:
         """Return each replica's working time since the last call; an empty list if they are not timed."""
-        return [timer.take() for timer in self._timers]
+        taken, self._times = self._times, [ElapsedTime() for _ in self._times]
+        return taken
 
     def close(self) -> None:
         """Stop the threads."""
@@ -439,41 +438,9 @@ def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[N
     return contextlib.nullcontext() if rounds is None else rounds.running()
 
 
-def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:
-    if not roots and any(share.count for share in shares):
+def _check_loss_has_graph(shares: Sequence[Share]) -> None:
+    if not any(share.has_graph for share in shares) and any(share.count for share in shares):
         raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
-
-
-class _Timer:
-    """Measures the working time of a replica."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._device = replica.context.torch_device
-        self._time = ElapsedTime(0.0, [])
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            begin = self._event()
-            yield
-            self._time.events.append((begin, self._event()))
-        else:
-            began = time.perf_counter()
-            yield
-            self._time.on_host += time.perf_counter() - began
-
-    def subtract_wait(self, barrier: ThreadBarrier, index: int) -> None:
-        """Subtract the time spent at the barrier, during which a GPU's stream was idle as well."""
-        self._time.on_host -= barrier.waited[index]
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def take(self) -> ElapsedTime:
-        taken, self._time = self._time, ElapsedTime(0.0, [])
-        return taken
 
 
 def is_out_of_memory(error: BaseException) -> bool:
