@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -24,25 +24,6 @@ from gangline.models.balance.rank_exchange import RankExchange
 _CHUNK = 64  # global batches whose indices one message carries
 
 
-class GlobalOrder(Protocol):
-    """Reads the order of an epoch."""
-
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch. Collective: every rank reads all of them.
-
-        Args:
-            seed: of the epoch's shuffle.
-            skip: samples to leave out at the beginning.
-        """
-
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-
-
 class SampleOrder:
     """Order of a sampler that every rank can repeat: sequential, random by seed, or that of a DistributedSampler."""
 
@@ -50,7 +31,7 @@ class SampleOrder:
         self._sampler, self._size, self._drop_last = sampler, size, drop_last
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch."""
+        """Return the global batches of an epoch shuffled by a seed, without the first samples to skip."""
         return _cut(islice(self._indices(seed), skip, None), self._size, drop_last=self._drop_last)
 
     @property
@@ -121,14 +102,13 @@ class RankOrder:
         """What must be the same on all ranks."""
         return {} if self._of_all_ranks else {"the number of batches": self.length}
 
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch. Collective."""
-        del seed  # the sampler is the user's
+    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
+        """Return the global batches of an epoch, without the first samples to skip. Collective."""
+        lists = chain.from_iterable(self._chunks())
         if self._size is not None:
-            indices = chain.from_iterable(chain.from_iterable(self._chunks()))
-            return _cut(islice(indices, skip, None), self._size, drop_last=self._drop_last)
-        lists = _skipped(chain.from_iterable(self._chunks()), skip)
-        return self._joined(lists)
+            indices = islice(chain.from_iterable(lists), skip, None)
+            return _cut(indices, self._size, drop_last=self._drop_last)
+        return self._joined(_skipped(lists, skip))
 
     def _joined(self, lists: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
         """Join one list for each rank to a global batch."""
@@ -164,6 +144,10 @@ class RankOrder:
         if self.length is None:
             raise TypeError("the sampler has no length, so the number of batches is not known")
         return self.length
+
+
+GlobalOrder = SampleOrder | RankOrder
+"""Order of the samples of all ranks in an epoch."""
 
 
 def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
@@ -283,14 +267,7 @@ class ShareSampler(Sampler[list[Any]]):
     """
 
     def __init__(self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int) -> None:
-        """Cut an order.
-
-        Args:
-            order: of the samples of all ranks.
-            balance: decides the size of shares.
-            rank: this rank.
-            ahead: most batches that the DataLoader of any rank draws before the one that it returns.
-        """
+        """Cut an order; the DataLoader of a rank draws at most so many batches before the one that it returns."""
         self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
         self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
@@ -303,14 +280,11 @@ class ShareSampler(Sampler[list[Any]]):
         self.first = 0
         """Number of the next epoch's first global batch."""
 
-    def pieces(self, loader: Any) -> Iterator[Piece]:
+    def pieces(self, loader: Iterable[Any]) -> Iterator[Piece]:
         """Return this rank's batches of an epoch. Collective, in the order of the training steps.
 
         The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose
-        DataLoaders draw at different times would wait for each other.
-
-        Args:
-            loader: draws from this sampler.
+        DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
         """
         self._known.clear()
         self._drawn.clear()
