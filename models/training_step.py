@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -112,7 +112,10 @@ class TrainingStep:
         if data is not None:
             slices = self._slices(data)
             if self._load_balancer is not None and not train:
-                run = partial(self._evaluate_in_micro_steps, data, label)
+
+                def run(steps: Sequence[Sequence[slice]]) -> list[Share]:
+                    return [share for part in steps for share in self._run_forward(data, label, part, train=False)]
+
                 self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
             else:
                 with self._refusing_on_error():
@@ -122,11 +125,6 @@ class TrainingStep:
         if self.optimizer is not None:
             self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
-
-    def _evaluate_in_micro_steps(
-        self, data: Batch, label: Batch | None, micro_steps: Sequence[Sequence[slice]]
-    ) -> list[Share]:
-        return [share for slices in micro_steps for share in self._run_forward(data, label, slices, train=False)]
 
     def _slices(self, data: Batch) -> list[slice]:
         return split_batch(num_samples(data, "data"), self.loads, self._minimum)
@@ -182,7 +180,10 @@ class TrainingStep:
         """Run backward from the loss, or from gradients of the outputs; see `Module.backward`."""
         if not self._bound.is_bound or not (self._shares or self._has_no_samples):
             raise RuntimeError("backward() came before forward(); call forward(data, label) first")
-        if self._shares and not any(tensor.requires_grad for tensor in _graph_tensors(self._shares)):
+        if self._shares and not any(
+            share.has_graph or any(tensor.requires_grad for tensor in tensors_of(share.output))
+            for share in self._shares
+        ):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
         if out_grads is None:
             self._backward_from_loss(push_early=False)
@@ -439,13 +440,9 @@ class TrainingStep:
         run: Callable[[list[list[slice]]], list[Share]],
         restore: Callable[[], None] = lambda: None,
     ) -> list[Share]:
-        """Run a batch in parts that fit into each context's memory; on out-of-memory, restart with smaller parts.
+        """Run a batch in micro-steps that fit into each context's memory; halve the limits and restart if they do not.
 
-        Args:
-            limits: of the contexts; they are halved.
-            slices: one per context, of the batch.
-            run: runs the batch in micro-steps, of which each has one slice per context, and returns their shares.
-            restore: undoes the effects of a failed attempt.
+        ``restore`` undoes the effects of a failed attempt.
 
         Returns:
             The shares, ordered by context.
@@ -572,12 +569,3 @@ class TrainingStep:
     def close(self) -> None:
         """Free the last batch."""
         self._shares = []
-
-
-def _graph_tensors(shares: Iterable[Share]) -> Iterator[torch.Tensor]:
-    for share in shares:
-        if share.loss is not None:
-            yield share.loss
-        found: list[torch.Tensor] = []
-        map_tensors(found.append, share.output)
-        yield from found

@@ -22,7 +22,6 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     draw_seed,
-    length_of,
     order_of,
     sampler_of,
 )
@@ -36,6 +35,7 @@ from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
+from gangline.models.data.batches import length_of
 
 LossReduction = Literal["mean", "sum", "normalized"]
 _END = object()

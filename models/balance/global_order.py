@@ -20,6 +20,7 @@ from torch.utils.data import (
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.data.batches import length_of
 
 _CHUNK = 64  # global batches whose indices one message carries
 
@@ -179,11 +180,11 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
             "global_batch out"
         )
     if is_plain and not of_all_ranks:
-        length = batch_count(sampler, size, drop_last=drops)
+        length = _batch_count(sampler, size, drop_last=drops)
         lists = BatchSampler(sampler, batches.batch_size, drop_last=False)
         order = RankOrder(lists, exchange, of_all_ranks=False, size=size, drop_last=drops, length=length)
     else:
-        length = batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
+        length = _batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
         order = RankOrder(batches, exchange, of_all_ranks=of_all_ranks, drop_last=drops, length=length)
     return order, size
 
@@ -208,15 +209,7 @@ def sampler_of(loader: Any) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
-def length_of(items: Any) -> int | None:
-    """Return the length of a data set or sampler; None if it has none."""
-    try:
-        return len(items)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
+def _batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
     """Return the number of batches of a data set or sampler; None if it has no length."""
     count = length_of(items)
     return None if count is None else count // size if drop_last else -(-count // size)

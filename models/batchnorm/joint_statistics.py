@@ -38,28 +38,13 @@ class JointCall(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        """Return the moments of all participants, in the same order on all of them. Collective.
-
-        Args:
-            direction: the pass that runs; all participants must be in the same one.
-            own: the moments of this participant, without a graph.
-        """
-
-    def combine(self, own: Moments) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return mean, sum of squared deviations and number of values of the whole batch. Collective."""
-        shares = self.exchange("forward", Moments(own.size, own.mean.detach(), own.squares.detach()))
-        mean, squares = _JointMoments.apply(own.mean, own.squares, own.size, shares, self)  # type: ignore[no-untyped-call]
-        return mean, squares, total_of(shares)
+        """Return the moments, without a graph, of all participants in the same order on all of them. Collective."""
 
 
 def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts: bool = True) -> torch.Tensor:  # noqa: A002 - as torch names it
-    """Return a layer's output in training mode, and update its running statistics. Collective.
+    """Return a layer's output for a part of the batch, (N, C, ...), and update its running statistics. Collective.
 
-    Args:
-        layer: layer of batch normalization.
-        input: this participant's part of the batch, (N, C, ...).
-        call: exchange with the other participants.
-        counts: the part belongs to the batch; False: it is normalized only.
+    With ``counts=False`` the part does not belong to the batch: it is normalized only.
 
     Raises:
         ValueError: if the whole batch has one value per channel.
@@ -68,7 +53,9 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
     part = input if counts else input[:0]
     count = part.numel() // max(1, part.shape[1])
     mean, squares = _Statistics.apply(part)  # type: ignore[no-untyped-call]
-    mean, squares, total = call.combine(Moments(count, mean, squares))
+    shares = call.exchange("forward", Moments(count, mean.detach(), squares.detach()))
+    mean, squares = _JointMoments.apply(mean, squares, count, shares, call)  # type: ignore[no-untyped-call]
+    total = total_of(shares)
     if total == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     update_running_statistics(layer, mean, squares, total)
@@ -81,8 +68,12 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
 
 def update_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, total: int) -> None:
     """Update a layer's running statistics by those of the whole batch, as torch's layer does in training mode."""
-    factor = _count_batch(layer)
-    if layer.training and layer.track_running_stats and total > 1:
+    factor, is_tracked = layer.momentum or 0.0, layer.training and layer.track_running_stats
+    if is_tracked and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    if is_tracked and total > 1:
         _update(layer.running_mean, mean, factor)
         _update(layer.running_var, squares / (total - 1), factor)
 
@@ -112,16 +103,6 @@ def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own, whose batch statistics cannot be "
             f"synchronized; expected torch's BatchNorm1d, 2d or 3d ({remedy})"
         )
-
-
-def _count_batch(layer: _BatchNorm) -> float:
-    """Increment num_batches_tracked as torch does; return the batch's weight in the running statistics."""
-    tracked = layer.num_batches_tracked
-    if layer.training and layer.track_running_stats and tracked is not None:
-        tracked.add_(1)
-        if layer.momentum is None:
-            return 1.0 / float(tracked)
-    return layer.momentum or 0.0
 
 
 @torch.no_grad()

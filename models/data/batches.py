@@ -70,6 +70,14 @@ def num_samples(batch: Batch, what: str) -> int:
     return size
 
 
+def length_of(items: Any) -> int | None:
+    """Return the length of batches, a data set or a sampler; None if it has none."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
     """Return the samples at ``index``; views for a slice."""
     return map_tensors(lambda tensor: tensor[index], batch)

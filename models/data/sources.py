@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.models.arguments import check_int
-from gangline.models.data.batches import Batch, as_batch, num_samples, pinned, take, tensors_of
+from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
 from gangline.models.data.reader import Reader, base_dataset
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -115,11 +115,11 @@ def source(
     labels: bool = True,
     pin: bool = False,
 ) -> Source:
-    """Return a source for ``data``.
+    """Return a source for ``data`` as `Module.fit` accepts them; without ``labels`` also for arrays of data alone.
 
     Args:
         data: a tuple (data, labels) of tensors, arrays, or dicts of them; a map-style Dataset; a DataLoader; or any
-            iterable of (data, label) batches. Without ``labels`` also a tensor, array or dict: data alone.
+            iterable of (data, label) batches.
         batch_size: samples per batch of the job, for arrays and Datasets; None for data that are batches already.
         shuffle: permute arrays and Datasets in each epoch, by (seed, epoch).
         seed: seed of the permutations.
@@ -323,7 +323,7 @@ class _Loader(Source):
         return {"batches": self.num_batches(), "batch_size": self._loader.batch_size}
 
     def num_batches(self) -> int | None:
-        return _length(self._loader)
+        return length_of(self._loader)
 
     def sure_batches(self) -> int | None:
         return self.num_batches()
@@ -377,19 +377,12 @@ class _Iterable(Source):
         return {}
 
     def num_batches(self) -> int | None:
-        return _length(self._batches)
+        return length_of(self._batches)
 
     def sure_batches(self) -> int | None:
         batches = self._batches
         counts = isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
         return self.num_batches() if counts or isinstance(batches, Sequence) else None
-
-
-def _length(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
 
 
 def _pair(item: Any, what: str) -> Item:

@@ -346,32 +346,23 @@ class Executor:
             self._follow(rounds)
             return
         barrier = self._make_barrier(active, in_turn, rounds)
+
+        def run(indices: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._monitored(indices, barrier))
+                for index in indices:
+                    stack.enter_context(self._section(barrier, index, backward=True))
+                if tensors:
+                    torch.autograd.backward(tensors, grads)
+
         with _running(rounds):
-            if not self._threads.uses_threads:
-                self._run_one_backward(roots, active, barrier)
-            else:
-                self._run_backward_in_threads(roots, active, barrier, in_turn)
+            if self._threads.uses_threads:
+                calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
+                self._threads.run(calls, one_after_another=in_turn and barrier is None)
+            else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
+                run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
         if active:
             self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
-
-    def _run_backward_in_threads(
-        self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None, in_turn: bool
-    ) -> None:
-        def call(index: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with self._monitored([index], barrier), self._section(barrier, index, backward=True):
-                torch.autograd.backward(tensors, grads)
-
-        calls = [(index, partial(call, index, ts, gs)) for index, (_, ts, gs) in zip(active, roots, strict=True)]
-        self._threads.run(calls, one_after_another=in_turn and barrier is None)
-
-    def _run_one_backward(self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None) -> None:
-        """Run one backward call over all replicas, so that distinct GPUs run in parallel without Python in between."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._monitored(active, barrier))
-            for index in active:
-                stack.enter_context(self._section(barrier, index, backward=True))
-            if roots:
-                torch.autograd.backward([t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:

@@ -69,8 +69,9 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
             module.leave()
         raise
     finally:
-        for data in (train, evaluation) if evaluation is not None else (train,):
-            data.close()
+        train.close()
+        if evaluation is not None:
+            evaluation.close()
         for callback in callbacks.all if options.monitor is None else [*callbacks.all, options.monitor]:
             if hasattr(callback, "close"):
                 callback.close()
@@ -137,7 +138,7 @@ def _run(
     module.run_state.stateful = _stateful(callbacks.all, scheduler)
     module.workers.forget_stop()
     check_signals(module)
-    settings = {
+    settings: dict[str, Any] = {
         "num_epoch": options.num_epoch,
         "begin_epoch": options.begin_epoch,
         "accumulate": options.accumulate,
@@ -146,7 +147,11 @@ def _run(
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
     }
-    _check_same(module, train, evaluation, saved, settings)
+    for what, data in (("train_data", train), ("eval_data", evaluation)):
+        shared = data is not None and data.is_shared
+        settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
+    settings["the checkpoint to resume"] = saved.id if saved is not None else None
+    module.workers.check_same(settings, "fit")
     if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
         raise ValueError(
             f"eval_frequency is {options.eval_frequency}, but workers of {options.kvstore!r} with batches of their own "
@@ -272,26 +277,11 @@ def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
         elif name == "lr_scheduler":
             module.logger.warning("%s was saved without this lr_scheduler, which starts from its beginning", saved.path)
         if isinstance(each, Checkpoint) and each.keep_best is not None:
-            best = checkpoint.read_states(each.prefix, BEST).get(name) if module.workers.is_first else None
-            each.load_better(module.workers.broadcast(best, "fit"))
+            best = checkpoint.read_metadata(each.prefix, BEST, "companions") if module.workers.is_first else {}
+            each.load_better(module.workers.broadcast(best.get(name), "fit"))
     unused = [name for name, state in saved.stateful.items() if state and name not in module.run_state.stateful]
     if unused and module.workers.is_first:
         module.logger.warning("%s has the state of %s, which this run does not have; it is dropped", saved.path, unused)
-
-
-def _check_same(
-    module: Module,
-    train: Source,
-    evaluation: Source | None,
-    saved: checkpoint.Checkpoint | None,
-    settings: dict[str, Any],
-) -> None:
-    """Check that `fit` has the same settings and data on all workers."""
-    for what, data in (("train_data", train), ("eval_data", evaluation)):
-        shared = data is not None and data.is_shared
-        settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
-    settings["the checkpoint to resume"] = saved.id if saved is not None else None
-    module.workers.check_same(settings, "fit")
 
 
 def _savers(callbacks: Callbacks) -> list[Checkpoint]:
