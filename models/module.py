@@ -298,15 +298,9 @@ class Module:
         allow_missing: bool = False,
         allow_extra: bool = False,
     ) -> None:
-        """Replace parameters and buffers of all replicas, and of the store.
+        """Replace parameters and buffers of all replicas, and of the store, by arguments as those of `init_params`.
 
         Collective: in a job all workers must call it, and rank 0's values win.
-
-        Args:
-            arg_params: as for `init_params`, and so are the others.
-            aux_params: see there.
-            allow_missing: see there.
-            allow_extra: see there.
 
         Raises:
             TypeError: if ``arg_params`` or ``aux_params`` is no mapping.

@@ -50,11 +50,7 @@ class OptimizerBinding:
         self._optimizer.learning_rate = learning_rate
 
     def update(self, weight: float | None = None) -> None:
-        """Sum the replicas' gradients, update the weights once, and give them to every replica.
-
-        Args:
-            weight: as for `Reducer.finish`.
-        """
+        """Sum the replicas' gradients, weighted as by `Reducer.finish`, and update the weights of all replicas once."""
         if weight != 0:
             self._optimizer.update([(name, of_gradient(grad)) for name, grad in self._replicas.gradients().items()])
 
@@ -69,14 +65,7 @@ class OptimizerBinding:
     def begin_backward(
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        """Prepare for a backward.
-
-        Args:
-            active: indices of the replicas that run it.
-            push_early: push gradients during this backward, which `update` must follow directly.
-            weight: as for `update`.
-            rerun: as for `Reducer.begin`.
-        """
+        """Prepare for a backward, as `Reducer.begin`; after one that pushes early `update` must follow directly."""
 
     def end_forward(self, *, has_samples: bool) -> None:
         """End a forward, or take part in the other workers' without samples."""

@@ -44,11 +44,7 @@ class Replicas:
     ) -> None:
         """Move the network to the first context that has a load, and copies of it to the others.
 
-        Args:
-            network: the user's network, which becomes the first replica.
-            contexts: contexts of the module.
-            loads: one per context.
-            fixed: names of parameters that are not trained.
+        Parameters with the names in ``fixed`` are not trained.
         """
         parameters = parameters_of(network, remove_duplicate=False)
         for name in fixed:
@@ -210,10 +206,8 @@ class Replicas:
 
     def average_buffers(self, workers: Workers) -> None:
         """Average the buffers that differ over the replicas of all workers, and reset sample counts. Collective."""
-        if workers.count > 1:
+        if workers.count > 1 or len(self.all) > 1:
             self.load_untrained(averaged_over(workers, self.own_buffers(), self.samples_seen))
-        elif len(self.all) > 1:
-            self.load_untrained(averaged(self.own_buffers(), self.samples_seen))
         for replica in self.all:
             replica.samples_seen = 0
 

@@ -109,7 +109,8 @@ class BalancedLoader:
                 "the smallest share": minimum,
             }
             settings |= {} if order is None else order.settings
-            return settings, _drawn_ahead(loader), getattr(order, "length", None)
+            drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
+            return settings, drawn_ahead, getattr(order, "length", None)
 
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings)
@@ -452,17 +453,7 @@ def balance(
         ValueError: if an argument is invalid, or the loader cannot be cut.
         MismatchError: on all ranks, if their loaders or arguments differ.
     """
-    return BalancedLoader(
-        model,
-        loader,
-        loads=loads,
-        global_batch=global_batch,
-        count=count,
-        loss_reduction=loss_reduction,
-        memory=memory,
-        stream=stream,
-        group=group,
-    )
+    return BalancedLoader(**locals())
 
 
 def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
@@ -491,9 +482,3 @@ def _check_starts(starts: list[dict[str, Any]]) -> None:
 
 def _drops_last(loader: Any) -> bool:
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
-
-
-def _drawn_ahead(loader: Any) -> int:
-    """Return how many batches a DataLoader draws before they are needed."""
-    workers = getattr(loader, "num_workers", 0)
-    return int(workers * (getattr(loader, "prefetch_factor", None) or 0))

@@ -43,12 +43,7 @@ class PreparedLoader:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the data set and settings of another one, some of them changed.
-
-    Args:
-        loader: has the settings.
-        **changes: arguments of DataLoader, with batch_sampler, or batch_size, sampler and drop_last.
-    """
+    """Return a DataLoader like another one, with other batches: batch_sampler, or batch_size, sampler and drop_last."""
     settings = {name: getattr(loader, name) for name in _SETTINGS}
     return DataLoader(loader.dataset, **{**settings, **changes})
 

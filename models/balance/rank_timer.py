@@ -67,11 +67,7 @@ class RankTimer:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Add hooks to the models; `close` removes them.
-
-        Args:
-            models: the modules that the training loop calls, with their wrappers if they have one.
-        """
+        """Add hooks to the modules that the training loop calls, with their wrappers; `close` removes them."""
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._parameters = {id(parameter) for parameter in parameters}

@@ -30,7 +30,7 @@ _MIN_SLOPE = 0.02  # part of a share's time that always counts as proportional t
 _CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
 _MIN_INTERVAL, _MAX_INTERVAL = 2, 64  # counted batches between two updates
 _BLOCKS = 4  # parts of an update's batches whose averages tell how times vary
-_TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
+TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
 
 
@@ -228,11 +228,11 @@ class SpeedModel:
         counts = self._split(size)
         step = step_seconds(counts, fits)
         trial = max(fit.seconds(self._minimum) for fit, load in zip(fits, self.loads, strict=True) if not load)
-        if _TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
+        if TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
             return False
         counts[counts.index(max(counts))] -= self._minimum * counts.count(0)
         self._set_counts([n or self._minimum for n in counts])
-        self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
+        self._next_update, self._since_trial = self._counted + TRIAL_BATCHES - 1, 0
         return True
 
     def expected_seconds(self, counts: Sequence[int]) -> float:

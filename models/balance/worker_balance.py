@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 from gangline.models.balance.balancer import Balancer, ElapsedTime
-from gangline.models.balance.speed_model import SpeedModel
+from gangline.models.balance.speed_model import TRIAL_BATCHES, SpeedModel
 from gangline.models.workers import Workers
 
-_TRIAL_BATCHES = 3
-"""Batches of a worker that was idle, after which its speed is looked at, as in `SpeedModel`."""
 _SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
 
 
@@ -130,7 +128,7 @@ class WorkerBalance:
     def begin_epoch(self) -> None:
         """Update the loads from all measurements. Collective if the loads follow measured speeds."""
         if self._is_measured:
-            self._trial_left = _TRIAL_BATCHES if self._balancer.begin_epoch() else None
+            self._trial_left = TRIAL_BATCHES if self._balancer.begin_epoch() else None
             self._workers.set_loads(self._balancer.loads)
 
     def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:

@@ -311,12 +311,8 @@ def matched(
 ) -> dict[str, torch.Tensor]:
     """Return the entries of ``params`` that the network has, by plain name, after checking names and shapes.
 
-    Args:
-        network: network with the expected state_dict names and shapes; ``num_batches_tracked`` may always be missing.
-        params: tensors by name, as `plain_name` or torch.compile has them; if all start with ``module.``, as DDP
-            writes them, the prefix is dropped.
-        allow_missing: accept names of the network that ``params`` lacks.
-        allow_extra: ignore names in ``params`` that the network lacks.
+    Names may be those of torch.compile. If all start with ``module.``, as DDP writes them, the prefix is dropped.
+    ``num_batches_tracked`` may always be missing.
 
     Raises:
         RuntimeError: if names are missing.

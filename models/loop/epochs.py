@@ -18,9 +18,9 @@ from gangline.kvstore import KVStore
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import num_samples
 from gangline.models.data.sources import Source
-from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
+from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
 from gangline.models.loop.eval_frequency import EvalFrequency
-from gangline.models.loop.evaluation import batch_end_param, score
+from gangline.models.loop.evaluation import score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
@@ -299,7 +299,8 @@ class Epochs:
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
         callbacks = self.callbacks.batch_end
         if validates or callbacks:
-            param = batch_end_param(module, self.train, self.metric, epoch, nbatch, data, label, batches)
+            batch = {"module": module, "data": data, "label": label, "num_batches": self.train.num_batches()}
+            param = BatchEndParam(epoch, nbatch, self.metric, batch, batches)
             before, after = _split_savers(callbacks) if validates else (callbacks, [])
             self._call(before, param)
             if validates:

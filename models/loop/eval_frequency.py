@@ -13,11 +13,9 @@ class EvalFrequency:
     """Decides when to validate: every N epochs, or every N batches of the run."""
 
     def __init__(self, spec: Any, batches_per_epoch: int | None) -> None:
-        """Parse a frequency.
+        """Parse a number of epochs, or (number, "epochs" or "batches").
 
-        Args:
-            spec: a number of epochs, or (number, "epochs" or "batches").
-            batches_per_epoch: batches in an epoch; None if unknown: then the count restarts in each epoch.
+        Where the number of batches per epoch is unknown, the count of batches restarts in each epoch.
 
         Raises:
             TypeError: if ``spec`` is neither.
