@@ -110,10 +110,11 @@ class StoreOptimizer(OptimizerBinding):
     def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
+        uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
-            loose={plain_name(name) for name in cudnn_weights(replicas.first.network) if _use_gpus(replicas)},
+            loose={plain_name(name) for name in cudnn_weights(replicas.first.network)} if uses_gpu else (),
             sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
         )
 
@@ -278,17 +279,8 @@ def bind_optimizer(
 
     Collective with a store of several workers; rank 0's weights win.
 
-    Args:
-        replicas: replicas to update.
-        kvstore: name of a store, a store, or None.
-        spec: the optimizer.
-        previous: binding of the optimizer that this one replaces, if there is one.
-        compression: gradient compression of the store; None: no compression.
-        state: optimizer state to start from.
-        num_contexts: number of contexts of this worker.
-        measures_loads: as for `Workers`.
-        shard: as for `Module`; without effect on a single worker.
-        memory: as for `KVStore.set_optimizer`.
+    Arguments are as for `Module`, `Workers` and `KVStore.set_optimizer`; ``shard`` has no effect on a single worker.
+    The optimizer starts from ``state``, and replaces that of ``previous``.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -376,7 +368,3 @@ def _check_no_max_norm(network: nn.Module) -> None:
                 f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
                 "that; normalize the layer's output instead, or train on one context without a store"
             )
-
-
-def _use_gpus(replicas: Replicas) -> bool:
-    return any(replica.context.device_type == "gpu" for replica in replicas.all)

@@ -50,17 +50,7 @@ class TrainingStep:
         loss_scale: LossScale | None,
         logger: logging.Logger,
     ) -> None:
-        """Start without an optimizer.
-
-        Args:
-            bound: replicas and executor.
-            loss: loss of a share.
-            run_state: holds the seed, and the step, which is counted here.
-            loads: one per context, unless ``load_balancer`` measures them.
-            load_balancer: source of loads that follow measured speed; None: fixed loads.
-            loss_scale: scale of float16 losses; None: no scaling.
-            logger: logger of skipped steps.
-        """
+        """Start without an optimizer; fixed ``loads`` are used if there is no balancer."""
         self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
         self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
         self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)

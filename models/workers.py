@@ -25,12 +25,9 @@ class Workers:
     """
 
     def __init__(self, store: KVStore | None = None, num_contexts: int = 1, *, measures_loads: bool = False) -> None:
-        """Connect to the other workers. Collective.
+        """Connect to the other workers of a store; without one this worker is alone. Collective.
 
-        Args:
-            store: store that joins the workers; None: this worker is alone.
-            num_contexts: number of contexts of this worker.
-            measures_loads: True if the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
+        With ``measures_loads`` the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
 
         Raises:
             ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
@@ -67,7 +64,7 @@ class Workers:
         return self.rank == 0
 
     def share(self, samples: int, batch: int | None = None) -> slice:
-        """Return this worker's slice of a batch by its index in the epoch; None: by the newest loads. Maybe empty."""
+        """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
         loads = self.loads if batch is None else self.loads_of(batch)
         return split_batch(samples, loads, self.minimum)[self.rank]
 

@@ -28,14 +28,14 @@ from gangline.models.balance.global_order import (
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
-from gangline.models.balance.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
+from gangline.models.balance.prepared_loader import PreparedLoader, own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
-from gangline.models.data.batches import length_of
+from gangline.models.data.batches import copy_loader, length_of
 
 LossReduction = Literal["mean", "sum", "normalized"]
 _END = object()
@@ -441,8 +441,8 @@ def balance(
             are not ignored; None: its samples. A global batch in which nothing counts has no gradient.
         loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
             "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
-        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only as far as the peaks of
-            real steps predict that it fits; None: no limits.
+        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while the memory
+            peaks of real steps predict that it fits; None: no limits.
         stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
             reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
             joined and cut to shares.

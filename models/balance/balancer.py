@@ -196,7 +196,7 @@ class MemoryLimits:
         return True
 
     def halve(self, tried: Mapping[int, int]) -> None:
-        """Halve the limits of contexts or ranks that ran out of memory with so many samples."""
+        """Halve the limits of contexts or ranks that ran out of memory with these numbers of samples."""
         for index, samples in tried.items():
             limit = self.max_samples[index]
             self.max_samples[index] = max(1, samples // 2 if limit is None else min(limit, samples // 2))

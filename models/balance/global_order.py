@@ -33,7 +33,7 @@ class SampleOrder:
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
         """Return the global batches of an epoch shuffled by a seed, without the first samples to skip."""
-        return _cut(islice(self._indices(seed), skip, None), self._size, drop_last=self._drop_last)
+        return iter(BatchSampler(islice(self._indices(seed), skip, None), self._size, self._drop_last))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class SampleOrder:
                 )
             )
         if isinstance(sampler, DistributedSampler):
-            return iter(_distributed_order(sampler))
+            return _distributed_order(sampler)
         return iter(sampler)
 
     def _count(self) -> int:
@@ -108,15 +108,9 @@ class RankOrder:
         lists = chain.from_iterable(self._chunks())
         if self._size is not None:
             indices = islice(chain.from_iterable(lists), skip, None)
-            return _cut(indices, self._size, drop_last=self._drop_last)
-        return self._joined(_skipped(lists, skip))
-
-    def _joined(self, lists: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
-        """Join one list for each rank to a global batch."""
-        while batch := list(islice(lists, self._exchange.size)):
-            if len(batch) < self._exchange.size and self._drop_last:
-                return
-            yield list(chain.from_iterable(batch))
+            return iter(BatchSampler(indices, self._size, self._drop_last))
+        of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
+        return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
 
     def _chunks(self) -> Iterator[list[Sequence[Any]]]:
         """Return lists in the order of training, some at a time."""
@@ -221,31 +215,20 @@ def _knows_ranks(sampler: object) -> bool:
     return any(hasattr(sampler, name) for name in ranks) and any(hasattr(sampler, name) for name in sizes)
 
 
-def _distributed_order(sampler: DistributedSampler[Any]) -> list[int]:
+def _distributed_order(sampler: DistributedSampler[Any]) -> Iterator[int]:
     """Return the indices of all ranks in the order of a DistributedSampler, without the repeated ones."""
-    count = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        indices: list[int] = torch.randperm(count, generator=generator).tolist()
-    else:
-        indices = list(range(count))
-    return indices[: _distributed_length(sampler)]
+    data, shuffle = sampler.dataset, sampler.shuffle
+    whole: DistributedSampler[Any] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=sampler.seed)
+    whole.set_epoch(sampler.epoch)
+    return islice(whole, _distributed_length(sampler))
 
 
 def _distributed_length(sampler: DistributedSampler[Any]) -> int:
     return min(len(sampler.dataset), sampler.total_size)  # type: ignore[arg-type]
 
 
-def _cut(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    while batch := list(islice(indices, size)):
-        if len(batch) < size and drop_last:
-            return
-        yield batch
-
-
 def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[Any]]:
-    """Leave out lists with so many samples."""
+    """Skip lists until this many samples are left out."""
     for each in lists:
         if samples <= 0:
             yield each

@@ -95,7 +95,8 @@ _Rows = Sequence[Sequence[float]]
 class Lockstep:
     """Messages by which ranks keep step: one when the loop asks for a batch, and one while its gradient is reduced.
 
-    All ranks send equally many. Each says what its rank does next, and from all of them every rank concludes the same.
+    All ranks send the same number of messages. A message says what its rank does next, and every rank draws the same
+    conclusion from those of all ranks.
     """
 
     def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Rank timer: the time of a rank's training steps, without what it waits for other ranks."""
+"""Rank timer: the time of a rank's training steps, without its waits for other ranks."""
 
 from __future__ import annotations
 

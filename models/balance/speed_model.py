@@ -303,7 +303,7 @@ class _ContextSpeed:
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
     proportion: float = 1.0
-    """Part of a share's time that is proportional to its samples, as far as shares of several sizes have shown."""
+    """Part of a share's time that is proportional to its samples, as shares of several sizes have shown."""
     suspect: _Point | None = None
     """The last point if it is slower than those before: the speed has changed if the next one is like it."""
 

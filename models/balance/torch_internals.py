@@ -43,7 +43,7 @@ def enter_forward(model: DistributedDataParallel) -> None:
 def complete_reduction(model: DistributedDataParallel, *, arrived: int) -> None:
     """Take part in the reduction of a step whose forward or backward has failed, with zeros for missing gradients.
 
-    The model has run what comes before forward. A failed backward may have brought gradients to so many parameters; the
+    The model has run what comes before forward. A failed backward has brought gradients to ``arrived`` parameters; the
     others had none before.
 
     Raises:

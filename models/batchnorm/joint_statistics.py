@@ -10,6 +10,7 @@ are summed over the participants, so that every gradient is that of one network 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -87,9 +88,9 @@ def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Ten
     """Return mean and sum of squared deviations of all parts, by the same operations in order on every participant."""
     total = max(1, total_of(shares))
     means = [share.mean.to(device) for share in shares]
-    mean = _sum([own * (share.size / total) for own, share in zip(means, shares, strict=True)])
+    mean = functools.reduce(torch.add, [own * (share.size / total) for own, share in zip(means, shares, strict=True)])
     between = [(own - mean).square() * share.size for own, share in zip(means, shares, strict=True)]
-    return mean, _sum([share.squares.to(device) for share in shares] + between)
+    return mean, functools.reduce(torch.add, [share.squares.to(device) for share in shares] + between)
 
 
 def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
@@ -109,13 +110,6 @@ def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
 def _update(running: torch.Tensor | None, value: torch.Tensor, factor: float) -> None:
     if running is not None:
         running.copy_(torch.lerp(running.to(value.dtype), value, factor))
-
-
-def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, *others = values
-    for other in others:
-        first = first + other
-    return first
 
 
 def _mapped(values: torch.Tensor, mean: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -175,8 +169,8 @@ class _JointMoments(Function):
                 f"batch normalization has joint statistics of parts with {ctx.counts} values per channel, but backward "
                 f"ran on parts with {[one.size for one in received]}; expected the same parts in both"
             )
-        of_mean = _sum([one.mean.to(of_mean.device) for one in received])
-        of_squares = _sum([one.squares.to(of_squares.device) for one in received])
+        of_mean = functools.reduce(torch.add, [one.mean.to(of_mean.device) for one in received])
+        of_squares = functools.reduce(torch.add, [one.squares.to(of_squares.device) for one in received])
         mean, joint = ctx.saved_tensors
         total = max(1, sum(ctx.counts))
         through_mean = of_mean * (ctx.count / total) + of_squares * (mean - joint) * (2 * ctx.count)

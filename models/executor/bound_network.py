@@ -50,23 +50,14 @@ class BoundNetwork:
         return self._created is not None
 
     @property
-    def uses_gpu(self) -> bool:
-        """True if a context is a GPU."""
-        return any(context.device_type == "gpu" for context in self._contexts)
-
-    @property
     def replicas(self) -> Replicas:
         """The replicas; RuntimeError while lazy parameters have no shape."""
-        return self._create(None)[0]
+        return self.bind(None)[0]
 
     @property
     def executor(self) -> Executor:
         """The executor; RuntimeError while lazy parameters have no shape."""
-        return self._create(None)[1]
-
-    def bind(self, data: Batch | None) -> None:
-        """Create the replicas, if they do not exist, for batches like ``data``."""
-        self._create(data)
+        return self.bind(None)[1]
 
     def lazy_parameters(self) -> list[str]:
         """Return the names of parameters that have no shape yet."""
@@ -76,7 +67,8 @@ class BoundNetwork:
             if isinstance(parameter, nn.parameter.UninitializedParameter)
         ]
 
-    def _create(self, data: Batch | None) -> tuple[Replicas, Executor]:
+    def bind(self, data: Batch | None) -> tuple[Replicas, Executor]:
+        """Return replicas and executor; create them, if they do not exist, for batches like ``data``."""
         if self._created is None:
             if any(context.device_type == "cpu" for context in self._contexts):
                 keep_freed_memory()

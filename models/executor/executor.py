@@ -133,18 +133,11 @@ class Executor:
         divisor: float | None = None,
         first_sample: int = 0,
     ) -> list[Share]:
-        """Run the network on each replica's slice of the batch.
+        """Run the network on each replica's slice of the batch; replicas with an empty slice do not run.
 
-        Args:
-            data: the batch, on the host or any device.
-            label: its labels; None computes no loss, unless the output is the loss.
-            slices: one per context; replicas with an empty slice do not run.
-            train: training mode, with gradients, or evaluation mode without.
-            inputs_need_grad: record operations on the inputs, for their gradients.
-            seed: seed and step, for the random streams of the contexts.
-            divisor: divisor of the loss for an immediate backward in each replica, which needs `can_fuse_backward`;
-                None: forward alone.
-            first_sample: number of the batch's first sample within that of all workers.
+        Without a label there is no loss, unless the output is the loss. With ``divisor`` of the loss, which needs
+        `can_fuse_backward`, each replica runs backward at once. Random streams depend on ``seed``: seed and step, and
+        on the number of the batch's first sample within that of all workers.
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
@@ -154,12 +147,8 @@ class Executor:
         def call(index: int) -> Share:
             replica = self._replicas[index]
             part = slices[replica.context_index]
-            label_part = take(label, part) if label is not None else None
             with self._monitored([index], barrier, timed=train), self._section(barrier, index):
-                inputs, first = take(data, part), first_sample + part.start
-                share = self._forward(
-                    replica, inputs, label_part, part.stop - part.start, first, train, inputs_need_grad, seed
-                )
+                share = self._forward(replica, data, label, part, first_sample, train, inputs_need_grad, seed)
                 if divisor is not None and share.loss is not None and share.has_graph:
                     torch.autograd.backward(share.loss / divisor)
                 return share
@@ -241,14 +230,15 @@ class Executor:
         replica: Replica,
         data: Batch,
         label: Batch | None,
-        samples: int,
+        part: slice,
         first_sample: int,
         train: bool,
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
-        device = replica.context.torch_device
-        inputs, moved_label = move(data, device), move(label, device) if label is not None else None
+        device, samples = replica.context.torch_device, part.stop - part.start
+        host_label = None if label is None else take(label, part)
+        inputs, moved_label = move(take(data, part), device), None if label is None else move(host_label, device)
         if inputs_need_grad:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._is_random is not False
@@ -261,7 +251,7 @@ class Executor:
             if train and self._dropout_by_sample:
                 rank = 0 if self._workers.in_step else self._workers.rank
                 key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
-                stack.enter_context(SampleDropout(key, first_sample, samples))
+                stack.enter_context(SampleDropout(key, first_sample + part.start, samples))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self._autocast))
             try:
@@ -271,7 +261,7 @@ class Executor:
                 raise
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
-                loss, count = self._loss.sum_and_count(output, moved_label, label, samples)
+                loss, count = self._loss.sum_and_count(output, moved_label, host_label, samples)
         if train:
             replica.samples_seen += samples
         return Share(replica, samples, inputs, moved_label, output, loss, count)

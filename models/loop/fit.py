@@ -18,11 +18,9 @@ from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.data.sources import Source, source
 from gangline.models.import_by_name import has_batches
-from gangline.models.loop.callbacks import Checkpoint
-from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, check_signals
-from gangline.models.loop.eval_frequency import EvalFrequency
+from gangline.models.loop.callbacks import Checkpoint, check_metric
+from gangline.models.loop.epochs import Callbacks, Epochs, EvalFrequency, FitOptions, Resume, check_signals
 from gangline.models.loop.evaluation import as_list
-from gangline.models.loop.improvement import check_metric
 from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
@@ -41,7 +39,8 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
     check_int("num_epoch", options.num_epoch, 0)
     check_int("begin_epoch", options.begin_epoch, 0)
     check_int("accumulate", options.accumulate)
-    train, evaluation = _sources(train_data, eval_data, options, pin=module.bound.uses_gpu)
+    uses_gpu = any(context.device_type == "gpu" for context in module.contexts)
+    train, evaluation = _sources(train_data, eval_data, options, pin=uses_gpu)
     if options.on_nan not in ("stop", "continue"):
         raise ValueError(f"on_nan is {options.on_nan!r}; expected 'stop' or 'continue'")
     if not isinstance(options.shuffle, bool):
@@ -238,8 +237,8 @@ def _exchange_beginnings(
     """Exchange what workers know of their data and of the job's checkpoints. Collective.
 
     Returns:
-        The number of batches of the worker that has most (None if one does not know), of those that are read ahead, and
-        rank 0's ``own``, as rank 0 writes the checkpoints.
+        The largest number of batches of a worker (None if one does not know its own), the largest number that is read
+        ahead, and rank 0's ``own``, as rank 0 writes the checkpoints.
     """
     gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
     counts = [count for count, _, _ in gathered]

@@ -101,11 +101,7 @@ class SummedLoss:
     ) -> tuple[torch.Tensor | None, float]:
         """Return the share's summed loss and its part of the batch's normalizer; (None, 0) if there is no loss.
 
-        Args:
-            output: the network's output for the share.
-            label: labels of the share, on the output's device.
-            host_label: the same labels as the caller gave them, so that counting copies nothing from a GPU.
-            samples: number of samples in the share.
+        The labels are given on the output's device and on the host, so that counting copies nothing from a GPU.
 
         Raises:
             TypeError: if a torch loss gets an output or a label that is not a tensor.

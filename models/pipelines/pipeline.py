@@ -394,7 +394,7 @@ def _cut_by_name(names: Sequence[str], group2ctxs: Mapping[str, Device]) -> tupl
 
 
 def measured_layers(network: nn.Sequential, data: Any, context: Context, kept: int) -> tuple[list[float], list[float]]:
-    """Return seconds and bytes of each layer for a micro-batch, of which a stage may keep so many.
+    """Return seconds and bytes of each layer for micro-batches, of which a stage keeps at most ``kept``.
 
     Copies are measured: the network and torch's generators are left as they are.
 
