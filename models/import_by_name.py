@@ -99,15 +99,8 @@ def image_shape_of(name: str) -> tuple[int, int, int] | None:
 def make_data(name: str, image_shape: Sequence[int] | None, dtype: torch.dtype, seed: int) -> Splits:
     """Call the user's data function with those of the other arguments that it has parameters for.
 
-    Args:
-        name: "package.module:attribute" of a function that returns `Splits`, (train, validation, number of classes) or
-            (train, validation), each part as `Module.fit` accepts it.
-        image_shape: (channels, height, width) of the network's input; None if unknown.
-        dtype: dtype of the images.
-        seed: seed of the run, for the split and other random choices.
-
-    Returns:
-        The data; ``num_classes`` is None if the function does not return it.
+    It returns `Splits`, (train, validation, number of classes) or (train, validation), with parts that `Module.fit`
+    accepts. The image shape is that of the network's input, None if unknown.
 
     Raises:
         ValueError: if the function cannot be called so, needs an unknown image_shape, or returns anything else.

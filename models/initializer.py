@@ -22,13 +22,8 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
     """Initialise the network's parameters in place.
 
     Normalisation layers and PReLU get torch's defaults, parameters with "bias" in their own name get 0. Random numbers
-    come from torch's default generator.
-
-    Args:
-        network: network to initialise.
-        spec: initialiser of all other parameters: a name, (name, arguments), or a function that fills a tensor.
-        skip: plain names of parameters to leave alone; a normalisation layer is left alone if any of its parameters is
-            named.
+    come from torch's default generator. Parameters whose plain names are in ``skip`` are left alone, and normalisation
+    layers that have such a parameter.
 
     Raises:
         ValueError: if a name or an argument is unknown, or the initialiser cannot fill a parameter.

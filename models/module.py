@@ -298,15 +298,9 @@ class Module:
         allow_missing: bool = False,
         allow_extra: bool = False,
     ) -> None:
-        """Replace parameters and buffers of all replicas, and of the store.
+        """Replace parameters and buffers of all replicas, and of the store, by arguments as those of `init_params`.
 
         Collective: in a job all workers must call it, and rank 0's values win.
-
-        Args:
-            arg_params: as for `init_params`, and so are the others.
-            aux_params: see there.
-            allow_missing: see there.
-            allow_extra: see there.
 
         Raises:
             TypeError: if ``arg_params`` or ``aux_params`` is no mapping.
@@ -470,8 +464,11 @@ class Module:
     @property
     def store_type(self) -> str | None:
         """Name of the store; None before `init_optimizer`, and if a single context needs no store."""
-        store = self._step.optimizer.store if self._step.optimizer is not None else None
-        return store.type if store is not None else None
+        return self._store.type if self._store is not None else None
+
+    @property
+    def _store(self) -> KVStore | None:
+        return self._step.optimizer.store if self._step.optimizer is not None else None
 
     @property
     def keeps_state(self) -> bool:
@@ -501,7 +498,7 @@ class Module:
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals of gradient compression, on the host; see `KVStore.compression_residuals`."""
-        return self._step.optimizer.compression_residuals() if self._step.optimizer is not None else {}
+        return self._store.compression_residuals() if self._store is not None else {}
 
     def _require_optimizer(self, call: str) -> OptimizerBinding:
         if self._step.optimizer is None:
@@ -901,7 +898,8 @@ class Module:
         self._load_state(params)
         if self.learning_rate == state.initial_learning_rate:
             self.set_learning_rate(state.learning_rate)
-        optimizer.load_compression_residuals(saved.compression_residuals)
+        if optimizer.store is not None and optimizer.store.compresses:
+            optimizer.store.load_compression_residuals(saved.compression_residuals)
         if self.loss_scale is not None and saved.loss_scale is not None:
             self.loss_scale.load_state(saved.loss_scale)
         if self.load_balancer is not None and saved.load_balancer is not None:

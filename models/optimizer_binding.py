@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from gangline.collectives.errors import GanglineError, MismatchError
@@ -51,11 +50,7 @@ class OptimizerBinding:
         self._optimizer.learning_rate = learning_rate
 
     def update(self, weight: float | None = None) -> None:
-        """Sum the replicas' gradients, update the weights once, and give them to every replica.
-
-        Args:
-            weight: as for `Reducer.finish`.
-        """
+        """Sum the replicas' gradients, weighted as by `Reducer.finish`, and update the weights of all replicas once."""
         if weight != 0:
             self._optimizer.update([(name, of_gradient(grad)) for name, grad in self._replicas.gradients().items()])
 
@@ -70,14 +65,7 @@ class OptimizerBinding:
     def begin_backward(
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        """Prepare for a backward.
-
-        Args:
-            active: indices of the replicas that run it.
-            push_early: push gradients during this backward, which `update` must follow directly.
-            weight: as for `update`.
-            rerun: as for `Reducer.begin`.
-        """
+        """Prepare for a backward, as `Reducer.begin`; after one that pushes early `update` must follow directly."""
 
     def end_forward(self, *, has_samples: bool) -> None:
         """End a forward, or take part in the other workers' without samples."""
@@ -100,13 +88,6 @@ class OptimizerBinding:
 
     def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
-
-    def compression_residuals(self) -> dict[str, torch.Tensor]:
-        """Return the residuals of gradient compression, on the host."""
-        return {}
-
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Restore residuals, if gradients are compressed."""
 
     @property
     def keeps_state(self) -> bool:
@@ -144,10 +125,11 @@ class StoreOptimizer(OptimizerBinding):
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
         self._continues = not store.is_restarted  # or `kept` was called
+        uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
-            loose={plain_name(name) for name in cudnn_weights(replicas.first.network) if _use_gpus(replicas)},
+            loose={plain_name(name) for name in cudnn_weights(replicas.first.network)} if uses_gpu else (),
             sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
         )
 
@@ -184,10 +166,7 @@ class StoreOptimizer(OptimizerBinding):
             )
 
     def assign_weights(self) -> None:  # noqa: D102  inherited
-        names = list(self._replicas.first.parameters)
-        self.store.assign(names, [self._replicas.weights(name)[0] for name in names])
-        if self.workers.count > 1:  # rank 0's values won
-            self.pull_weights()
+        _assign(self.store, self._replicas, list(self._replicas.first.parameters))
 
     def pull_weights(self) -> None:  # noqa: D102  inherited
         names = list(self._replicas.first.parameters)
@@ -198,13 +177,6 @@ class StoreOptimizer(OptimizerBinding):
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
         self.store.load_optimizer_state(state)
-
-    def compression_residuals(self) -> dict[str, torch.Tensor]:  # noqa: D102  inherited
-        return self.store.compression_residuals()
-
-    def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: D102  inherited
-        if self.store.compresses:
-            self.store.load_compression_residuals(residuals)
 
     @property
     def keeps_state(self) -> bool:  # noqa: D102  inherited
@@ -342,17 +314,8 @@ def bind_optimizer(
 
     Collective with a store of several workers; rank 0's weights win.
 
-    Args:
-        replicas: replicas to update.
-        kvstore: name of a store, a store, or None.
-        spec: the optimizer.
-        previous: binding of the optimizer that this one replaces, if there is one.
-        compression: gradient compression of the store; None: no compression.
-        state: optimizer state to start from.
-        num_contexts: number of contexts of this worker.
-        measures_loads: as for `Workers`.
-        shard: as for `Module`; without effect on a single worker.
-        memory: as for `KVStore.set_optimizer`.
+    Arguments are as for `Module`, `Workers` and `KVStore.set_optimizer`; ``shard`` has no effect on a single worker.
+    The optimizer starts from ``state``, and replaces that of ``previous``.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -411,13 +374,17 @@ def _init_store(
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
     store.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
-    weights = {name: replicas.weights(name) for name in names}
     new = [name for name in names if name not in held]
-    store.broadcast(new, [weights[name][0] for name in new], [weights[name] for name in new])
+    store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
     if held:
-        store.assign(held, [weights[name][0] for name in held])
-        if store.num_workers > 1:  # rank 0's values won
-            store.pull(held, [weights[name] for name in held])
+        _assign(store, replicas, held)
+
+
+def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:
+    """Copy weights of the first replica to the store; of several workers rank 0's win."""
+    store.assign(names, [replicas.weights(name)[0] for name in names])
+    if store.num_workers > 1:
+        store.pull(names, [replicas.weights(name) for name in names])
 
 
 def _note_out_of_step(workers: Workers, error: BaseException) -> None:
@@ -436,7 +403,3 @@ def _check_no_max_norm(network: nn.Module) -> None:
                 f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
                 "that; normalize the layer's output instead, or train on one context without a store"
             )
-
-
-def _use_gpus(replicas: Replicas) -> bool:
-    return any(replica.context.device_type == "gpu" for replica in replicas.all)

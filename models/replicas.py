@@ -49,11 +49,7 @@ class Replicas:
     ) -> None:
         """Move the network to the first context that has a load, and copies of it to the others.
 
-        Args:
-            network: the user's network, which becomes the first replica.
-            contexts: contexts of the module.
-            loads: one per context.
-            fixed: names of parameters that are not trained.
+        Parameters with the names in ``fixed`` are not trained.
         """
         parameters = parameters_of(network, remove_duplicate=False)
         for name in fixed:
@@ -64,12 +60,8 @@ class Replicas:
         """The weights of the only replica if the workers divide them."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
             if load:
-                self.all.append(self._make(index, context, network))
-
-    def _make(self, index: int, context: Context, network: nn.Module) -> Replica:
-        own = (copy.deepcopy(network) if self.all else network).to(context.torch_device)
-        parameters = {name: parameter for name, parameter in parameters_of(own).items() if parameter.requires_grad}
-        return Replica(index, context, own, parameters)
+                own = (copy.deepcopy(network) if self.all else network).to(context.torch_device)
+                self.all.append(Replica(index, context, own, _trained(own)))
 
     @property
     def first(self) -> Replica:
@@ -80,10 +72,9 @@ class Replicas:
         """Copy ``requires_grad`` of the user's network to all replicas."""
         trained = {name: parameter.requires_grad for name, parameter in parameters_of(self.first.network).items()}
         for replica in self.all:
-            own = parameters_of(replica.network)
-            for name, parameter in own.items():
+            for name, parameter in parameters_of(replica.network).items():
                 parameter.requires_grad_(trained[name])
-            replica.parameters = {name: parameter for name, parameter in own.items() if trained[name]}
+            replica.parameters = _trained(replica.network)
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
@@ -215,10 +206,8 @@ class Replicas:
 
     def average_buffers(self, workers: Workers) -> None:
         """Average the buffers that differ over the replicas of all workers, and reset sample counts. Collective."""
-        if workers.count > 1:
+        if workers.count > 1 or len(self.all) > 1:
             self.load_untrained(averaged_over(workers, self.own_buffers(), self.samples_seen))
-        elif len(self.all) > 1:
-            self.load_untrained(averaged(self.own_buffers(), self.samples_seen))
         for replica in self.all:
             replica.samples_seen = 0
 
@@ -256,6 +245,10 @@ class Replicas:
 def _copy(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         targets[name].copy_(value)
+
+
+def _trained(network: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters_of(network).items() if parameter.requires_grad}
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

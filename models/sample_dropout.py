@@ -84,12 +84,8 @@ class SampleDropout(_Dropout):
     each layer has masks of its own. The first axis of a layer's input must be the samples', or a multiple of it with
     the samples outermost, such as batch times heads.
 
-    Covers `dropout`, `dropout1d`, `dropout2d` and `dropout3d` of torch.nn.functional and the layers that call them.
-
-    Args:
-        key: number of at most 64 bits that stands for the seed and the step.
-        first: number of the first sample within the whole batch.
-        samples: number of samples.
+    Covers `dropout`, `dropout1d`, `dropout2d` and `dropout3d` of torch.nn.functional and the layers that call them. The
+    key is a number of at most 64 bits; ``first`` is the number of the first sample within the whole batch.
     """
 
     def __init__(self, key: int, first: int, samples: int) -> None:

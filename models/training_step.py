@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,17 +50,7 @@ class TrainingStep:
         loss_scale: LossScale | None,
         logger: logging.Logger,
     ) -> None:
-        """Start without an optimizer.
-
-        Args:
-            bound: replicas and executor.
-            loss: loss of a share.
-            run_state: holds the seed, and the step, which is counted here.
-            loads: one per context, for fixed loads.
-            load_balancer: source of loads that follow measured speed; None: fixed loads.
-            loss_scale: scale of float16 losses; None: no scaling.
-            logger: logger of skipped steps.
-        """
+        """Start without an optimizer; fixed ``loads`` are used if there is no balancer."""
         self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
         self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
         self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)
@@ -80,7 +70,7 @@ class TrainingStep:
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
         self._weight: float | None = None
-        """Weight that the gradients are this worker's mean over; None if they are to be summed over the workers."""
+        """Samples behind this worker's mean gradient; None if gradients are to be summed over the workers."""
 
     def set_optimizer(self, optimizer: OptimizerBinding | None) -> None:
         """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
@@ -112,7 +102,10 @@ class TrainingStep:
         if data is not None:
             slices = self._slices(data)
             if self._load_balancer is not None and not train:
-                run = partial(self._evaluate_in_micro_steps, data, label)
+
+                def run(steps: Sequence[Sequence[slice]]) -> list[Share]:
+                    return [share for part in steps for share in self._run_forward(data, label, part, train=False)]
+
                 self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
             else:
                 with self._refusing_on_error():
@@ -122,11 +115,6 @@ class TrainingStep:
         if self.optimizer is not None:
             self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
-
-    def _evaluate_in_micro_steps(
-        self, data: Batch, label: Batch | None, micro_steps: Sequence[Sequence[slice]]
-    ) -> list[Share]:
-        return [share for slices in micro_steps for share in self._run_forward(data, label, slices, train=False)]
 
     def _slices(self, data: Batch) -> list[slice]:
         return split_batch(num_samples(data, "data"), self.loads, self._minimum)
@@ -182,7 +170,10 @@ class TrainingStep:
         """Run backward from the loss, or from gradients of the outputs; see `Module.backward`."""
         if not self._bound.is_bound or not (self._shares or self._has_no_samples):
             raise RuntimeError("backward() came before forward(); call forward(data, label) first")
-        if self._shares and not any(tensor.requires_grad for tensor in _graph_tensors(self._shares)):
+        if self._shares and not any(
+            share.has_graph or any(tensor.requires_grad for tensor in tensors_of(share.output))
+            for share in self._shares
+        ):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
         if out_grads is None:
             self._backward_from_loss(push_early=False)
@@ -211,7 +202,7 @@ class TrainingStep:
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
             self._check_loss(self._shares)
-        divisor = self._set_divisor()
+        self._divisor = divisor = self._divisor_and_weight()
         with self._discarding_gradients_on_error():
             self._backward_of(self._shares, divisor, push_early=push_early)
         self._set_input_factor(divisor)
@@ -231,12 +222,8 @@ class TrainingStep:
             self._load_balancer.record(self._run_state.step, samples, times)
         self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
 
-    def _set_divisor(self) -> float:
-        """Set and return the divisor of the batch's summed loss, and set the weight of its gradients."""
-        self._divisor = self._divisor_and_weight()
-        return self._divisor
-
     def _divisor_and_weight(self) -> float:
+        """Return the divisor of the batch's summed loss, and set the weight of its gradients."""
         if self._loss.is_sum:
             self._weight = None
             return 1.0
@@ -245,8 +232,7 @@ class TrainingStep:
         ):
             return self._joint_divisor()
         if self.grad_req == "add":
-            divisor = self._accumulation.divisor(self.normalizer)
-            self._accumulation.count(self.normalizer)
+            divisor = self._accumulation.add(self.normalizer)
             self._weight = self._accumulation.total
             return divisor
         if self._gradients_used:
@@ -260,8 +246,7 @@ class TrainingStep:
         total = self._timed(self.workers.total, self.normalizer)
         divisor: float = total or 1.0
         if self.grad_req == "add":
-            divisor = self._accumulation.divisor(total)
-            self._accumulation.count(total)
+            divisor = self._accumulation.add(total)
             total = self._accumulation.total
         self._weight = 0.0 if not total and (self._gradients_used or self.grad_req == "add") else None
         return divisor
@@ -280,7 +265,7 @@ class TrainingStep:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._refusing_on_error():
             self._bound.executor.backward(shares, divisor / self._scale)
-            self._end_backward(has_graph=any(one.loss is not None and one.loss.requires_grad for one in shares))
+            self._end_backward(has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
         if self.optimizer is not None:
@@ -445,13 +430,9 @@ class TrainingStep:
         run: Callable[[list[list[slice]]], list[Share]],
         restore: Callable[[], None] = lambda: None,
     ) -> list[Share]:
-        """Run a batch in parts that fit into each context's memory; on out-of-memory, restart with smaller parts.
+        """Run a batch in micro-steps that fit into each context's memory; halve the limits and restart if they do not.
 
-        Args:
-            limits: of the contexts; they are halved.
-            slices: one per context, of the batch.
-            run: runs the batch in micro-steps, of which each has one slice per context, and returns their shares.
-            restore: undoes the effects of a failed attempt.
+        ``restore`` undoes the effects of a failed attempt.
 
         Returns:
             The shares, ordered by context.
@@ -490,9 +471,10 @@ class TrainingStep:
                 share.loss = share.loss.detach() if share.loss is not None else None
             self._shares += shares
         self.normalizer = self._normalizer_of(self._shares)
-        factor = 1.0 if self._divisor is not None else divisor / self._set_divisor()
-        if factor != 1.0:
-            self._bound.replicas.scale_gradients(factor)
+        if self._divisor is None:
+            self._divisor = self._divisor_and_weight()
+            if divisor != self._divisor:
+                self._bound.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
     def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
@@ -577,12 +559,3 @@ class TrainingStep:
     def close(self) -> None:
         """Free the last batch."""
         self._shares = []
-
-
-def _graph_tensors(shares: Iterable[Share]) -> Iterator[torch.Tensor]:
-    for share in shares:
-        if share.loss is not None:
-            yield share.loss
-        found: list[torch.Tensor] = []
-        map_tensors(found.append, share.output)
-        yield from found

@@ -25,12 +25,9 @@ class Workers:
     """
 
     def __init__(self, store: KVStore | None = None, num_contexts: int = 1, *, measures_loads: bool = False) -> None:
-        """Connect to the other workers. Collective.
+        """Connect to the other workers of a store; without one this worker is alone. Collective.
 
-        Args:
-            store: store that joins the workers; None: this worker is alone.
-            num_contexts: number of contexts of this worker.
-            measures_loads: True if the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
+        With ``measures_loads`` the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
 
         Raises:
             ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
@@ -67,12 +64,7 @@ class Workers:
         return self.rank == 0
 
     def share(self, samples: int, batch: int | None = None) -> slice:
-        """Return this worker's slice of a batch of ``samples``, split by the loads; it may be empty.
-
-        Args:
-            samples: number of samples in the batch.
-            batch: index of the batch in its epoch; None: split by the newest loads.
-        """
+        """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
         loads = self.loads if batch is None else self.loads_of(batch)
         return split_batch(samples, loads, self.minimum)[self.rank]
 
@@ -81,11 +73,9 @@ class Workers:
         return next(loads for first, loads in reversed(self._loads_of_epoch) if first <= batch)
 
     def set_loads(self, loads: Sequence[float], first_batch: int = 0) -> None:
-        """Change the loads; all workers must call it between the same batches, with the same arguments.
+        """Change the loads from a batch of the epoch on; 0: an epoch begins.
 
-        Args:
-            loads: one per worker.
-            first_batch: index of the first batch of the epoch that they split; 0: an epoch begins.
+        All workers must call it between the same batches, with the same arguments.
         """
         self.loads = list(loads)
         earlier = [(first, before) for first, before in self._loads_of_epoch if first < first_batch]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights
-from gangline.models.balance.prepared_loader import copy_loader
+from gangline.models.data.batches import copy_loader
 
 
 class Balance(Callback):

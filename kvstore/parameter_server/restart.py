@@ -21,7 +21,7 @@ from gangline.kvstore.parameter_server.client.pending import command
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.environment import load_of
-from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
+from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 
 _log = logging.getLogger("gangline")

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
@@ -22,20 +22,20 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     draw_seed,
-    length_of,
     order_of,
     sampler_of,
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
-from gangline.models.balance.prepared_loader import PreparedLoader, copy_loader, own_iteration, unprepared
+from gangline.models.balance.prepared_loader import PreparedLoader, own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
+from gangline.models.data.batches import copy_loader, length_of
 
 LossReduction = Literal["mean", "sum", "normalized"]
 _END = object()
@@ -109,7 +109,8 @@ class BalancedLoader:
                 "the smallest share": minimum,
             }
             settings |= {} if order is None else order.settings
-            return settings, _drawn_ahead(loader), getattr(order, "length", None)
+            drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
+            return settings, drawn_ahead, getattr(order, "length", None)
 
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings)
@@ -135,12 +136,13 @@ class BalancedLoader:
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
-            self._source = IterableBatches(stream == "same", self.global_batch, self._balance, rank)
+            self._source = IterableBatches(loader, stream == "same", self.global_batch, self._balance, rank)
         else:
             if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
                 order.length = None if None in lengths else max(lengths)
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
-            self._loader = _with_batches(loader, self._source)
+            # Batches in another order would not be those of the shares, nor of the other ranks.
+            self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._is_prepared = prepared is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
         self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
@@ -325,9 +327,7 @@ class BalancedLoader:
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        if isinstance(self._source, ShareSampler):
-            return len(self._source)
-        return self._source.length(self._user_loader)
+        return len(self._source)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_user_loader" not in self.__dict__:
@@ -368,28 +368,18 @@ def _tell_of_error() -> None:
             lockstep.leave(Signal.FAILED)
 
 
-class _TimedLoader:
-    """A DataLoader whose loading counts as time of this rank's steps."""
-
-    def __init__(self, loader: DataLoader[Any], timer: RankTimer) -> None:
-        self._loader, self._timer = loader, timer
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        while True:
-            self._timer.resume()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self._timer.pause()
-            yield batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
+    """Yield the batches of a loader; their loading counts as time of this rank's steps."""
+    batches = iter(loader)
+    while True:
+        timer.resume()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            timer.pause()
+        yield batch
 
 
 class _Steps:
@@ -404,9 +394,10 @@ class _Steps:
         self.shares.clear()
         owner = self._owner
         timer = owner._balance.timer
-        timed = owner._loader if timer is None else _TimedLoader(owner._loader, timer)
+        source = owner._source
+        pieces = source.pieces(owner._loader if timer is None else _timed(owner._loader, timer))
         for share, batch in owner._lockstep.batches(
-            owner._source, timed, owner._source.first, owner._count, owner._smallest
+            pieces, source.read_ahead, source.first, owner._count, owner._smallest
         ):
             self.shares.append(share)
             yield batch
@@ -450,8 +441,8 @@ def balance(
             are not ignored; None: its samples. A global batch in which nothing counts has no gradient.
         loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
             "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
-        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only as far as the peaks of
-            real steps predict that it fits; None: no limits.
+        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while the memory
+            peaks of real steps predict that it fits; None: no limits.
         stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
             reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
             joined and cut to shares.
@@ -501,15 +492,3 @@ def _check_starts(starts: list[dict[str, Any]]) -> None:
 
 def _drops_last(loader: Any) -> bool:
     return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
-
-
-def _drawn_ahead(loader: Any) -> int:
-    """Return how many batches a DataLoader draws before they are needed."""
-    workers = getattr(loader, "num_workers", 0)
-    return int(workers * (getattr(loader, "prefetch_factor", None) or 0))
-
-
-def _with_batches(loader: DataLoader[Any], sampler: ShareSampler) -> DataLoader[Any]:
-    """Return a DataLoader with the settings of another one and other batches."""
-    # Batches in another order would not be those of the shares, nor of the other ranks.
-    return copy_loader(loader, batch_sampler=sampler, in_order=True)

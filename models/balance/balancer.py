@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,12 +30,28 @@ class Time(Protocol):
         """Wait for the GPU and return the time; None if the share did not run."""
 
 
+def mark(device: torch.device) -> Any:
+    """Return the present for `ElapsedTime.add`: the time on the host, or an event on the GPU's current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @dataclass
 class ElapsedTime:
     """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
 
-    on_host: float
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    on_host: float = 0.0
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def add(self, begin: Any, end: Any) -> None:
+        """Add the time between two results of `mark`."""
+        if isinstance(begin, float):
+            self.on_host += end - begin
+        else:
+            self.events.append((begin, end))
 
     def is_complete(self) -> bool:
         """Return True if the GPU has passed all events."""
@@ -63,13 +80,7 @@ class Balancer:
         all_gather: Callable[[Any], list[Any]] = lambda message: [message],
         limits: MemoryLimits | None = None,
     ) -> None:
-        """Start with equal loads.
-
-        Args:
-            speeds: derives the loads.
-            all_gather: exchanges plain data between the processes; without it this one measures all members.
-            limits: numbers of samples that fit into the members' memory, for `state`.
-        """
+        """Start with equal loads; without ``all_gather`` this process measures all members."""
         self.speeds = speeds
         self._all_gather = all_gather
         self.limits = limits or MemoryLimits(speeds.names)
@@ -84,13 +95,7 @@ class Balancer:
         return list(self.speeds.loads)
 
     def record(self, step: int, samples: Sequence[int], times: Sequence[Time]) -> None:
-        """Record a training batch.
-
-        Args:
-            step: number of the batch, equal in all processes.
-            samples: samples of each member of this process.
-            times: time of each of these shares.
-        """
+        """Record samples and times of this process's members in a training batch, numbered equally everywhere."""
         self._pending.append((step, list(samples), list(times)))
 
     def measure(self, *, wait: bool = False) -> None:
@@ -144,12 +149,9 @@ class Balancer:
 
 
 def balancer_of_contexts(contexts: Sequence[Context], logger: logging.Logger, minimum: int = 1) -> Balancer:
-    """Return the balancer of a module's contexts.
+    """Return the balancer of a module's contexts, with the smallest share that is not empty.
 
-    Args:
-        contexts: contexts of the module.
-        logger: receives one line per change of the loads, and a warning per limit of memory.
-        minimum: smallest share that is not empty.
+    It logs one line per change of the loads, and a warning per limit of memory.
     """
     on_one_device = len({context.torch_device for context in contexts}) == 1
     names = [str(context) for context in contexts]
@@ -169,22 +171,13 @@ class MemoryLimits:
         logger: logging.Logger | None = None,
         max_samples: Sequence[int | None] | None = None,
     ) -> None:
-        """Start with these limits.
-
-        Args:
-            names: names of the contexts or ranks, for logs.
-            logger: receives a warning for each limit that is halved.
-            max_samples: one per context or rank; None: no limits.
-        """
+        """Start with these limits; the logger receives a warning for each one that is halved."""
         self._names, self._logger = list(names), logger
         self.max_samples: list[int | None] = [None] * len(names) if max_samples is None else list(max_samples)
         """One per context or rank; None: no limit is known."""
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
         """Cut each context's slice into equal parts that fit.
-
-        Args:
-            slices: one per context, of the batch.
 
         Returns:
             For each micro-step one slice per context; empty ones for contexts that have finished.
@@ -195,12 +188,7 @@ class MemoryLimits:
         ]
 
     def lower(self, indices: Sequence[int], micro_steps: Sequence[Sequence[slice]]) -> bool:
-        """Halve the limits of contexts that ran out of memory; return False if none can be lowered.
-
-        Args:
-            indices: contexts that ran out of memory, or may have.
-            micro_steps: slices that were tried, as `micro_steps` returned them.
-        """
+        """Halve the limits of contexts that may have run out of memory in these micro-steps; False: none can be."""
         tried = {index: max(parts[index].stop - parts[index].start for parts in micro_steps) for index in indices}
         if not tried or max(tried.values()) < 2:
             return False
@@ -208,7 +196,7 @@ class MemoryLimits:
         return True
 
     def halve(self, tried: Mapping[int, int]) -> None:
-        """Halve the limits of contexts or ranks that ran out of memory with so many samples."""
+        """Halve the limits of contexts or ranks that ran out of memory with these numbers of samples."""
         for index, samples in tried.items():
             limit = self.max_samples[index]
             self.max_samples[index] = max(1, samples // 2 if limit is None else min(limit, samples // 2))
@@ -235,12 +223,8 @@ def samples_that_fit(device: torch.device, samples: int) -> int | None:
     What is allocated between steps, such as weights and optimizer state, does not grow with the share; what a step adds
     is taken to grow in proportion, although a part of it does not.
 
-    Args:
-        device: device of the model.
-        samples: the largest share that this rank has trained.
-
     Returns:
-        A number of samples, ``samples`` or more; None: no limit is known, as on CPUs.
+        At least ``samples``, the largest share that this rank has trained; None: no limit is known, as on CPUs.
     """
     if device.type != "cuda" or not samples:
         return None

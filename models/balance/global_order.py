@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -20,27 +20,9 @@ from torch.utils.data import (
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.data.batches import length_of
 
 _CHUNK = 64  # global batches whose indices one message carries
-
-
-class GlobalOrder(Protocol):
-    """Reads the order of an epoch."""
-
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch. Collective: every rank reads all of them.
-
-        Args:
-            seed: of the epoch's shuffle.
-            skip: samples to leave out at the beginning.
-        """
-
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
 
 
 class SampleOrder:
@@ -50,8 +32,8 @@ class SampleOrder:
         self._sampler, self._size, self._drop_last = sampler, size, drop_last
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch."""
-        return _cut(islice(self._indices(seed), skip, None), self._size, drop_last=self._drop_last)
+        """Return the global batches of an epoch shuffled by a seed, without the first samples to skip."""
+        return iter(BatchSampler(islice(self._indices(seed), skip, None), self._size, self._drop_last))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,7 +58,7 @@ class SampleOrder:
                 )
             )
         if isinstance(sampler, DistributedSampler):
-            return iter(_distributed_order(sampler))
+            return _distributed_order(sampler)
         return iter(sampler)
 
     def _count(self) -> int:
@@ -121,21 +103,14 @@ class RankOrder:
         """What must be the same on all ranks."""
         return {} if self._of_all_ranks else {"the number of batches": self.length}
 
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch. Collective."""
-        del seed  # the sampler is the user's
+    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
+        """Return the global batches of an epoch, without the first samples to skip. Collective."""
+        lists = chain.from_iterable(self._chunks())
         if self._size is not None:
-            indices = chain.from_iterable(chain.from_iterable(self._chunks()))
-            return _cut(islice(indices, skip, None), self._size, drop_last=self._drop_last)
-        lists = _skipped(chain.from_iterable(self._chunks()), skip)
-        return self._joined(lists)
-
-    def _joined(self, lists: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
-        """Join one list for each rank to a global batch."""
-        while batch := list(islice(lists, self._exchange.size)):
-            if len(batch) < self._exchange.size and self._drop_last:
-                return
-            yield list(chain.from_iterable(batch))
+            indices = islice(chain.from_iterable(lists), skip, None)
+            return iter(BatchSampler(indices, self._size, self._drop_last))
+        of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
+        return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
 
     def _chunks(self) -> Iterator[list[Sequence[Any]]]:
         """Return lists in the order of training, some at a time."""
@@ -164,6 +139,10 @@ class RankOrder:
         if self.length is None:
             raise TypeError("the sampler has no length, so the number of batches is not known")
         return self.length
+
+
+GlobalOrder = SampleOrder | RankOrder
+"""Order of the samples of all ranks in an epoch."""
 
 
 def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
@@ -195,11 +174,11 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
             "global_batch out"
         )
     if is_plain and not of_all_ranks:
-        length = batch_count(sampler, size, drop_last=drops)
+        length = _batch_count(sampler, size, drop_last=drops)
         lists = BatchSampler(sampler, batches.batch_size, drop_last=False)
         order = RankOrder(lists, exchange, of_all_ranks=False, size=size, drop_last=drops, length=length)
     else:
-        length = batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
+        length = _batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
         order = RankOrder(batches, exchange, of_all_ranks=of_all_ranks, drop_last=drops, length=length)
     return order, size
 
@@ -224,15 +203,7 @@ def sampler_of(loader: Any) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
-def length_of(items: Any) -> int | None:
-    """Return the length of a data set or sampler; None if it has none."""
-    try:
-        return len(items)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
+def _batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
     """Return the number of batches of a data set or sampler; None if it has no length."""
     count = length_of(items)
     return None if count is None else count // size if drop_last else -(-count // size)
@@ -244,31 +215,20 @@ def _knows_ranks(sampler: object) -> bool:
     return any(hasattr(sampler, name) for name in ranks) and any(hasattr(sampler, name) for name in sizes)
 
 
-def _distributed_order(sampler: DistributedSampler[Any]) -> list[int]:
+def _distributed_order(sampler: DistributedSampler[Any]) -> Iterator[int]:
     """Return the indices of all ranks in the order of a DistributedSampler, without the repeated ones."""
-    count = len(sampler.dataset)  # type: ignore[arg-type]
-    if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        indices: list[int] = torch.randperm(count, generator=generator).tolist()
-    else:
-        indices = list(range(count))
-    return indices[: _distributed_length(sampler)]
+    data, shuffle = sampler.dataset, sampler.shuffle
+    whole: DistributedSampler[Any] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=sampler.seed)
+    whole.set_epoch(sampler.epoch)
+    return islice(whole, _distributed_length(sampler))
 
 
 def _distributed_length(sampler: DistributedSampler[Any]) -> int:
     return min(len(sampler.dataset), sampler.total_size)  # type: ignore[arg-type]
 
 
-def _cut(indices: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    while batch := list(islice(indices, size)):
-        if len(batch) < size and drop_last:
-            return
-        yield batch
-
-
 def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[Any]]:
-    """Leave out lists with so many samples."""
+    """Skip lists until this many samples are left out."""
     for each in lists:
         if samples <= 0:
             yield each
@@ -283,14 +243,7 @@ class ShareSampler(Sampler[list[Any]]):
     """
 
     def __init__(self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int) -> None:
-        """Cut an order.
-
-        Args:
-            order: of the samples of all ranks.
-            balance: decides the size of shares.
-            rank: this rank.
-            ahead: most batches that the DataLoader of any rank draws before the one that it returns.
-        """
+        """Cut an order; the DataLoader of a rank draws at most so many batches before the one that it returns."""
         self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
         self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
@@ -303,14 +256,11 @@ class ShareSampler(Sampler[list[Any]]):
         self.first = 0
         """Number of the next epoch's first global batch."""
 
-    def pieces(self, loader: Any) -> Iterator[Piece]:
+    def pieces(self, loader: Iterable[Any]) -> Iterator[Piece]:
         """Return this rank's batches of an epoch. Collective, in the order of the training steps.
 
         The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose
-        DataLoaders draw at different times would wait for each other.
-
-        Args:
-            loader: draws from this sampler.
+        DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
         """
         self._known.clear()
         self._drawn.clear()

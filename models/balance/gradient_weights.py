@@ -44,8 +44,7 @@ class GradientWeights:
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Add the hooks; `close` removes them. Collective if a network is divided by FSDP2, which gathers it.
 
-        Args:
-            networks: modules that the training loop calls, with their wrappers.
+        The networks are the modules that the training loop calls, with their wrappers.
 
         Raises:
             RuntimeError: if a parameter has a weight already.

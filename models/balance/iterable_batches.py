@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Literal
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch, length_of
+from gangline.models.balance.global_order import check_global_batch
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.prepared_loader import own_iteration
 from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.data.batches import length_of
 
 Stream = Literal["own", "same"]
 
@@ -51,15 +52,12 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
 class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
-    def __init__(self, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
-        """Cut a stream.
+    def __init__(self, loader: Any, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
+        """Cut the stream of a loader to global batches of this size.
 
-        Args:
-            is_same: all ranks read the same stream, and each keeps its share; else each has a stream of its own.
-            size: samples of a global batch.
-            balance: decides the size of shares.
-            rank: this rank.
+        With ``is_same`` all ranks read the same stream, and each keeps its share; else each has a stream of its own.
         """
+        self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
         self.seed = 0
         """Not used: the stream shuffles itself."""
@@ -68,21 +66,21 @@ class IterableBatches:
         self.first = 0
         """Number of the next epoch's first global batch."""
 
-    def pieces(self, loader: Any) -> Iterator[Piece]:
+    def pieces(self, batches: Iterable[Any]) -> Iterator[Piece]:
         """Return this rank's batches of an epoch; without samples once the stream has ended."""
-        samples = _Samples(loader)
+        samples = _Samples(batches, self._batch_size)
         return self._of_same(samples) if self._is_same else self._of_own(samples)
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
 
-    def length(self, loader: Any) -> int:
+    def __len__(self) -> int:
         """Return the number of global batches of an epoch.
 
         Raises:
             TypeError: if it is not known.
         """
-        batch_size = getattr(loader, "batch_size", None) or 1
+        loader, batch_size = self._loader, self._batch_size or 1
         samples: int | None = None
         if self._is_same and own_iteration(loader) is None:
             samples = length_of(loader.dataset)
@@ -128,9 +126,8 @@ class IterableBatches:
 class _Samples:
     """Samples of a stream of batches: pytrees of tensors, arrays and lists, with one entry for each sample."""
 
-    def __init__(self, loader: Any) -> None:
-        self._batches = iter(loader)
-        self._batch_size = getattr(loader, "batch_size", None)
+    def __init__(self, batches: Iterable[Any], batch_size: int | None) -> None:
+        self._batches, self._batch_size = iter(batches), batch_size
         self._left: deque[tuple[int, Any]] = deque()  # (samples, batch)
         self._lists: set[str] = set()  # names of lists with one tensor or container for each sample
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -63,16 +63,6 @@ class Skip:
     """Those of the ranks that ran out of memory."""
 
 
-class Source(Protocol):
-    """Cuts batches to this rank's pieces."""
-
-    def pieces(self, loader: Any) -> Iterator[Piece]:
-        """Return the pieces of an epoch; a rank that has no more samples ends, or goes on with pieces of 0 samples."""
-
-    def read_ahead(self) -> None:
-        """Get from other ranks what the next piece needs. Collective."""
-
-
 class Signal(IntEnum):
     """What a rank does next: the first number of its messages."""
 
@@ -105,7 +95,8 @@ _Rows = Sequence[Sequence[float]]
 class Lockstep:
     """Messages by which ranks keep step: one when the loop asks for a batch, and one while its gradient is reduced.
 
-    All ranks send equally many. Each says what its rank does next, and from all of them every rank concludes the same.
+    All ranks send the same number of messages. A message says what its rank does next, and every rank draws the same
+    conclusion from those of all ranks.
     """
 
     def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:
@@ -143,7 +134,12 @@ class Lockstep:
         self._ask(Signal.EPOCH)
 
     def batches(
-        self, source: Source, loader: Any, first: int, counter: Count | None, smallest: int = 1
+        self,
+        pieces: Iterator[Piece],
+        read_ahead: Callable[[], None],
+        first: int,
+        counter: Count | None,
+        smallest: int = 1,
     ) -> Iterator[tuple[Share, Any]]:
         """Return the batches of an epoch with the shares of all ranks. Collective.
 
@@ -151,8 +147,8 @@ class Lockstep:
         gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
 
         Args:
-            source: cuts the batches.
-            loader: returns them.
+            pieces: this rank's; without more samples a rank ends, or goes on with pieces of 0 samples.
+            read_ahead: gets from other ranks what the next piece needs. Collective.
             first: number of the first global batch.
             counter: what the loss's mean counts in a batch; None: samples.
             smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
@@ -164,12 +160,11 @@ class Lockstep:
         """
         self.is_open = True
         try:
-            pieces = source.pieces(loader)
             for number in count(first):
                 share_and_batch = self._next(pieces, number, counter, max(smallest, 1))
                 if share_and_batch is None:
                     return
-                source.read_ahead()
+                read_ahead()
                 yield share_and_batch
         except Exception:  # of any type, from the data or from another rank; raised again below
             self.is_open = False  # on all ranks

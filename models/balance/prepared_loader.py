@@ -10,19 +10,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-_SETTINGS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+from gangline.models.data.batches import copy_loader
 
 
 @dataclass(frozen=True)
@@ -40,17 +28,6 @@ class PreparedLoader:
         """Put another loader into accelerate's loader, and return accelerate's."""
         self.outer.base_dataloader = loader
         return self.outer
-
-
-def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the data set and settings of another one, some of them changed.
-
-    Args:
-        loader: has the settings.
-        **changes: arguments of DataLoader, with batch_sampler, or batch_size, sampler and drop_last.
-    """
-    settings = {name: getattr(loader, name) for name in _SETTINGS}
-    return DataLoader(loader.dataset, **{**settings, **changes})
 
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
@@ -106,6 +83,5 @@ def _of_stream(loader: Any, base: DataLoader[Any]) -> PreparedLoader:
     part: Any = base.dataset
     if type(part).__name__ != "IterableDatasetShard":
         return PreparedLoader(loader, base, None)
-    settings = {name: getattr(base, name) for name in _SETTINGS}
-    plain: DataLoader[Any] = DataLoader(part.dataset, batch_size=part.batch_size, drop_last=part.drop_last, **settings)
+    plain = copy_loader(base, dataset=part.dataset, batch_size=part.batch_size, drop_last=part.drop_last)
     return PreparedLoader(loader, plain, part.batch_size if part.split_batches else None)

@@ -54,7 +54,7 @@ class RankBalance:
             loads: one number above 0 per rank.
             all_gather: exchanges plain data of each rank. Collective.
             timer: measures this rank; None: the loads stay.
-            horizon: most batches that a rank draws ahead of the one that it trains.
+            horizon: maximum number of batches that a rank draws ahead of the one that it trains.
             device: its memory limits the growth of this rank's share; None: nothing does.
             caps: maximum share of each rank; None: no limits.
             minimum: smallest share that is not empty.
@@ -87,9 +87,7 @@ class RankBalance:
     def set_loads(self, loads: Sequence[float], batch: int | None) -> None:
         """Use these loads, and the present caps, from the first batch that no rank has drawn yet. All ranks call it.
 
-        Args:
-            loads: one number above 0 per rank.
-            batch: number of the batch that is being trained, counted from the start of the job; None: none was drawn.
+        ``batch`` is the number of the batch that is being trained, from the start of the job; None: none was drawn.
         """
         first = 0 if batch is None else batch + self._horizon
         self._splits = [split for split in self._splits if split.first < first]
@@ -103,12 +101,7 @@ class RankBalance:
         return split_within(size, split.loads, split.caps, self.minimum)
 
     def begin_batch(self, batch: int, counts: Sequence[int]) -> None:
-        """Record the time of the batch before, and update the loads if that is due. Collective.
-
-        Args:
-            batch: number of the batch that begins.
-            counts: samples of each rank in it.
-        """
+        """Begin a batch with these samples of each rank; update the loads first if that is due. Collective."""
         self._end_batch()
         if self.timer is not None and self._counted >= self._next_exchange:
             self._exchange(batch)
@@ -129,10 +122,7 @@ class RankBalance:
     def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
         """Leave out the current batch, which some ranks skipped. All ranks call it alike.
 
-        Args:
-            batch: number of the batch.
-            out_of_memory: samples of ranks that ran out of memory. They get half at most from now on, where the others
-                can take the rest.
+        Ranks that ran out of memory with so many samples get at most half from now on, where others can take the rest.
         """
         self._is_counted = False
         self._limits.halve(out_of_memory)

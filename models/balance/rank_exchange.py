@@ -28,10 +28,7 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the group. Collective: all ranks must call it.
-
-        Args:
-            group: the ranks that average gradients; None: the default group.
+        """Make the group of the ranks that average gradients; None: the default group. Collective.
 
         Raises:
             RuntimeError: if torch.distributed is not initialized.
@@ -57,11 +54,7 @@ class RankExchange:
         return found
 
     def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:
-        """Return what ``call`` returned on every rank. Collective.
-
-        Args:
-            call: function to run on each rank.
-            doing: what it does, for the text of errors.
+        """Run a function on every rank and return all results; ``doing`` names it in errors. Collective.
 
         Raises:
             Exception: the error of ``call`` on this rank.

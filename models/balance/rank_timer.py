@@ -1,8 +1,7 @@
-"""Rank timer: the time of a rank's training steps, without what it waits for other ranks."""
+"""Rank timer: the time of a rank's training steps, without its waits for other ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
 _BACKWARD = 2.0  # backward's time relative to forward's, where backward cannot be measured
@@ -39,8 +38,8 @@ def waiting_for_ranks() -> Iterator[None]:
 class RankTime:
     """Time of a rank's step; that of a GPU may not be complete yet."""
 
-    counted: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
-    forward: ElapsedTime = field(default_factory=lambda: ElapsedTime(0.0, []))
+    counted: ElapsedTime = field(default_factory=ElapsedTime)
+    forward: ElapsedTime = field(default_factory=ElapsedTime)
     """Part in forward passes whose backward is not measured."""
 
     def is_complete(self) -> bool:
@@ -68,11 +67,7 @@ class RankTimer:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Add hooks to the models; `close` removes them.
-
-        Args:
-            models: the modules that the training loop calls, with their wrappers if they have one.
-        """
+        """Add hooks to the modules that the training loop calls, with their wrappers; `close` removes them."""
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._parameters = {id(parameter) for parameter in parameters}
@@ -112,27 +107,22 @@ class RankTimer:
     def start(self) -> None:
         """Count time from now on: a batch is handed out."""
         self._is_after_backward = self._is_in_backward = self._is_in_forward = False
-        self._since = self._now()
+        self._since = mark(self._device)
 
     def pause(self) -> bool:
         """Count no time until `resume`; return False if it does not run."""
         if self._since is None:
             return False
-        to = [self._time.counted] + [self._time.forward] * self._is_in_forward
-        if self._device.type == "cuda":
-            event = self._now()
-            for part in to:
-                part.events.append((self._since, event))
-        else:
-            seconds = time.perf_counter() - self._since
-            for part in to:
-                part.on_host += seconds
+        now = mark(self._device)
+        self._time.counted.add(self._since, now)
+        if self._is_in_forward:
+            self._time.forward.add(self._since, now)
         self._since = None
         return True
 
     def resume(self) -> None:
         """Count time again."""
-        self._since = self._now()
+        self._since = mark(self._device)
 
     def take(self) -> RankTime | None:
         """Return the time since the last call; None if the step was left before its end."""
@@ -189,14 +179,6 @@ class RankTimer:
         if self._is_after_backward and any(id(parameter) in self._parameters for parameter in parameters):
             self._is_after_backward = False
             self.resume()  # what has passed since the end of backward does not count
-
-    def _now(self) -> Any:
-        """Return the time on the host, or an event on the GPU's current stream."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def inner_module(model: nn.Module) -> nn.Module:

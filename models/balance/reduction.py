@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,16 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gangline.models.balance.torch_internals import complete_reduction, enter_forward, reduced_parameters
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
-
-
-class Listener(Protocol):
-    """Object that is called at the ends of backward passes."""
-
-    def end_backward(self) -> None:
-        """Called when this rank has computed its gradient, before it waits for the sum."""
-
-    def end_reduction(self) -> None:
-        """Called when the gradient is the mean over the ranks."""
 
 
 class Reduction:
@@ -41,8 +31,8 @@ class Reduction:
         self._expected = 1 if model.find_unused_parameters else len(named)
         self.is_exact = not model.find_unused_parameters
         """False if a gradient of zeros differs from none: parameters may be unused on all ranks."""
-        self.listener: Callable[[], Listener | None] = lambda: None
-        """Returns the object that is called at the ends of backward passes; None: it is gone."""
+        self.listener: Callable[[], Any] = lambda: None
+        """Returns the `Lockstep` that is called at the ends of backward passes and reductions, if it exists."""
         self.not_finite = 0
         """Number, from 1, of the first parameter whose gradient was found not to be finite; 0: all are."""
         self._is_completing = False

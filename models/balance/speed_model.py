@@ -18,9 +18,7 @@ _MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: o
 _GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differs from an equal one
 _CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
 _STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
-_MIN_SECONDS = (
-    1.0  # of batches at a context's present speed before the split changes; a busy system gives cores away for less
-)
+_MIN_SECONDS = 1.0  # of batches at a context's present speed before the split changes; systems give cores away for less
 _SMALLEST_PART = 2  # a share shrinks at most to this part of the smallest one that was measured
 _DECAY = 0.7  # weight of a measurement relative to the next update's
 _MAX_BATCHES = 16  # batches per update that add weight to its measurement
@@ -32,7 +30,7 @@ _MIN_SLOPE = 0.02  # part of a share's time that always counts as proportional t
 _CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
 _MIN_INTERVAL, _MAX_INTERVAL = 2, 64  # counted batches between two updates
 _BLOCKS = 4  # parts of an update's batches whose averages tell how times vary
-_TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
+TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
 
 
@@ -98,13 +96,9 @@ class SpeedModel:
         self._is_unlogged = True
 
     def record(self, samples: Sequence[int], seconds: Sequence[float | None]) -> None:
-        """Record the times of a training batch.
+        """Record samples and seconds of each context's share of a training batch; None or 0: not measured.
 
         A context's first batch, and its first after a change of the loads, is warm-up and does not count.
-
-        Args:
-            samples: samples in each context's share.
-            seconds: time of each share's forward and backward; None or 0: not measured.
         """
         size = sum(samples)
         self._sizes[-1] = max(self._sizes[-1], size)
@@ -234,11 +228,11 @@ class SpeedModel:
         counts = self._split(size)
         step = step_seconds(counts, fits)
         trial = max(fit.seconds(self._minimum) for fit, load in zip(fits, self.loads, strict=True) if not load)
-        if _TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
+        if TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial * step:
             return False
         counts[counts.index(max(counts))] -= self._minimum * counts.count(0)
         self._set_counts([n or self._minimum for n in counts])
-        self._next_update, self._since_trial = self._counted + _TRIAL_BATCHES - 1, 0
+        self._next_update, self._since_trial = self._counted + TRIAL_BATCHES - 1, 0
         return True
 
     def expected_seconds(self, counts: Sequence[int]) -> float:
@@ -309,7 +303,7 @@ class _ContextSpeed:
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
     proportion: float = 1.0
-    """Part of a share's time that is proportional to its samples, as far as shares of several sizes have shown."""
+    """Part of a share's time that is proportional to its samples, as shares of several sizes have shown."""
     suspect: _Point | None = None
     """The last point if it is slower than those before: the speed has changed if the next one is like it."""
 
@@ -393,12 +387,8 @@ def fit_line(
 ) -> LinearFit:
     """Fit a line to (samples, seconds, weight) by least squares.
 
-    Shares of similar size do not determine the slope; a small weight on an assumed one then does.
-
-    Args:
-        points: what was measured.
-        origin: weight of the assumption.
-        proportion: part of the time that is assumed to be proportional to samples; 1: a line through the origin.
+    Shares of similar size do not determine the slope. Then the assumption does, with the small weight ``origin``, that
+    this part of the time is proportional to samples; 1: a line through the origin.
     """
     weights = sum(weight for *_, weight in points)
     samples = sum(weight * n for n, _, weight in points) / weights
@@ -423,13 +413,8 @@ def shortest_step(
 ) -> list[int]:
     """Return the split of a batch of ``size`` whose slowest share finishes first.
 
-    Each sample goes to the context that finishes it first, which is optimal since times grow with the share.
-
-    Args:
-        size: samples in the batch.
-        fits: models of the contexts' times.
-        floors: minimum of each share, if together they are no more than the batch; None: shares may be empty.
-        caps: maximum of each share, None where there is no limit; None: no limits.
+    Each sample goes to the context that finishes it first, which is optimal since times grow with the share. Shares are
+    at least ``floors``, if these are no more than the batch together, and at most ``caps``.
 
     Raises:
         ValueError: if the caps do not hold the batch.

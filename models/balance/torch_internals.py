@@ -43,9 +43,8 @@ def enter_forward(model: DistributedDataParallel) -> None:
 def complete_reduction(model: DistributedDataParallel, *, arrived: int) -> None:
     """Take part in the reduction of a step whose forward or backward has failed, with zeros for missing gradients.
 
-    Args:
-        model: has run what comes before forward; the other ranks reduce their gradients.
-        arrived: number of gradients that a failed backward brought to parameters; the others had none before.
+    The model has run what comes before forward. A failed backward has brought gradients to ``arrived`` parameters; the
+    others had none before.
 
     Raises:
         RuntimeError: if it is not known which ones they are, or none is missing.

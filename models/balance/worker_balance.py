@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 from gangline.models.balance.balancer import Balancer, ElapsedTime
-from gangline.models.balance.speed_model import SpeedModel
+from gangline.models.balance.speed_model import TRIAL_BATCHES, SpeedModel
 from gangline.models.workers import Workers
 
-_TRIAL_BATCHES = 3
-"""Batches of a worker that was idle, after which its speed is looked at, as in `SpeedModel`."""
 _SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
 
 
@@ -70,11 +68,8 @@ class WorkerBalance:
     def __init__(self, workers: Workers, logger: logging.Logger, *, best_split: bool) -> None:
         """Start with the loads of ``workers``.
 
-        Args:
-            workers: the workers of the job; if their loads follow measured speeds, they are changed here.
-            logger: receives one line per change of the loads, on rank 0.
-            best_split: the speed of this worker is that of its contexts with the best split over them, because their
-                loads follow measured speeds too; otherwise that with the present split.
+        With ``best_split`` the speed of this worker is that of its contexts with the best split over them, because
+        their loads follow measured speeds too; otherwise that with the present split.
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
         names = [f"worker {rank}" for rank in range(workers.count)]
@@ -87,14 +82,7 @@ class WorkerBalance:
         """Times of all workers in the last epoch, by rank; empty before its end."""
 
     def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
-        """Record a training batch of this worker.
-
-        Args:
-            step: number of the batch, equal on all workers.
-            samples: samples of each replica; all 0 if the worker had none.
-            times: working time of each replica.
-            in_turn: True if the replicas ran one after another.
-        """
+        """Record samples and working time of each replica in a training batch, numbered equally on all workers."""
         if self._workers.count > 1:
             time = _WorkerTime(list(samples), list(times), in_turn, self._best_split, self._note_computed)
             self._balancer.record(step, [sum(samples)], [time])
@@ -106,12 +94,7 @@ class WorkerBalance:
         self._computed += seconds
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
-        """Prepare for a run of `fit`, with the same arguments on all workers.
-
-        Args:
-            is_shared: True if each worker takes its share of common batches, False if it has batches of its own.
-            reads_ahead: batches that a worker may have begun to read before their turn.
-        """
+        """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""
         self._is_shared, self._reads_ahead = is_shared, reads_ahead
         self._computed = 0.0
         if self._workers.is_auto and not is_shared and self._workers.is_first:
@@ -134,12 +117,7 @@ class WorkerBalance:
         return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
-        """Take in the messages of all workers, and update the loads if it is due.
-
-        Args:
-            messages: one per worker, by rank.
-            batch: index of the next batch of the epoch.
-        """
+        """Take in the messages of all workers before the batch with this index, and update the loads if it is due."""
         if not self._is_measured:
             return
         if self.is_urgent:
@@ -150,17 +128,11 @@ class WorkerBalance:
     def begin_epoch(self) -> None:
         """Update the loads from all measurements. Collective if the loads follow measured speeds."""
         if self._is_measured:
-            self._trial_left = _TRIAL_BATCHES if self._balancer.begin_epoch() else None
+            self._trial_left = TRIAL_BATCHES if self._balancer.begin_epoch() else None
             self._workers.set_loads(self._balancer.loads)
 
     def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:
-        """Return this worker's times of an epoch, as plain data, to be gathered from all workers.
-
-        Args:
-            seconds: duration of the epoch's training.
-            waited: seconds in which its steps have waited for the store.
-            context_loads: loads of its contexts.
-        """
+        """Return this worker's times of an epoch of ``seconds``, as plain data, to be gathered from all workers."""
         self._balancer.measure(wait=True)
         computed, self._computed = self._computed, 0.0
         # The host waits for its own GPU too, which computes meanwhile.

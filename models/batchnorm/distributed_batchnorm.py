@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -45,6 +45,9 @@ class DistributedBatchNorm(_BatchNorm):
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
         return normalize(self, input, _RankCall(self), counts=current_batch().has_samples)
+
+
+_SYNCHRONIZED = (nn.SyncBatchNorm, DistributedBatchNorm)
 
 
 class _RankCall(JointCall):
@@ -112,7 +115,7 @@ def convert_sync_batchnorm(network: nn.Module, group: dist.ProcessGroup | None =
 def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, number: int) -> DistributedBatchNorm:
     if isinstance(layer, _LazyNormBase):
         raise ValueError(f"layer {name!r} is a {type(layer).__name__} without a shape; run a batch through it first")
-    if not isinstance(layer, (nn.SyncBatchNorm, DistributedBatchNorm)):
+    if not isinstance(layer, _SYNCHRONIZED):
         check_own_forward(name, layer, "or replace it by hand")
     new = DistributedBatchNorm.__new__(DistributedBatchNorm)
     new.__dict__.update(layer.__dict__)
@@ -123,21 +126,19 @@ def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, nu
 def smallest_share(*networks: nn.Module) -> int:
     """Return the samples of a share that these networks can train on: one sample has no variance to normalize by."""
     layers = [layer for network in networks for layer in network.modules() if isinstance(layer, _BatchNorm)]
-    return 1 if all(isinstance(layer, (nn.SyncBatchNorm, DistributedBatchNorm)) for layer in layers) else 2
+    return 1 if all(isinstance(layer, _SYNCHRONIZED) for layer in layers) else 2
 
 
 def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -> None:
-    """Log a warning if unequal loads meet layers that normalize each share by itself; look once at a network.
-
-    Args:
-        network: network in training mode.
-        loads: one number per rank or worker, in rank order.
-        remedy: what to do.
-    """
+    """Log a warning if unequal loads meet layers that normalize each share by itself; look once at a network."""
     if max(loads) <= min(loads) * _EQUAL or network in _looked_at:
         return
     _looked_at.add(network)
-    names = list(_separate_layers(network))
+    names = [
+        name
+        for name, layer in network.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, _SYNCHRONIZED) and layer.training
+    ]
     if not names:
         return
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -147,11 +148,3 @@ def warn_of_batchnorm(network: nn.Module, loads: Sequence[float], remedy: str) -
         "and the result is not that of one device, nor that of equal shares; all other layers stay exact. To use the "
         f"statistics of the whole batch, {remedy}"
     )
-
-
-def _separate_layers(network: nn.Module) -> Iterator[str]:
-    """Yield the names of layers whose statistics are those of one rank's batch."""
-    synchronized = (nn.SyncBatchNorm, DistributedBatchNorm)
-    for name, layer in network.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, synchronized) and layer.training:
-            yield name

@@ -10,6 +10,7 @@ are summed over the participants, so that every gradient is that of one network 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -38,28 +39,13 @@ class JointCall(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        """Return the moments of all participants, in the same order on all of them. Collective.
-
-        Args:
-            direction: the pass that runs; all participants must be in the same one.
-            own: the moments of this participant, without a graph.
-        """
-
-    def combine(self, own: Moments) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return mean, sum of squared deviations and number of values of the whole batch. Collective."""
-        shares = self.exchange("forward", Moments(own.size, own.mean.detach(), own.squares.detach()))
-        mean, squares = _JointMoments.apply(own.mean, own.squares, own.size, shares, self)  # type: ignore[no-untyped-call]
-        return mean, squares, total_of(shares)
+        """Return the moments, without a graph, of all participants in the same order on all of them. Collective."""
 
 
 def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts: bool = True) -> torch.Tensor:  # noqa: A002 - as torch names it
-    """Return a layer's output in training mode, and update its running statistics. Collective.
+    """Return a layer's output for a part of the batch, (N, C, ...), and update its running statistics. Collective.
 
-    Args:
-        layer: layer of batch normalization.
-        input: this participant's part of the batch, (N, C, ...).
-        call: exchange with the other participants.
-        counts: the part belongs to the batch; False: it is normalized only.
+    With ``counts=False`` the part does not belong to the batch: it is normalized only.
 
     Raises:
         ValueError: if the whole batch has one value per channel.
@@ -68,7 +54,9 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
     part = input if counts else input[:0]
     count = part.numel() // max(1, part.shape[1])
     mean, squares = _Statistics.apply(part)  # type: ignore[no-untyped-call]
-    mean, squares, total = call.combine(Moments(count, mean, squares))
+    shares = call.exchange("forward", Moments(count, mean.detach(), squares.detach()))
+    mean, squares = _JointMoments.apply(mean, squares, count, shares, call)  # type: ignore[no-untyped-call]
+    total = total_of(shares)
     if total == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     update_running_statistics(layer, mean, squares, total)
@@ -81,8 +69,12 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
 
 def update_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, total: int) -> None:
     """Update a layer's running statistics by those of the whole batch, as torch's layer does in training mode."""
-    factor = _count_batch(layer)
-    if layer.training and layer.track_running_stats and total > 1:
+    factor, is_tracked = layer.momentum or 0.0, layer.training and layer.track_running_stats
+    if is_tracked and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    if is_tracked and total > 1:
         _update(layer.running_mean, mean, factor)
         _update(layer.running_var, squares / (total - 1), factor)
 
@@ -96,9 +88,9 @@ def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Ten
     """Return mean and sum of squared deviations of all parts, by the same operations in order on every participant."""
     total = max(1, total_of(shares))
     means = [share.mean.to(device) for share in shares]
-    mean = _sum([own * (share.size / total) for own, share in zip(means, shares, strict=True)])
+    mean = functools.reduce(torch.add, [own * (share.size / total) for own, share in zip(means, shares, strict=True)])
     between = [(own - mean).square() * share.size for own, share in zip(means, shares, strict=True)]
-    return mean, _sum([share.squares.to(device) for share in shares] + between)
+    return mean, functools.reduce(torch.add, [share.squares.to(device) for share in shares] + between)
 
 
 def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
@@ -114,27 +106,10 @@ def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
         )
 
 
-def _count_batch(layer: _BatchNorm) -> float:
-    """Increment num_batches_tracked as torch does; return the batch's weight in the running statistics."""
-    tracked = layer.num_batches_tracked
-    if layer.training and layer.track_running_stats and tracked is not None:
-        tracked.add_(1)
-        if layer.momentum is None:
-            return 1.0 / float(tracked)
-    return layer.momentum or 0.0
-
-
 @torch.no_grad()
 def _update(running: torch.Tensor | None, value: torch.Tensor, factor: float) -> None:
     if running is not None:
         running.copy_(torch.lerp(running.to(value.dtype), value, factor))
-
-
-def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, *others = values
-    for other in others:
-        first = first + other
-    return first
 
 
 def _mapped(values: torch.Tensor, mean: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -194,8 +169,8 @@ class _JointMoments(Function):
                 f"batch normalization has joint statistics of parts with {ctx.counts} values per channel, but backward "
                 f"ran on parts with {[one.size for one in received]}; expected the same parts in both"
             )
-        of_mean = _sum([one.mean.to(of_mean.device) for one in received])
-        of_squares = _sum([one.squares.to(of_squares.device) for one in received])
+        of_mean = functools.reduce(torch.add, [one.mean.to(of_mean.device) for one in received])
+        of_squares = functools.reduce(torch.add, [one.squares.to(of_squares.device) for one in received])
         mean, joint = ctx.saved_tensors
         total = max(1, sum(ctx.counts))
         through_mean = of_mean * (ctx.count / total) + of_squares * (mean - joint) * (2 * ctx.count)

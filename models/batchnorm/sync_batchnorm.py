@@ -36,9 +36,6 @@ class JointBatchNorm:
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Check that the layers can be synchronized.
 
-        Args:
-            networks: the replicas, equal in structure.
-
         Raises:
             ValueError: if a layer is a subclass of torch's with a forward of its own.
         """
@@ -52,10 +49,7 @@ class JointBatchNorm:
     ) -> Iterator[None]:
         """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
 
-        Args:
-            barrier: barrier of all replicas that have samples in this batch, used for this forward alone.
-            index: index of the replica.
-            generator: see `ThreadBarrier.begin`.
+        The barrier is that of all replicas that have samples in this batch, used for this forward alone.
 
         Raises:
             Aborted: if another replica failed.
@@ -130,9 +124,10 @@ class _JointForward(JointCall):
     index: int
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
-        if not _uses_the_batch(self.layer):
-            return _BatchNorm.forward(self.layer, input)
-        return normalize(self.layer, input, self)
+        layer = self.layer
+        if layer.training or (layer.running_mean is None and layer.running_var is None):  # torch then uses the batch
+            return normalize(layer, input, self)
+        return _BatchNorm.forward(layer, input)
 
     def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
         """All-gather moments over the replicas in this layer."""
@@ -169,7 +164,3 @@ def _checked(received: Sequence[Sequence[Any]]) -> list[Moments]:
             "statistics must call its layers in the same order on every share of a batch"
         )
     return [Moments(*moments) for *_, moments, _ in received]
-
-
-def _uses_the_batch(layer: _BatchNorm) -> bool:
-    return layer.training or (layer.running_mean is None and layer.running_var is None)

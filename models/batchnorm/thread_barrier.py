@@ -30,13 +30,7 @@ class ThreadBarrier:
     def __init__(
         self, participants: Iterable[int], *, one_after_another: bool = False, rounds: WorkerRounds | None = None
     ) -> None:
-        """Create the barrier.
-
-        Args:
-            participants: index of each participant, in any order.
-            one_after_another: run the participants one at a time; each must then call `begin` first.
-            rounds: exchange with the barriers of other workers; None: there are none.
-        """
+        """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if there are any."""
         self.participants = sorted(set(participants))
         self.rounds = rounds
         self.waited = dict.fromkeys(self.participants, 0.0)
@@ -58,10 +52,8 @@ class ThreadBarrier:
     def begin(self, index: int, generator: torch.Generator | None = None) -> None:
         """Wait for the participant's first turn; without turns, return at once.
 
-        Args:
-            index: participant that begins.
-            generator: random generator shared with other participants, if any. Each turn continues from the
-                participant's own state, and restores the generator at its end.
+        Each turn continues a generator that is shared with other participants from the participant's own state, and
+        restores it at the end.
 
         Raises:
             Aborted: if another participant failed.
@@ -88,7 +80,11 @@ class ThreadBarrier:
             if self._left and not self._mismatch:
                 self._mismatch = self._describe_mismatch()
             if len(self._values) == len(self.participants):
-                self._result = self._exchange_between_workers(index, [self._values[one] for one in self.participants])
+                self._result = [self._values[one] for one in self.participants]
+                if self.rounds is not None:
+                    began = time.perf_counter()
+                    self._result = self.rounds.exchange(self._result)
+                    self.waited[index] += time.perf_counter() - began
                 self._values = {}
                 self._rounds += 1
             if self._takes_turns:
@@ -98,14 +94,6 @@ class ThreadBarrier:
             if self._takes_turns:
                 self._begin_turn(index)
             return list(self._result)
-
-    def _exchange_between_workers(self, index: int, values: list[Any]) -> list[Any]:
-        if self.rounds is None:
-            return values
-        began = time.perf_counter()
-        received = self.rounds.exchange(values)
-        self.waited[index] += time.perf_counter() - began
-        return received
 
     def leave(self, index: int) -> None:
         """Mark the participant as finished; any other that waits for another value of it gets an error."""

@@ -19,12 +19,7 @@ class WorkerRounds:
     """
 
     def __init__(self, workers: Workers, name: Literal["forward", "backward"]) -> None:
-        """Begin a pass. Collective.
-
-        Args:
-            workers: workers in step.
-            name: the pass, for errors.
-        """
+        """Begin a pass of workers in step. Collective."""
         self.rank = workers.rank
         self._workers, self._name = workers, name
         self._is_over = False
@@ -46,11 +41,7 @@ class WorkerRounds:
         self._round("finished", [])
 
     def follow(self, take: Callable[[list[Any]], None]) -> None:
-        """Take part in the whole pass of a worker without samples. Collective.
-
-        Args:
-            take: receives the values of each round.
-        """
+        """Take part in a pass without samples; ``take`` receives the values of each round. Collective."""
         with self._reporting_errors():
             while values := self._round("without samples", []):
                 take(values)

@@ -116,13 +116,7 @@ class Checkpoint:
 
 
 def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Workers) -> None:
-    """Write the checkpoint ``prefix``-``epoch``. Collective.
-
-    Args:
-        snapshot: state of this worker.
-        prefix: path without the number; its folder is created.
-        epoch: number of epochs completed, 0 or more; or "best".
-        workers: workers of the job.
+    """Write the checkpoint ``prefix``-``epoch``, see `Module.save_checkpoint`. Collective.
 
     Raises:
         OSError: if rank 0 could not write the files; on all ranks. DiskFullError if a file does not fit on the disk.
@@ -212,16 +206,13 @@ def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def read_metadata(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
-    """Return `RunState.metadata` of a checkpoint without its tensors; an empty dict if it does not exist."""
-    *_, description = paths_of(prefix, epoch)
-    return dict(_read_description(description).get("about", {})) if description.is_file() else {}
+def read_metadata(prefix: str | Path, epoch: int | str, part: str = "about") -> dict[str, Any]:
+    """Return a part of a checkpoint without its tensors; an empty dict if it does not exist.
 
-
-def read_states(prefix: str | Path, epoch: int | str) -> dict[str, Any]:
-    """Return the states of `RunState.stateful` of a checkpoint; an empty dict if it does not exist."""
+    "about" is `RunState.metadata`, "companions" are the states of `RunState.stateful`.
+    """
     *_, description = paths_of(prefix, epoch)
-    return dict(_read_description(description).get("companions", {})) if description.is_file() else {}
+    return dict(_read_description(description).get(part, {})) if description.is_file() else {}
 
 
 def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
@@ -275,35 +266,28 @@ def _assemble(
     optimizer = None
     if content["optimizer"] is not None:
         optimizer = OptimizerState.from_parts(content["optimizer"], _with_prefix(tensors, _OPTIMIZER))
-    checkpoint = Checkpoint(
-        path=description,
-        id=content["id"],
-        params=params,
-        position=content["position"],
-        step=content["step"],
-        optimizer_state=optimizer,
-        replica_buffers=_replica_buffers(tensors, 0, len(content["samples_seen"])),
-        samples_seen=content["samples_seen"],
-        random=content["random"],
-        compression_residuals=_with_prefix(tensors, _RESIDUAL),
-        loss_scale=content["loss_scale"],
-        load_balancer=content["auto"],
-        worker_balance=content.get("auto_workers"),
-        metadata=content.get("about", {}),
-        stateful=content.get("companions", {}),
-    )
-    for rank, other in enumerate(content.get("other_workers", ()), 1):
-        of_worker = replace(
-            checkpoint,
-            position=checkpoint.position | other["epoch_began"],
-            replica_buffers=_replica_buffers(tensors, rank, len(other["samples_seen"])),
-            samples_seen=other["samples_seen"],
-            random=other["random"],
+    first, *others = [
+        Checkpoint(
+            path=description,
+            id=content["id"],
+            params=params,
+            position=content["position"] | (own["epoch_began"] if rank else {}),
+            step=content["step"],
+            optimizer_state=optimizer,
+            replica_buffers=_replica_buffers(tensors, rank, len(own["samples_seen"])),
+            samples_seen=own["samples_seen"],
+            random=own["random"],
             compression_residuals=_with_prefix(tensors, f"{_worker(rank)}{_RESIDUAL}"),
-            load_balancer=other["auto"],
+            loss_scale=content["loss_scale"],
+            load_balancer=own["auto"],
+            worker_balance=content.get("auto_workers"),
+            metadata=content.get("about", {}),
+            stateful=content.get("companions", {}),
         )
-        checkpoint.other_workers.append(of_worker)
-    return checkpoint
+        for rank, own in enumerate([content, *content.get("other_workers", ())])
+    ]
+    first.other_workers = others
+    return first
 
 
 def _worker(rank: int) -> str:
@@ -327,12 +311,8 @@ def matched(
 ) -> dict[str, torch.Tensor]:
     """Return the entries of ``params`` that the network has, by plain name, after checking names and shapes.
 
-    Args:
-        network: network with the expected state_dict names and shapes; ``num_batches_tracked`` may always be missing.
-        params: tensors by name, as `plain_name` or torch.compile has them; if all start with ``module.``, as DDP
-            writes them, the prefix is dropped.
-        allow_missing: accept names of the network that ``params`` lacks.
-        allow_extra: ignore names in ``params`` that the network lacks.
+    Names may be those of torch.compile. If all start with ``module.``, as DDP writes them, the prefix is dropped.
+    ``num_batches_tracked`` may always be missing.
 
     Raises:
         RuntimeError: if names are missing.

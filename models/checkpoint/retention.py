@@ -41,22 +41,6 @@ def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
                 path.unlink(missing_ok=True)
 
 
-def number_of(epoch: int | str) -> str:
-    """Return an epoch as it appears in file names.
-
-    Raises:
-        TypeError: if ``epoch`` is neither an int nor "best".
-        ValueError: if it is negative.
-    """
-    if epoch == BEST:
-        return BEST
-    if isinstance(epoch, bool) or not isinstance(epoch, int):
-        raise TypeError(f"epoch is {epoch!r}; expected an int, or {BEST!r}")
-    if epoch < 0:
-        raise ValueError(f"epoch is {epoch}; expected 0 or more")
-    return f"{epoch:04d}"
-
-
 def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
     """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist.
 
@@ -64,6 +48,11 @@ def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
         TypeError: if ``epoch`` is neither an int nor "best".
         ValueError: if it is negative.
     """
-    stem = f"{Path(prefix).name}-{number_of(epoch)}"
+    if epoch != BEST:
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise TypeError(f"epoch is {epoch!r}; expected an int, or {BEST!r}")
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; expected 0 or more")
+    stem = f"{Path(prefix).name}-{BEST if epoch == BEST else f'{epoch:04d}'}"
     folder = Path(prefix).parent
     return folder / f"{stem}.safetensors", folder / f"{stem}.state.safetensors", folder / f"{stem}.json"

@@ -8,11 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from gangline.kvstore.numpy_arrays import readable
 
 Batch = Any
 """A tensor, a tuple or list of batches, or a dict of them."""
+_LOADER_SETTINGS = (
+    "dataset",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -68,6 +83,20 @@ def num_samples(batch: Batch, what: str) -> int:
     if size < 1:
         raise ValueError(f"{what} has no samples; expected at least one")
     return size
+
+
+def length_of(items: Any) -> int | None:
+    """Return the length of batches, a data set or a sampler; None if it has none."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return a DataLoader like another one, with other batches: batch_sampler, or batch_size, sampler and drop_last."""
+    settings = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
+    return DataLoader(**{**settings, **changes})
 
 
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:

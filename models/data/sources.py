@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.models.arguments import check_int
-from gangline.models.data.batches import Batch, as_batch, num_samples, pinned, take, tensors_of
+from gangline.models.data.batches import Batch, as_batch, copy_loader, length_of, num_samples, pinned, take, tensors_of
 from gangline.models.data.reader import Reader, base_dataset
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
 _AHEAD = 4
-"""Batches that a worker reads ahead of data of unknown length, to know that so many steps follow."""
+"""Batches that a worker reads ahead of data of unknown length, to know that at least as many steps follow."""
 _GATHERED_AHEAD = 1 << 20
 """Bytes of a batch from which a thread gathers the next one: a hand-over takes 0.05 ms, 1 MiB of rows 0.4 ms."""
 
@@ -115,17 +115,10 @@ def source(
     labels: bool = True,
     pin: bool = False,
 ) -> Source:
-    """Return a source for ``data``.
+    """Return a source for ``data`` as `Module.fit` accepts them; without ``labels`` also for arrays of data alone.
 
-    Args:
-        data: a tuple (data, labels) of tensors, arrays, or dicts of them; a map-style Dataset; a DataLoader; or any
-            iterable of (data, label) batches. Without ``labels`` also a tensor, array or dict: data alone.
-        batch_size: samples per batch of the job, for arrays and Datasets; None for data that are batches already.
-        shuffle: permute arrays and Datasets in each epoch, by (seed, epoch).
-        seed: seed of the permutations.
-        what: name of the data in messages.
-        labels: True if labels are required.
-        pin: return arrays and Datasets in page-locked memory, for a GPU.
+    Permutations depend on (seed, epoch). With ``pin`` arrays and Datasets are returned in page-locked memory, for a
+    GPU. ``what`` is the name of the data in messages.
 
     Raises:
         TypeError: if ``data`` is none of these.
@@ -300,30 +293,20 @@ class _Loader(Source):
             yield _pair(item, "a batch of the DataLoader")
 
     def _after(self, skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
-        if not self._loader.num_workers:
-            return iter(self._skipping(skip, skipped))
+        if not self._loader.num_workers:  # draws the first batches without reading them
+            sampler = _Skipping(self._loader.batch_sampler, skip, skipped)
+            return iter(copy_loader(self._loader, batch_sampler=sampler))
         batches = iter(self._loader)  # workers draw random numbers as they read: they must read the first batches
         for _ in range(skip):
             next(batches, None)
         skipped()
         return batches
 
-    def _skipping(self, skip: int, skipped: Callable[[], None]) -> DataLoader[Any]:
-        """Return a loader like this one, with a sampler that draws the first ``skip`` batches without reading them."""
-        loader = self._loader
-        return DataLoader(
-            loader.dataset,
-            batch_sampler=_Skipping(loader.batch_sampler, skip, skipped),
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            generator=loader.generator,
-        )
-
     def plan(self) -> dict[str, Any]:
         return {"batches": self.num_batches(), "batch_size": self._loader.batch_size}
 
     def num_batches(self) -> int | None:
-        return _length(self._loader)
+        return length_of(self._loader)
 
     def sure_batches(self) -> int | None:
         return self.num_batches()
@@ -377,19 +360,12 @@ class _Iterable(Source):
         return {}
 
     def num_batches(self) -> int | None:
-        return _length(self._batches)
+        return length_of(self._batches)
 
     def sure_batches(self) -> int | None:
         batches = self._batches
         counts = isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
         return self.num_batches() if counts or isinstance(batches, Sequence) else None
-
-
-def _length(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
 
 
 def _pair(item: Any, what: str) -> Item:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.data.batches import Batch, call_network, map_tensors
 from gangline.models.executor.executor import Executor
 from gangline.models.loss.summed_loss import SummedLoss
-from gangline.models.replicas import Replicas
+from gangline.models.replicas import Replica, Replicas
 
 
 class BoundNetwork:
@@ -30,15 +32,16 @@ class BoundNetwork:
         loss: SummedLoss,
         *,
         sync_batchnorm: bool,
-        autocast: torch.dtype | None,
-        measure: bool,
-        dropout_by_sample: bool = False,
+        dropout_by_sample: bool,
+        **options: Any,
     ) -> None:
-        """Record the arguments of `Replicas` and `Executor`."""
+        """Record the arguments of `Replicas`, and those of `Executor`."""
         self.network = network
-        self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
-        self._loss, self.sync_batchnorm, self._autocast, self._measure = loss, sync_batchnorm, autocast, measure
-        self.dropout_by_sample = dropout_by_sample
+        self.sync_batchnorm, self.dropout_by_sample = sync_batchnorm, dropout_by_sample
+        self._contexts = list(contexts)
+        self._make_replicas = partial(Replicas, network, self._contexts, list(loads), list(fixed))
+        options |= {"sync_batchnorm": sync_batchnorm, "dropout_by_sample": dropout_by_sample}
+        self._make_executor: Callable[[Sequence[Replica]], Executor] = partial(Executor, loss=loss, **options)
         self._created: tuple[Replicas, Executor] | None = None
 
     @property
@@ -47,23 +50,14 @@ class BoundNetwork:
         return self._created is not None
 
     @property
-    def uses_gpu(self) -> bool:
-        """True if a context is a GPU."""
-        return any(context.device_type == "gpu" for context in self._contexts)
-
-    @property
     def replicas(self) -> Replicas:
         """The replicas; RuntimeError while lazy parameters have no shape."""
-        return self._create(None)[0]
+        return self.bind(None)[0]
 
     @property
     def executor(self) -> Executor:
         """The executor; RuntimeError while lazy parameters have no shape."""
-        return self._create(None)[1]
-
-    def bind(self, data: Batch | None) -> None:
-        """Create the replicas, if they do not exist, for batches like ``data``."""
-        self._create(data)
+        return self.bind(None)[1]
 
     def lazy_parameters(self) -> list[str]:
         """Return the names of parameters that have no shape yet."""
@@ -73,21 +67,14 @@ class BoundNetwork:
             if isinstance(parameter, nn.parameter.UninitializedParameter)
         ]
 
-    def _create(self, data: Batch | None) -> tuple[Replicas, Executor]:
+    def bind(self, data: Batch | None) -> tuple[Replicas, Executor]:
+        """Return replicas and executor; create them, if they do not exist, for batches like ``data``."""
         if self._created is None:
             if any(context.device_type == "cpu" for context in self._contexts):
                 keep_freed_memory()
             self._initialize_lazy_layers(data)
-            replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
-            executor = Executor(
-                replicas.all,
-                self._loss,
-                sync_batchnorm=self.sync_batchnorm,
-                autocast=self._autocast,
-                measure=self._measure,
-                dropout_by_sample=self.dropout_by_sample,
-            )
-            self._created = replicas, executor
+            replicas = self._make_replicas()
+            self._created = replicas, self._make_executor(replicas.all)
         return self._created
 
     def _initialize_lazy_layers(self, data: Batch | None) -> None:

@@ -25,39 +25,28 @@ class DeviceThreads:
     """
 
     def __init__(self, contexts: Sequence[Context], *, always: bool = False) -> None:
-        """Start the threads.
-
-        Args:
-            contexts: contexts of the calls.
-            always: start one thread per context even for distinct GPUs, for calls that wait for one another or are
-                timed.
-        """
+        """Start the threads; with ``always`` also for distinct GPUs, if calls wait for one another or are timed."""
         gpus = [context for context in contexts if context.device_type == "gpu"]
         distinct = len(set(gpus)) == len(gpus) == len(contexts)
         self.uses_threads = len(contexts) > 1 and (always or not distinct)
         self._contexts = list(contexts)
         self._threads: list[ThreadPoolExecutor] = []
         if self.uses_threads:
-            self._start_threads()
-
-    def _start_threads(self) -> None:
-        # torch.set_num_threads in a thread also changes the count for threads started later, so it is restored.
-        callers = torch.get_num_threads()
-        share = max(1, callers // len(self._contexts))
-        for context in self._contexts:
-            thread = ThreadPoolExecutor(1, f"gangline-{context}", _set_num_threads, (share,))
-            thread.submit(lambda: None).result()
-            self._threads.append(thread)
-        torch.set_num_threads(callers)
+            # torch.set_num_threads in a thread also changes the count for threads started later, so it is restored.
+            callers = torch.get_num_threads()
+            share = max(1, callers // len(self._contexts))
+            for context in self._contexts:
+                thread = ThreadPoolExecutor(1, f"gangline-{context}", _set_num_threads, (share,))
+                thread.submit(lambda: None).result()
+                self._threads.append(thread)
+            torch.set_num_threads(callers)
 
     def run(
         self, calls: Sequence[tuple[int, Callable[[], Result]]], *, one_after_another: bool = False
     ) -> list[Result]:
         """Run each (context index, function); return the results in order when all have finished.
 
-        Args:
-            calls: at most one per context.
-            one_after_another: start each call when the previous one has finished; each still runs in its own thread.
+        With ``one_after_another`` a call starts when the one before has finished; each still runs in its own thread.
 
         Raises:
             Exception: the first exception of a call, with a note that names its context, when all calls have ended.

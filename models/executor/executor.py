@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
 from gangline.models.batchnorm.worker_rounds import WorkerRounds
@@ -44,6 +43,11 @@ class Share:
     """Loss summed over the share; None without a label."""
     count: float
     """The share's part of the batch's normalizer."""
+
+    @property
+    def has_graph(self) -> bool:
+        """True if backward can start from the loss."""
+        return self.loss is not None and self.loss.requires_grad
 
 
 class Executor:
@@ -85,7 +89,7 @@ class Executor:
             self._batchnorm = self._joint_batchnorm()
         # Timing needs threads too: one backward call over all replicas would end for all of them at once.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
-        self._timers: list[_Timer] = []
+        self._times: list[ElapsedTime] = []  # of each replica, if they are timed
         if measure:
             self.start_timers()
         self.out_of_memory: list[int] = []
@@ -129,18 +133,11 @@ class Executor:
         divisor: float | None = None,
         first_sample: int = 0,
     ) -> list[Share]:
-        """Run the network on each replica's slice of the batch.
+        """Run the network on each replica's slice of the batch; replicas with an empty slice do not run.
 
-        Args:
-            data: the batch, on the host or any device.
-            label: its labels; None computes no loss, unless the output is the loss.
-            slices: one per context; replicas with an empty slice do not run.
-            train: training mode, with gradients, or evaluation mode without.
-            inputs_need_grad: record operations on the inputs, for their gradients.
-            seed: seed and step, for the random streams of the contexts.
-            divisor: divisor of the loss for an immediate backward in each replica, which needs `can_fuse_backward`;
-                None: forward alone.
-            first_sample: number of the batch's first sample within that of all workers.
+        Without a label there is no loss, unless the output is the loss. With ``divisor`` of the loss, which needs
+        `can_fuse_backward`, each replica runs backward at once. Random streams depend on ``seed``: seed and step, and
+        on the number of the batch's first sample within that of all workers.
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
@@ -150,13 +147,9 @@ class Executor:
         def call(index: int) -> Share:
             replica = self._replicas[index]
             part = slices[replica.context_index]
-            label_part = take(label, part) if label is not None else None
-            with self._monitored([index], barrier, timed=train), self._forward_section(barrier, index):
-                inputs, first = take(data, part), first_sample + part.start
-                share = self._forward(
-                    replica, inputs, label_part, part.stop - part.start, first, train, inputs_need_grad, seed
-                )
-                if divisor is not None and share.loss is not None and share.loss.requires_grad:
+            with self._monitored([index], barrier, timed=train), self._section(barrier, index):
+                share = self._forward(replica, data, label, part, first_sample, train, inputs_need_grad, seed)
+                if divisor is not None and share.loss is not None and share.has_graph:
                     torch.autograd.backward(share.loss / divisor)
                 return share
 
@@ -169,9 +162,7 @@ class Executor:
         if train:
             self._copy_statistics_to_idle(active)
         if divisor is not None:
-            _check_loss_has_graph(
-                [share for share in shares if share.loss is not None and share.loss.requires_grad], shares
-            )
+            _check_loss_has_graph(shares)
         return shares
 
     def forward_without_samples(self) -> None:
@@ -213,16 +204,14 @@ class Executor:
             return None
         return ThreadBarrier(active, one_after_another=in_turn, rounds=rounds)
 
-    def _forward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
+    def _section(
+        self, barrier: ThreadBarrier | None, index: int, *, backward: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Synchronize a replica's batch statistics in the block, if there is a barrier."""
         if barrier is None or self._batchnorm is None:
             return contextlib.nullcontext()
-        return self._batchnorm.forward_section(barrier, index, generator_of(self._replicas[index].context.torch_device))
-
-    def _backward_section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
-        if barrier is None or self._batchnorm is None:
-            return contextlib.nullcontext()
-        generator = generator_of(self._replicas[index].context.torch_device)
-        return self._batchnorm.backward_section(barrier, index, generator)
+        section = self._batchnorm.backward_section if backward else self._batchnorm.forward_section
+        return section(barrier, index, generator_of(self._replicas[index].context.torch_device))
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
@@ -241,14 +230,15 @@ class Executor:
         replica: Replica,
         data: Batch,
         label: Batch | None,
-        samples: int,
+        part: slice,
         first_sample: int,
         train: bool,
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
-        device = replica.context.torch_device
-        inputs, moved_label = move(data, device), move(label, device) if label is not None else None
+        device, samples = replica.context.torch_device, part.stop - part.start
+        host_label = None if label is None else take(label, part)
+        inputs, moved_label = move(take(data, part), device), None if label is None else move(host_label, device)
         if inputs_need_grad:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._is_random is not False
@@ -261,7 +251,7 @@ class Executor:
             if train and self._dropout_by_sample:
                 rank = 0 if self._workers.in_step else self._workers.rank
                 key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
-                stack.enter_context(SampleDropout(key, first_sample, samples))
+                stack.enter_context(SampleDropout(key, first_sample + part.start, samples))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self._autocast))
             try:
@@ -271,7 +261,7 @@ class Executor:
                 raise
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
-                loss, count = self._loss.sum_and_count(output, moved_label, label, samples)
+                loss, count = self._loss.sum_and_count(output, moved_label, host_label, samples)
         if train:
             replica.samples_seen += samples
         return Share(replica, samples, inputs, moved_label, output, loss, count)
@@ -316,18 +306,15 @@ class Executor:
 
     def backward(self, shares: Sequence[Share], divisor: float) -> None:
         """Run backward from the losses of the shares, each divided by ``divisor``."""
+        _check_loss_has_graph(shares)
         roots: list[Root] = [
-            (share, [share.loss / divisor], [None])
-            for share in shares
-            if share.loss is not None and share.loss.requires_grad
+            (share, [share.loss / divisor], [None]) for share in shares if share.loss is not None and share.has_graph
         ]
-        _check_loss_has_graph(roots, shares)
         if self._batchnorm is not None and roots:
             # A share without a loss of its own still contributed to the other replicas' batch statistics.
-            with_loss = {share.replica for share, _, _ in roots}
             for share in shares:
                 outputs = [tensor for tensor in tensors_of(share.output) if tensor.requires_grad]
-                if share.replica not in with_loss and outputs:
+                if not share.has_graph and outputs:
                     roots.append((share, outputs, [torch.zeros_like(output) for output in outputs]))
         self._run_backward(roots)
 
@@ -349,32 +336,23 @@ class Executor:
             self._follow(rounds)
             return
         barrier = self._make_barrier(active, in_turn, rounds)
+
+        def run(indices: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._monitored(indices, barrier))
+                for index in indices:
+                    stack.enter_context(self._section(barrier, index, backward=True))
+                if tensors:
+                    torch.autograd.backward(tensors, grads)
+
         with _running(rounds):
-            if not self._threads.uses_threads:
-                self._run_one_backward(roots, active, barrier)
-            else:
-                self._run_backward_in_threads(roots, active, barrier, in_turn)
+            if self._threads.uses_threads:
+                calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
+                self._threads.run(calls, one_after_another=in_turn and barrier is None)
+            else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
+                run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
         if active:
             self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
-
-    def _run_backward_in_threads(
-        self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None, in_turn: bool
-    ) -> None:
-        def call(index: int, tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with self._monitored([index], barrier), self._backward_section(barrier, index):
-                torch.autograd.backward(tensors, grads)
-
-        calls = [(index, partial(call, index, ts, gs)) for index, (_, ts, gs) in zip(active, roots, strict=True)]
-        self._threads.run(calls, one_after_another=in_turn and barrier is None)
-
-    def _run_one_backward(self, roots: Sequence[Root], active: Sequence[int], barrier: ThreadBarrier | None) -> None:
-        """Run one backward call over all replicas, so that distinct GPUs run in parallel without Python in between."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._monitored(active, barrier))
-            for index in active:
-                stack.enter_context(self._backward_section(barrier, index))
-            if roots:
-                torch.autograd.backward([t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
@@ -405,13 +383,14 @@ class Executor:
         self, indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
     ) -> Iterator[None]:
         """Time the block per replica (barrier waits excluded), and record contexts that run out of memory."""
+        measured = indices if self._times and timed else ()
         try:
-            with contextlib.ExitStack() as stack:
-                for index in indices if self._timers and timed else []:
-                    stack.enter_context(self._timers[index].running())
-                    if barrier is not None:
-                        stack.callback(self._timers[index].subtract_wait, barrier, index)
-                yield
+            began = [mark(self._replicas[index].context.torch_device) for index in measured]
+            yield
+            for index, begin in zip(measured, began, strict=True):
+                self._times[index].add(begin, mark(self._replicas[index].context.torch_device))
+                if barrier is not None:  # where a GPU's stream is idle as well
+                    self._times[index].on_host -= barrier.waited[index]
         except Exception as error:
             if is_out_of_memory(error):
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
@@ -424,11 +403,12 @@ class Executor:
 
     def start_timers(self) -> None:
         """Time each replica from now on; GPUs that share one backward call are timed until all of them are done."""
-        self._timers = self._timers or [_Timer(replica) for replica in self._replicas]
+        self._times = self._times or [ElapsedTime() for _ in self._replicas]
 
     def take_times(self) -> list[ElapsedTime]:
         """Return each replica's working time since the last call; an empty list if they are not timed."""
-        return [timer.take() for timer in self._timers]
+        taken, self._times = self._times, [ElapsedTime() for _ in self._times]
+        return taken
 
     def close(self) -> None:
         """Stop the threads."""
@@ -439,41 +419,9 @@ def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[N
     return contextlib.nullcontext() if rounds is None else rounds.running()
 
 
-def _check_loss_has_graph(roots: Sequence[object], shares: Sequence[Share]) -> None:
-    if not roots and any(share.count for share in shares):
+def _check_loss_has_graph(shares: Sequence[Share]) -> None:
+    if not any(share.has_graph for share in shares) and any(share.count for share in shares):
         raise RuntimeError("the loss depends on no parameter that is trained; backward has nothing to do")
-
-
-class _Timer:
-    """Measures the working time of a replica."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._device = replica.context.torch_device
-        self._time = ElapsedTime(0.0, [])
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            begin = self._event()
-            yield
-            self._time.events.append((begin, self._event()))
-        else:
-            began = time.perf_counter()
-            yield
-            self._time.on_host += time.perf_counter() - began
-
-    def subtract_wait(self, barrier: ThreadBarrier, index: int) -> None:
-        """Subtract the time spent at the barrier, during which a GPU's stream was idle as well."""
-        self._time.on_host -= barrier.waited[index]
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def take(self) -> ElapsedTime:
-        taken, self._time = self._time, ElapsedTime(0.0, [])
-        return taken
 
 
 def is_out_of_memory(error: BaseException) -> bool:

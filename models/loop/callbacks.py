@@ -6,8 +6,9 @@ A batch callback gets a `BatchEndParam`. An epoch callback gets (epoch, network,
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from torch import nn
 from gangline.collectives.errors import DiskFullError
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.retention import BEST, epochs, remove_older
-from gangline.models.loop.improvement import is_better, worst
 from gangline.models.metrics.metric import EvalMetric
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
 
 _log = logging.getLogger("gangline")
+_MODES = ("max", "min")
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,35 @@ def _reports(param: BatchEndParam) -> bool:
     return module is None or bool(module.workers.is_first)
 
 
+def worst(mode: str) -> float:
+    """Return the value that any number improves on.
+
+    Raises:
+        ValueError: if the mode is unknown.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}; expected one of {list(_MODES)}")
+    return -math.inf if mode == "max" else math.inf
+
+
+def is_better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
+    """Return True if ``value`` improves on ``best`` by more than ``min_delta``; NaN never does."""
+    return value > best + min_delta if mode == "max" else value < best - min_delta
+
+
+def check_metric(user: str, metric: str, names: Sequence[str]) -> None:
+    """Check that validation computes a metric that ``user`` needs; "" means any metric.
+
+    Raises:
+        ValueError: if it does not; the message names the metrics it has.
+    """
+    if not names or metric not in ("", *names):
+        computed = f"computes {list(names)}" if names else "is off, because there is no eval_data"
+        raise ValueError(
+            f"{user} needs {metric or 'a metric'!r}, but validation {computed}; expected one of its metrics"
+        )
+
+
 class Checkpoint:
     """Saves checkpoints of a module every N epochs, batches or minutes.
 
@@ -167,7 +197,7 @@ class Checkpoint:
             period: number of epochs (as a batch callback: batches) between two checkpoints; None: 1, or no limit if
                 ``minutes`` is given.
             save_optimizer_states: include the optimizer's state, which `resume` needs.
-            minutes: save after a batch (as an epoch callback: epoch) if so many minutes have passed since the last
+            minutes: save after a batch (as an epoch callback: epoch) if this many minutes have passed since the last
                 checkpoint, by rank 0's clock.
             keep: number of checkpoints to keep; older ones are removed. None: all.
             keep_best: name of a metric; ``PREFIX-best`` is saved after each validation that improves it.

@@ -16,12 +16,12 @@ import torch
 
 from gangline.collectives.timeline import recorder
 from gangline.kvstore import KVStore
+from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import num_samples
 from gangline.models.data.sources import Source
-from gangline.models.loop.callbacks import BatchCallback, Checkpoint, EpochCallback
-from gangline.models.loop.eval_frequency import EvalFrequency
-from gangline.models.loop.evaluation import batch_end_param, score
+from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
+from gangline.models.loop.evaluation import score
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ALL_EPOCHS = "epochs"
 """Return value of a `fit` that was not stopped."""
 _CALLBACK = "callback"
-
+_UNITS = ("epochs", "batches")
 
 BatchCallbacks = BatchCallback | Iterable[BatchCallback] | None
 EpochCallbacks = EpochCallback | Iterable[EpochCallback] | None
@@ -96,6 +96,51 @@ class Callbacks:
         return list(dict.fromkeys(each for each in callbacks if isinstance(each, Checkpoint)))
 
 
+class EvalFrequency:
+    """Decides when to validate: every N epochs, or every N batches of the run."""
+
+    def __init__(self, spec: Any, batches_per_epoch: int | None) -> None:
+        """Parse a number of epochs, or (number, "epochs" or "batches").
+
+        Where the number of batches per epoch is unknown, the count of batches restarts in each epoch.
+
+        Raises:
+            TypeError: if ``spec`` is neither.
+            ValueError: if the number is below 1, or the unit is unknown.
+        """
+        number, unit = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, "epochs")
+        check_int("eval_frequency", number)
+        if unit not in _UNITS:
+            raise ValueError(f"eval_frequency is {spec!r}; expected one of the units {list(_UNITS)}")
+        self.number: int = number
+        self.unit: str = unit
+        self._per_epoch = batches_per_epoch
+        self._counted = 0  # batches done at the last call
+
+    def begin(self, epoch: int, batch: int) -> None:
+        """Start counting at a position of the run."""
+        self._counted = self._done(epoch, batch)
+
+    def is_due(self, epoch: int, batch: int) -> bool:
+        """Return True if validation is due within an epoch, after ``batch`` of its batches."""
+        if self.unit == "epochs":
+            return False
+        done = self._done(epoch, batch)
+        if done < self._counted:  # the last call was in an earlier epoch
+            self._counted = 0
+        before, self._counted = self._counted, done
+        return done // self.number > before // self.number
+
+    def is_due_at_end(self, epoch: int) -> bool:
+        """Return True if validation is due at the end of an epoch."""
+        if self.unit == "epochs":
+            return (epoch + 1) % self.number == 0
+        return self._per_epoch is not None and self.is_due(epoch, self._per_epoch)
+
+    def _done(self, epoch: int, batch: int) -> int:
+        return batch if self._per_epoch is None else epoch * self._per_epoch + batch
+
+
 @dataclass
 class Epochs:
     """Training of a module, epoch by epoch."""
@@ -109,7 +154,7 @@ class Epochs:
     eval_frequency: EvalFrequency
     callbacks: Callbacks
     batches_per_epoch: int | None
-    """Number of batches of the worker that has most; None if a worker does not know."""
+    """Largest number of batches of a worker; None if a worker does not know its own."""
     options: FitOptions
 
     def __post_init__(self) -> None:
@@ -349,7 +394,8 @@ class Epochs:
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
         callbacks = self.callbacks.batch_end
         if validates or callbacks:
-            param = batch_end_param(module, self.train, self.metric, epoch, nbatch, data, label, batches)
+            batch = {"module": module, "data": data, "label": label, "num_batches": self.train.num_batches()}
+            param = BatchEndParam(epoch, nbatch, self.metric, batch, batches)
             before, after = _split_savers(callbacks) if validates else (callbacks, [])
             self._call(before, param)
             if validates:

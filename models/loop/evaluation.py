@@ -11,7 +11,7 @@ import torch
 from gangline.models.data.batches import concat, map_tensors
 from gangline.models.data.sources import Item, Source, source
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam
-from gangline.models.metrics.metric import EvalMetric, create
+from gangline.models.metrics.metric import create
 from gangline.models.workers import Workers
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def score(
     nbatch = -1
     is_ours = not isinstance(eval_data, Source)
     data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data") if is_ours else eval_data
+    context = {"module": module, "num_batches": data_source.num_batches()}
     with closing(data_source) if is_ours else nullcontext():
         for nbatch, item in enumerate(_parts(module, data_source, num_batch)):
             data, label = item if item is not None else (None, None)
@@ -41,9 +42,10 @@ def score(
                 module.forward(data, label, is_train=False)
                 metric.update_from(module, label)
             if after_batch:
-                call(after_batch, batch_end_param(module, data_source, metric, epoch, nbatch, data, label))
+                batch = {**context, "data": data, "label": label}
+                call(after_batch, BatchEndParam(epoch, nbatch, metric, batch))
     metric.gather(module.workers)
-    call(at_end, BatchEndParam(epoch, nbatch, metric, {"module": module, "num_batches": data_source.num_batches()}))
+    call(at_end, BatchEndParam(epoch, nbatch, metric, context))
     return metric.get_global_name_value()
 
 
@@ -97,21 +99,6 @@ def call(callbacks: Iterable[Callable[[BatchEndParam], object]], param: BatchEnd
     """Call each callback with ``param``."""
     for callback in callbacks:
         callback(param)
-
-
-def batch_end_param(
-    module: Module,
-    data_source: Source,
-    metric: EvalMetric,
-    epoch: int,
-    nbatch: int,
-    data: Any,
-    label: Any,
-    batches: int = 1,
-) -> BatchEndParam:
-    """Return the argument of callbacks after a batch."""
-    context = {"module": module, "data": data, "label": label, "num_batches": data_source.num_batches()}
-    return BatchEndParam(epoch, nbatch, metric, context, batches)
 
 
 def _parts(module: Module, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:

@@ -18,11 +18,17 @@ from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.data.sources import Source, source
 from gangline.models.import_by_name import has_batches
-from gangline.models.loop.callbacks import Checkpoint
-from gangline.models.loop.epochs import Callbacks, Epochs, FitOptions, Resume, check_signals, obstacle_to_restarts
-from gangline.models.loop.eval_frequency import EvalFrequency
+from gangline.models.loop.callbacks import Checkpoint, check_metric
+from gangline.models.loop.epochs import (
+    Callbacks,
+    Epochs,
+    EvalFrequency,
+    FitOptions,
+    Resume,
+    check_signals,
+    obstacle_to_restarts,
+)
 from gangline.models.loop.evaluation import as_list
-from gangline.models.loop.improvement import check_metric
 from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
@@ -41,7 +47,8 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
     check_int("num_epoch", options.num_epoch, 0)
     check_int("begin_epoch", options.begin_epoch, 0)
     check_int("accumulate", options.accumulate)
-    train, evaluation = _sources(train_data, eval_data, options, pin=module.bound.uses_gpu)
+    uses_gpu = any(context.device_type == "gpu" for context in module.contexts)
+    train, evaluation = _sources(train_data, eval_data, options, pin=uses_gpu)
     if options.on_nan not in ("stop", "continue"):
         raise ValueError(f"on_nan is {options.on_nan!r}; expected 'stop' or 'continue'")
     if not isinstance(options.shuffle, bool):
@@ -69,8 +76,9 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
             module.leave()
         raise
     finally:
-        for data in (train, evaluation) if evaluation is not None else (train,):
-            data.close()
+        train.close()
+        if evaluation is not None:
+            evaluation.close()
         for callback in callbacks.all if options.monitor is None else [*callbacks.all, options.monitor]:
             if hasattr(callback, "close"):
                 callback.close()
@@ -141,7 +149,7 @@ def _run(
     module.run_state.stateful = _stateful(callbacks.all, scheduler)
     module.workers.forget_stop()
     check_signals(module)
-    settings = {
+    settings: dict[str, Any] = {
         "num_epoch": options.num_epoch,
         "begin_epoch": options.begin_epoch,
         "accumulate": options.accumulate,
@@ -150,8 +158,12 @@ def _run(
         "eval_frequency": [frequency.number, frequency.unit],
         "the Checkpoint callbacks": [saver.plan() for saver in savers],
     }
+    for what, data in (("train_data", train), ("eval_data", evaluation)):
+        shared = data is not None and data.is_shared
+        settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
+    settings["the checkpoint to resume"] = saved.id if saved is not None else None
     if kept is None:
-        _check_same(module, train, evaluation, saved, settings)
+        module.workers.check_same(settings, "fit")
     if frequency.unit == "batches" and module.workers.count > 1 and not (train.is_shared or module.workers.in_step):
         raise ValueError(
             f"eval_frequency is {options.eval_frequency}, but workers of {options.kvstore!r} with batches of their own "
@@ -263,8 +275,8 @@ def _exchange_beginnings(
     """Exchange what workers know of their data and of the job's checkpoints. Collective.
 
     Returns:
-        The number of batches of the worker that has most (None if one does not know), of those that are read ahead, and
-        rank 0's ``own``, as rank 0 writes the checkpoints.
+        The largest number of batches of a worker (None if one does not know its own), the largest number that is read
+        ahead, and rank 0's ``own``, as rank 0 writes the checkpoints.
     """
     gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
     counts = [count for count, _, _ in gathered]
@@ -302,26 +314,11 @@ def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
         elif name == "lr_scheduler":
             module.logger.warning("%s was saved without this lr_scheduler, which starts from its beginning", saved.path)
         if isinstance(each, Checkpoint) and each.keep_best is not None:
-            best = checkpoint.read_states(each.prefix, BEST).get(name) if module.workers.is_first else None
-            each.load_better(module.workers.broadcast(best, "fit"))
+            best = checkpoint.read_metadata(each.prefix, BEST, "companions") if module.workers.is_first else {}
+            each.load_better(module.workers.broadcast(best.get(name), "fit"))
     unused = [name for name, state in saved.stateful.items() if state and name not in module.run_state.stateful]
     if unused and module.workers.is_first:
         module.logger.warning("%s has the state of %s, which this run does not have; it is dropped", saved.path, unused)
-
-
-def _check_same(
-    module: Module,
-    train: Source,
-    evaluation: Source | None,
-    saved: checkpoint.Checkpoint | None,
-    settings: dict[str, Any],
-) -> None:
-    """Check that `fit` has the same settings and data on all workers."""
-    for what, data in (("train_data", train), ("eval_data", evaluation)):
-        shared = data is not None and data.is_shared
-        settings[what] = "none" if data is None else data.plan() if shared else "batches of each worker's own"
-    settings["the checkpoint to resume"] = saved.id if saved is not None else None
-    module.workers.check_same(settings, "fit")
 
 
 def _savers(callbacks: Callbacks) -> list[Checkpoint]:

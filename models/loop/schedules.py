@@ -155,10 +155,6 @@ def _warmup_epochs(options: dict[str, Any], batches_per_epoch: int | None) -> fl
     return float(options["warmup_epochs"])
 
 
-def _constant(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:  # noqa: ARG001
-    return lambda _done: float(base)
-
-
 def _piecewise(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:  # noqa: ARG001
     factor = options.get("factor", 0.1)
     check_number("factor", factor, minimum=0)
@@ -208,7 +204,7 @@ def _poly(options: dict[str, Any], base: float, warmup: float, epochs: float) ->
 
 
 _SCHEDULES: dict[str, tuple[Callable[[dict[str, Any], float, float, float], RateFunction], tuple[str, ...]]] = {
-    "constant": (_constant, ()),
+    "constant": (lambda _options, base, _warmup, _epochs: lambda _done: float(base), ()),
     "piecewise": (_piecewise, ("epochs", "every", "factor")),
     "cosine": (_cosine, ("min_rate", "period", "growth")),
     "poly": (_poly, ("power", "min_rate")),
@@ -221,10 +217,6 @@ class DrivenScheduler:
 
     def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
         """Create the scheduler on a placeholder optimizer.
-
-        Args:
-            spec: scheduler to create.
-            base_rate: learning rate of the run.
 
         Raises:
             TypeError: if ``spec.make`` does not return a scheduler.

@@ -12,8 +12,7 @@ from typing import Any
 
 from gangline.models.arguments import check_int, check_number
 from gangline.models.balance.worker_balance import WorkerBalance
-from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.loop.improvement import check_metric, is_better, worst
+from gangline.models.loop.callbacks import BatchEndParam, check_metric, is_better, worst
 from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")

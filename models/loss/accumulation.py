@@ -17,8 +17,9 @@ class GradientAccumulation:
     """
 
     def __init__(self) -> None:
+        self.total = 0.0
+        """Sum of the normalizers so far."""
         self._divisor = 0.0
-        self._total = 0.0
         self._has_output_gradients = False
 
     def add_output_gradients(self) -> None:
@@ -31,28 +32,19 @@ class GradientAccumulation:
             raise RuntimeError(_MIXED)
         self._has_output_gradients = True
 
-    def divisor(self, expected: float) -> float:
-        """Return the divisor of this micro-step's summed loss: ``expected`` of the update's first micro-step.
+    def add(self, normalizer: float) -> float:
+        """Count a micro-step; return the divisor of its summed loss, the normalizer of the update's first micro-step.
 
         Raises:
             RuntimeError: if another micro-step of this update starts from gradients of the outputs.
         """
         if self._has_output_gradients:
             raise RuntimeError(_MIXED)
-        if not self._divisor:
-            self._divisor = expected or 1.0
+        self._divisor = self._divisor or normalizer or 1.0
+        self.total += normalizer
         return self._divisor
-
-    def count(self, normalizer: float) -> None:
-        """Add a micro-step's normalizer to the total."""
-        self._total += normalizer
-
-    @property
-    def total(self) -> float:
-        """Sum of the normalizers so far."""
-        return self._total
 
     @property
     def factor(self) -> float:
         """Factor of the summed gradients; 1 if nothing was counted, since they are 0 then."""
-        return self._divisor / self._total if self._total and self._divisor else 1.0
+        return self._divisor / self.total if self.total and self._divisor else 1.0

@@ -23,12 +23,7 @@ class LossRise:
     """Compares the recent training loss with its start, until it has risen far above."""
 
     def __init__(self, *, on_host: bool, batches_per_epoch: int | None) -> None:
-        """Start before the first batch.
-
-        Args:
-            on_host: losses can be read without waiting for a GPU.
-            batches_per_epoch: number of batches in an epoch, if it is known.
-        """
+        """Start before the first batch; with ``on_host`` losses can be read without waiting for a GPU."""
         self.every = 1 if on_host else min(_EVERY, max(1, (batches_per_epoch or _RECENT) // 5))
         """Number of batches of which one is to be looked at."""
         self._batches = 0
@@ -51,8 +46,7 @@ class LossRise:
     def risen(self, *, ends_epoch: bool = False) -> float | None:
         """Return the recent loss if it is far above its start, the first time; otherwise None.
 
-        Args:
-            ends_epoch: look at what there is; otherwise there must be `_RECENT` batches.
+        At the end of an epoch any number of batches is enough; otherwise there must be `_RECENT`.
         """
         if self._is_over or not self._recent or not (ends_epoch or len(self._recent) == self._recent.maxlen):
             return None
@@ -62,12 +56,7 @@ class LossRise:
 
 
 def first_non_finite(batch: Any, name: str) -> tuple[int, str] | None:
-    """Return the first sample of a batch that holds inf or nan, and a text that says which, and where in it.
-
-    Args:
-        batch: tensor, or nested tuples and dicts of tensors, with samples on the first axis.
-        name: name of the batch in the text.
-    """
+    """Return the first sample of a batch that holds inf or nan, and a text that says which, and where in it."""
     for path, tensor in _named(batch, name):
         if tensor.is_floating_point() or tensor.is_complex():
             places = torch.nonzero(~torch.isfinite(tensor))

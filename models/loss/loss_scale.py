@@ -32,9 +32,7 @@ class LossScale:
     ) -> bool:
         """Return True if all gradients are finite, and adapt the scale; the step must be skipped otherwise.
 
-        Args:
-            gradients: all gradients of this worker.
-            any_worker: logical or over workers, applied to this worker's overflow.
+        ``any_worker`` is the logical or over workers, applied to this worker's overflow.
         """
         on_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in gradients:

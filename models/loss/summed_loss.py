@@ -63,11 +63,7 @@ class SummedLoss:
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
-        """Check the loss and determine its normalizer.
-
-        Args:
-            loss: a torch loss, a function of (output, label), or None.
-            normalizer: function of the label that returns the divisor of a loss of the user's own.
+        """Check the loss, and the function of the label that returns the divisor of a loss of the user's own.
 
         Raises:
             TypeError: if the loss or the normalizer is not callable.
@@ -105,11 +101,7 @@ class SummedLoss:
     ) -> tuple[torch.Tensor | None, float]:
         """Return the share's summed loss and its part of the batch's normalizer; (None, 0) if there is no loss.
 
-        Args:
-            output: the network's output for the share.
-            label: labels of the share, on the output's device.
-            host_label: the same labels as the caller gave them, so that counting copies nothing from a GPU.
-            samples: number of samples in the share.
+        The labels are given on the output's device and on the host, so that counting copies nothing from a GPU.
 
         Raises:
             TypeError: if a torch loss gets an output or a label that is not a tensor.
@@ -144,11 +136,7 @@ class SummedLoss:
         return _wide(value) * count, count
 
     def error_without_loss(self, output: Batch) -> Exception:
-        """Return the error for a backward that starts from the loss of a share without one.
-
-        Args:
-            output: the network's output for the share.
-        """
+        """Return the error for a backward from the loss of a share that has none, with this output of the network."""
         if self.loss is not None:
             return RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
         what = (
@@ -163,12 +151,7 @@ class SummedLoss:
         )
 
     def known_normalizer(self, label: Batch | None, samples: int) -> float | None:
-        """Return the normalizer of a whole batch if its labels determine it; None if the outputs are needed.
-
-        Args:
-            label: labels of the whole batch.
-            samples: number of samples in it.
-        """
+        """Return the normalizer of a whole batch if its labels determine it; None if the outputs are needed."""
         if label is None or self.loss is None or self.normalizer is not None:
             return None
         if self.is_sum:

@@ -109,7 +109,11 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
             raise ValueError(f"metric {name!r} with {arguments}: {error}") from error
     if callable(name):
         words = getattr(name, "__name__", "custom")
-        return _OfBatches(words, lambda label, output, _: (float(name(label, output)), 1))
+        return _One(
+            words,
+            lambda label, output, _: (float(name(label, output)), 1),
+            parts=lambda module, label: [(label, module.get_outputs())],  # whole batches: it may be no mean
+        )
     raise TypeError(f"metric is {metric!r}; expected a name, a torchmetrics object, a function, or a list of these")
 
 
@@ -165,6 +169,7 @@ class _One(EvalMetric):
         arguments: Arguments,
         make: Callable[[Any], Mean | TorchMetric] = lambda _: Mean(),
         finish: Callable[[float], float] = float,
+        parts: Callable[[Module, Any], list[tuple[Any, Any]]] = lambda module, _label: module.labelled_outputs(),
     ) -> None:
         """Set up the metric.
 
@@ -174,8 +179,9 @@ class _One(EvalMetric):
                 batch has nothing to count.
             make: function from the first of these arguments, in the first batch, to the counter.
             finish: function from the counter's value to the metric's.
+            parts: function from the module and the batch's label to the (label, output) that are counted one by one.
         """
-        self._name, self._arguments, self._make, self._finish = name, arguments, make, finish
+        self._name, self._arguments, self._make, self._finish, self._parts = name, arguments, make, finish, parts
         self._global: dict[torch.device | None, Mean | TorchMetric] = {}
         self._local: dict[torch.device | None, Mean | TorchMetric] | None = None
         self._gathered: float | None = None  # the global value over all workers
@@ -193,8 +199,8 @@ class _One(EvalMetric):
                     counters[device] = self._make(arguments[0])
                 counters[device].update(*arguments)
 
-    def update_from(self, module: Module, label: Any) -> None:  # noqa: ARG002
-        for labels, output in module.labelled_outputs():
+    def update_from(self, module: Module, label: Any) -> None:
+        for labels, output in self._parts(module, label):
             self.update(labels, output, module)
 
     def get_name_value(self) -> list[tuple[str, float]]:
@@ -236,20 +242,6 @@ class _One(EvalMetric):
             counter.reset()
 
 
-class _OfBatches(_One):
-    """A metric of whole batches, such as their largest error."""
-
-    def update_from(self, module: Module, label: Any) -> None:
-        self.update(label, module.get_outputs(), module)
-
-
-class _OfLoss(_One):
-    """A metric of the module's loss, which needs no outputs."""
-
-    def update_from(self, module: Module, label: Any) -> None:
-        self.update(label, None, module)
-
-
 def _torchmetric(metric: Any, name: str) -> EvalMetric:
     """Return a metric that copies of the user's torchmetrics object count, updated with (outputs, labels)."""
     return _One(
@@ -266,7 +258,7 @@ def _loss_metric(loss: Any) -> EvalMetric:  # noqa: ARG001  the signature of all
         weight = module.normalizer
         return (module.get_loss().double() * weight, weight) if weight else None
 
-    return _OfLoss("loss", arguments)
+    return _One("loss", arguments, parts=lambda _module, label: [(label, None)])
 
 
 def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Tensor]:

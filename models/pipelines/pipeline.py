@@ -170,12 +170,7 @@ class Pipeline(nn.Module):
         earlier = [] if divisor else [(one, one.grad) for one in self.parameters()]
         for parameter, _ in earlier:
             parameter.grad = None
-        threads = [threading.Thread(target=step.run, name=f"pipeline {number}") for number, step in enumerate(steps)]
-        for thread in threads[1:]:
-            thread.start()
-        steps[0].run()
-        for thread in threads[1:]:
-            thread.join()
+        _run_together([step.run for step in steps])
         errors = [error for step in steps for error in step.errors]
         if errors:
             raise errors[0]
@@ -264,13 +259,8 @@ class _Step:
 
     def run(self) -> None:
         """Run all stages, until they have ended."""
-        began, others = time.perf_counter(), range(1, len(self.replica.contexts))
-        threads = [threading.Thread(target=self._run, args=(stage,), name=f"stage {stage}") for stage in others]
-        for thread in threads:
-            thread.start()
-        self._run(0)
-        for thread in threads:
-            thread.join()
+        began = time.perf_counter()
+        _run_together([partial(self._run, stage) for stage in range(len(self.replica.contexts))])
         seconds = time.perf_counter() - began
         self.idle = [waited / seconds for waited in self._waited]
 
@@ -340,6 +330,16 @@ class _Step:
         return found
 
 
+def _run_together(calls: Sequence[Callable[[], None]]) -> None:
+    """Run calls at once, the first one in this thread."""
+    threads = [threading.Thread(target=call) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    calls[0]()
+    for thread in threads:
+        thread.join()
+
+
 class _StageFailed(Exception):  # noqa: N818  the error of the other stage is raised
     """Another stage has failed."""
 
@@ -394,13 +394,9 @@ def _cut_by_name(names: Sequence[str], group2ctxs: Mapping[str, Device]) -> tupl
 
 
 def measured_layers(network: nn.Sequential, data: Any, context: Context, kept: int) -> tuple[list[float], list[float]]:
-    """Return seconds and bytes of each layer, on copies: the network and torch's generators are left as they are.
+    """Return seconds and bytes of each layer for micro-batches, of which a stage keeps at most ``kept``.
 
-    Args:
-        network: the layers.
-        data: a micro-batch.
-        context: where to measure.
-        kept: number of micro-batches whose activations a stage may keep.
+    Copies are measured: the network and torch's generators are left as they are.
 
     Returns:
         Seconds of forward and backward of each layer, the median of three runs; and the bytes of its weights, gradients

@@ -35,11 +35,8 @@ def cut(
 ) -> list[int]:
     """Return the first layer of each stage such that the slowest stage is as fast as possible.
 
-    Args:
-        seconds: time of each layer, forward and backward, on a device of speed 1.
-        nbytes: memory that each layer needs.
-        speeds: relative speed of the device of each stage.
-        memory: bytes of the device of each stage; None: enough.
+    The seconds are those of a layer's forward and backward on a device of speed 1. The memory of a device is in bytes;
+    None: no limit.
 
     Raises:
         ValueError: if there are fewer layers than stages, a speed is not above 0, or no cut fits into the memory.

@@ -35,11 +35,7 @@ def color(number: int) -> str:
 def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool = False) -> str:
     """Return a chart as SVG, under a legend if it has several lines.
 
-    Args:
-        lines: the lines, one point or more each.
-        across: what the horizontal axis shows.
-        up: what the vertical axis shows.
-        from_zero: begin the vertical axis at 0, not at the smallest value.
+    ``across`` and ``up`` say what the axes show; the vertical one begins at the smallest value, or at 0.
     """
     points = [point for line in lines for point in (*line.points, *line.discs, *line.rings)]
     if not points:

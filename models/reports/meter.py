@@ -54,12 +54,7 @@ class Meter:
             self._since = time.perf_counter()
 
     def count(self, param: BatchEndParam, *, measure: bool) -> None:
-        """Add an update.
-
-        Args:
-            param: argument of the batch-end callback.
-            measure: True to evaluate the metric on its last batch.
-        """
+        """Add an update, and with ``measure`` evaluate the metric on its last batch."""
         now, module = time.perf_counter(), self._module
         seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
         before = self._seen if param.epoch == self._epoch else [0] * len(seen)  # the counters restart in each epoch

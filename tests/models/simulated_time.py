@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from gangline.bench.unequal import waiting_network
-from gangline.models.executor import executor
+from gangline.models.balance import balancer
 
 
 class _Clock(threading.local):
@@ -29,6 +29,6 @@ def simulated_time() -> Iterator[None]:
     """Let networks wait in simulated time, and executors of this process measure it."""
     clock = _Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (waiting_network, executor):
+        for module in (waiting_network, balancer):
             patch.setattr(module, "time", clock)
         yield

@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
-        monkeypatch.setattr("gangline.models.balance.rank_timer.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
     def spend(self, seconds: float) -> None:
         self.now += seconds

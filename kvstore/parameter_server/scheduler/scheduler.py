@@ -23,6 +23,7 @@ from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
 from gangline.kvstore.parameter_server import environment, protocol
+from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import (
     Collective,
     Heartbeat,
@@ -51,7 +52,6 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
-from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
 from gangline.kvstore.parameter_server.scheduler.views import Views
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import points_of

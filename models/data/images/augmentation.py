@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class Augmentation:
     @property
     def moves_pixels(self) -> bool:
         """True if images are warped, not only resized and normalised."""
-        return self != replace(self.for_evaluation(), mean=self.mean, std=self.std)
+        return self != self.for_evaluation()
 
     def __call__(
         self, images: torch.Tensor, image_shape: Sequence[int], seed: int, epoch: int, samples: Sequence[int]
@@ -204,13 +204,9 @@ class Augmentation:
 
 
 def warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int], mode: str = "bilinear") -> torch.Tensor:
-    """Warp images to (height, width) by their (N, 2, 3) matrices from input to output pixels.
+    """Warp images (N, channels, height, width) to a size by their (N, 2, 3) matrices, from input to output pixels.
 
-    Args:
-        images: (N, channels, height, width); pixels from outside are 0.
-        matrices: one per image, float64.
-        size: (height, width) of the output.
-        mode: "bilinear" or "nearest".
+    The matrices are float64. Pixels from outside are 0. The mode is "bilinear" or "nearest".
     """
     height, width = size
     a, b, right, c, d, down = matrices.flatten(1).unbind(1)

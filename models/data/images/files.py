@@ -78,16 +78,12 @@ def _list_url(url: str, shown: str) -> tuple[list[str], set[str]]:
         raise FileNotFoundError(f"image folder {shown} does not exist: no such bucket or folder, or it is empty")
     names, folders = [], set()
     for name, entry in found.items():
-        inside = _relative(name, path)
+        inside = name.strip("/").removeprefix(path.strip("/")).strip("/")
         if entry["type"] == "file" and inside:
             names.append(inside)
         elif inside and "/" not in inside:
             folders.add(inside)
     return names, folders
-
-
-def _relative(name: str, path: str) -> str:
-    return name.strip("/").removeprefix(path.strip("/")).strip("/")
 
 
 def _open_store(url: str) -> tuple[Any, str]:

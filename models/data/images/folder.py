@@ -178,13 +178,7 @@ class Images(Dataset[Any]):
 def decoded_image(
     content: bytes | Path | Exception, channels: int, size: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Return the pixels of a file, uint8 of (channels, height, width).
-
-    Args:
-        content: what `files.read` returned.
-        channels: 1 for grey, 3 for RGB.
-        size: (height, width) that the image is resized to; None: its own.
-    """
+    """Return the pixels of a result of `files.read`, uint8 of (channels, height, width), resized if a size is given."""
     from PIL import Image, ImageOps
 
     if isinstance(content, Exception):
@@ -222,13 +216,8 @@ class ImageFolder(Images):
     ) -> None:
         """List the files; arguments and errors are those of `Images`, and these.
 
-        Args:
-            root: see `Images`.
-            image_shape: see `Images`.
-            dtype: see `Images`.
-            classes: names that the sub-folders must have, in label order, such as those a network was trained on; None:
-                the sub-folders' names in alphabetical order.
-            options: skip_unreadable, num_workers, augmentation and seed of `Images`.
+        The sub-folders must be ``classes``, in label order, such as those a network was trained on; None: the
+        sub-folders that there are, in alphabetical order.
 
         Raises:
             ValueError: if there are no sub-folders, a class has no images, or the sub-folders are not ``classes``.

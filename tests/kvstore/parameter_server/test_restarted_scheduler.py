@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gangline.kvstore.parameter_server.scheduler.kept_state import KeptState
+from gangline.kvstore.parameter_server.kept_state import KeptState
 from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
