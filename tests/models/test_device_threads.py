@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -77,7 +78,48 @@ def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_
     assert not any(thread.is_alive() for thread in threads)
 
 
+# -- when -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_one_run_overlap(pair: DeviceThreads) -> None:
+    barrier = threading.Barrier(2)
+    arrived = pair.run(both(partial(barrier.wait, timeout=30)))
+    assert sorted(arrived) == [0, 1]
+
+
+def test_results_are_in_the_order_of_the_calls(pair: DeviceThreads) -> None:
+    assert pair.run([(1, lambda: "second"), (0, lambda: "first")]) == ["second", "first"]
+    assert pair.run([]) == []
+
+
+def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
+    events: list[str] = []
+
+    def call(name: str) -> None:
+        events.append(f"{name} begins")
+        spin(0.01)
+        events.append(f"{name} ends")
+
+    calls = [(1, partial(call, "b")), (0, partial(call, "a"))]
+    for _ in range(3):
+        events.clear()
+        pair.run(calls, one_after_another=True)
+        assert events == ["b begins", "b ends", "a begins", "a ends"]
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_after_another", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_names_its_context(pair: DeviceThreads, number: int, one_after_another: bool) -> None:
+    def fail() -> None:
+        raise KeyError("what went wrong")
+
+    calls = [(other, fail if other == number else list) for other in (0, 1)]
+    with pytest.raises(KeyError, match="what went wrong") as caught:
+        pair.run(calls, one_after_another=one_after_another)
+    assert caught.value.__notes__ == [f"in the replica on cpu({number})"]
 
 
 def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
@@ -98,6 +140,15 @@ def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> No
         with pytest.raises(ValueError, match="at once"):
             pair.run(calls)
         assert ended == [True]
+
+
+def test_of_several_errors_that_of_the_first_call_is_raised(pair: DeviceThreads) -> None:
+    def fail(name: str) -> None:
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match="second context") as caught:
+        pair.run([(1, partial(fail, "second context")), (0, partial(fail, "first context"))])
+    assert caught.value.__notes__ == ["in the replica on cpu(1)"]
 
 
 # -- torch's threads ------------------------------------------------------------------------------------------------
