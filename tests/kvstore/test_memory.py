@@ -37,17 +37,6 @@ def zeros() -> list[torch.Tensor]:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_counter_counts_each_storage_once() -> None:
-    before = held()
-    tensor = torch.zeros(1000)
-    views = [tensor[10:], tensor.reshape(10, 100), tensor.detach()]
-    assert held() - before == 4000
-    copies = [tensor.clone(), tensor.half()]
-    assert held() - before == 10000
-    del tensor, views, copies
-    assert held() == before
-
-
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_without_an_updater_a_store_holds_the_weights_only(kv: KVStore, devices: int) -> None:
     given, grads, outs = zeros(), values(devices), values(devices)

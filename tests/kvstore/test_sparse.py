@@ -680,18 +680,6 @@ def elements(tensor: torch.Tensor) -> int:
     return tensor._values().numel() if tensor.layout == torch.sparse_coo else tensor.numel()
 
 
-def test_the_counter_sees_operations_on_a_whole_table() -> None:
-    whole, ids = torch.zeros(100, 4), torch.tensor([1, 5])
-    for touch in (lambda: whole.mul_(2), whole.clone, lambda: whole + 1, whole.zero_):
-        with Elements() as counted:
-            touch()
-        assert counted.most == 400
-    with Elements() as counted:
-        whole.index_copy_(0, ids, whole.detach().index_select(0, ids))
-        whole.add_(RowSparse(ids, torch.ones(2, 4), (100, 4)).to_coo())
-    assert counted.most == 8
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "sparseadam", "updater"])
 def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> None:

@@ -104,26 +104,6 @@ def test_half_precision_is_summed_in_float32(kv: KVStore) -> None:
 # -- set_updater and assign -------------------------------------------------------------------------------------------
 
 
-def test_the_updater_is_called_once_per_push_and_key(kv: KVStore) -> None:
-    calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-
-    def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-        calls.append((key, summed.clone(), stored.clone()))
-        stored.add_(summed, alpha=0.5)
-
-    kv.init(["a", 3], [ranked(1), ranked(2)])
-    kv.set_updater(updater)
-    kv.push(["a", 3, "a"], [[ranked(0), ranked(1)], ranked(7), [ranked(2), ranked(3)]])
-    assert [key for key, _, _ in calls] == ["a", 3]
-    assert [type(key) for key, _, _ in calls] == [str, int]
-    assert torch.equal(calls[0][1], over(4))
-    assert torch.equal(calls[0][2], ranked(1))
-    assert torch.equal(calls[1][1], ranked(7))
-    assert torch.equal(calls[1][2], ranked(2))
-    assert torch.equal(pulled(kv, "a"), ranked(1) + over(4) / 2)
-    assert torch.equal(pulled(kv, 3), ranked(2) + ranked(7) / 2)
-
-
 def test_the_last_set_updater_or_optimizer_applies(kv: KVStore) -> None:
     kv.init("w", torch.zeros(2, 3))
     kv.set_updater(lambda key, summed, stored: stored.add_(summed))

@@ -15,11 +15,6 @@ from torch.nn import functional as F
 from gangline import Communicator, spawn
 from gangline.kvstore import Trainer, create
 
-OPTIMIZERS = [
-    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01}, torch.optim.SGD, {"momentum": 0.9}),
-    ("adam", {"lr": 0.1, "weight_decay": 0.01}, torch.optim.Adam, {}),
-]
-
 
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -49,14 +44,11 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize(("name", "arguments", "optimizer_class", "more"), OPTIMIZERS)
-def test_with_one_worker_a_step_equals_torchs(
-    store: str, name: str, arguments: dict[str, Any], optimizer_class: type[torch.optim.Optimizer], more: dict[str, Any]
-) -> None:
+def test_with_one_worker_a_step_equals_torchs(store: str) -> None:
     model = network()
     plain = copy.deepcopy(model)
-    optimizer = optimizer_class(plain.parameters(), lr=0.1, weight_decay=0.01, **more)
-    trainer = Trainer(model.parameters(), name, arguments, store)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1, weight_decay=0.01)
+    trainer = Trainer(model.parameters(), "adam", {"lr": 0.1, "weight_decay": 0.01}, store)
     for x, y in batches(5, 8):
         for net, zero in ((model, trainer.zero_grad), (plain, optimizer.zero_grad)):
             zero()

@@ -37,19 +37,6 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 # Init
 
 
-def a_second_init_is_refused(kv: KVStore) -> None:
-    kv.init("again", torch.zeros(SMALL))
-    kv.init(7, torch.ones(SMALL))
-    for key in ("again", 7):
-        with pytest.raises(ValueError, match=f"key {key!r} is initialised already"):
-            kv.init(key, torch.zeros(SMALL))
-    with pytest.raises(ValueError, match="key 'twice' is initialised already"):
-        kv.init(["twice", "twice"], [torch.zeros(SMALL)] * 2)
-    kv.init("7", torch.full((SMALL,), 2.0))
-    same(pulled(kv, 7), torch.ones(SMALL))
-    same(pulled(kv, "7"), torch.full((SMALL,), 2.0))
-
-
 def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
     for dtype in (torch.complex64, torch.float8_e5m2, torch.uint16):
         with pytest.raises(TypeError, match=rf"key 'odd' has dtype {str(dtype)[6:]}; expected one of float32, "):
@@ -67,15 +54,6 @@ def exchanges_may_exceed_one_chunk(kv: KVStore) -> None:
     ):
         given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
         assert kv.exchange(given[kv.rank]) == given
-
-
-def unknown_keys_are_refused(kv: KVStore) -> None:
-    for call in (kv.push, kv.pull, kv.pushpull):
-        for key in ("nothing", -7):
-            with pytest.raises(KeyError, match="was not initialised"):
-                call(key, torch.zeros(SMALL))
-    with pytest.raises(KeyError, match="was not initialised"):
-        kv.row_sparse_pull("nothing", torch.zeros(2, 2), row_ids=torch.tensor([0]))
 
 
 def values_that_do_not_fit_are_refused_before_they_are_sent(kv: KVStore) -> None:
@@ -274,8 +252,6 @@ def rounds_go_on_without_joined_workers(kv: KVStore) -> int:
 
 
 ALL = [
-    a_second_init_is_refused,
-    unknown_keys_are_refused,
     values_that_do_not_fit_are_refused_before_they_are_sent,
     differences_are_the_same_error_on_all,
     assigned_values_follow_the_open_round,
