@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from gangline.models.data.batches import as_batch, concat, num_samples
+from gangline.models.data.batches import as_batch, concat, map_tensors, move, num_samples, tensors_of
 
 HOST = torch.device("cpu")
+
+
+def test_a_function_is_applied_to_each_nested_tensor_and_a_move_to_their_own_device_copies_none() -> None:
+    batch = {"image": torch.arange(6), "pair": (torch.ones(6, 1), {"deep": torch.zeros(6, 1, 1)})}
+    doubled = map_tensors(lambda tensor: tensor * 2, batch)
+    assert list(doubled) == ["image", "pair"]
+    assert torch.equal(doubled["image"], torch.arange(6) * 2)
+    assert torch.equal(doubled["pair"][0], torch.full((6, 1), 2.0))
+    assert torch.equal(doubled["pair"][1]["deep"], torch.zeros(6, 1, 1))
+    assert [id(one) for one in tensors_of(move(batch, HOST))] == [id(one) for one in tensors_of(batch)]
 
 
 # -- from arrays ----------------------------------------------------------------------------------------------------
