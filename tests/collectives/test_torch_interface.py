@@ -24,7 +24,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.collectives.processes import Processes, Rank, join_group
+from gangline.collectives import torch_backend
+from tests.collectives.processes import Processes, Rank
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch itself calls
@@ -84,6 +85,9 @@ def sparse_all_reduce(group: Any, rank: int, _: int) -> Any:
     assert work is not None
     work.wait()
     return [*found, work.result()[0].to_dense()]
+
+
+# Messages
 
 
 # Groups
@@ -272,8 +276,10 @@ def is_near(found: Any, wanted: Any) -> bool:
 
 
 def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
+    assert torch_backend.__all__
     warnings.simplefilter("ignore")
-    join_group(rank, path, backend, seconds=60)
+    place = {"rank": rank.rank, "world_size": rank.size}
+    dist.init_process_group(backend, init_method=f"file://{path}", timeout=timedelta(seconds=60), **place)
     outcomes = {}
     for name in names:
         group = dist.new_group(timeout=timedelta(seconds=20))
