@@ -109,7 +109,7 @@ def test_an_older_run_is_not_resumed_by_the_first_start_nor_by_the_second(tmp_pa
     (tmp_path / "net.pt").unlink()
     (tmp_path / "net-0003.json").rename(tmp_path / "net-0009.json")  # the newest number is that of the older run
     program = (
-        "import os, sys; os.environ['GANGLINE_RESTART'] == '0' and sys.exit(3); os.execv(sys.argv[1], sys.argv[1:])"
+        "import os, sys; os.environ['GANGLINE_RESTART'] == '0' and sys.exit(4); os.execv(sys.argv[1], sys.argv[1:])"
     )
     words = [sys.executable, "-m", "gangline", "launch", "-n", "1", "-s", "0", "--max-restarts", "1", "--"]
     words += [sys.executable, "-c", program, sys.executable, SCRIPT, "local", str(tmp_path / "net"), "none"]
