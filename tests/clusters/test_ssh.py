@@ -74,7 +74,7 @@ def test_the_first_failure_is_named_with_its_host_and_the_others_end(server: ssh
 @pytest.mark.slow
 def test_a_failed_job_starts_again_on_all_hosts(server: sshd.Sshd) -> None:
     code = "restart = os.environ['GANGLINE_RESTART']; print('start', restart, os.environ['MASTER_PORT'], flush=True)\n"
-    with launch(server, code + "if restart == '0':\n    sys.exit(3) if rank == 1 else signal.pause()\n",
+    with launch(server, code + "if restart == '0':\n    sys.exit(4) if rank == 1 else signal.pause()\n",
                 "--max-restarts", "1") as run:  # fmt: skip
         status, out, errors = run.end()
     assert status == 0
