@@ -6,7 +6,9 @@ import io
 import os
 import pickle
 import struct
+import sys
 import zlib
+from importlib import import_module
 from typing import Any
 
 _VERSION = struct.Struct("<Q")
@@ -15,6 +17,22 @@ _ENTRY = struct.Struct("<QQQQ")
 _ENTRIES = 8
 """Offset of the entries of even and of odd versions."""
 _BEGIN = 4096
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler of tensors as their own bytes: torch's would write all memory that a view is part of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")  # a scheduler does not import it
+        if torch is None or type(value) is not torch.Tensor or value.layout != torch.strided or not value.numel():
+            return NotImplemented
+        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(octets.data), str(value.dtype), tuple(value.shape))
+
+
+def _tensor(octets: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
+    torch = import_module("torch")
+    return torch.frombuffer(octets, dtype=torch.uint8).view(getattr(torch, dtype.removeprefix("torch."))).view(shape)
 
 
 class KeptState:
@@ -55,11 +73,11 @@ class KeptState:
             offset += size
         return pickle.load(stream, buffers=buffers)  # noqa: S301
 
-    def write(self, state: object, pickler: type[pickle.Pickler] = pickle.Pickler) -> None:
+    def write(self, state: object) -> None:
         """Replace the object."""
         buffers: list[memoryview] = []
         pickled = io.BytesIO()
-        pickler(pickled, 5, buffer_callback=lambda one: buffers.append(one.raw())).dump(state)
+        _Pickler(pickled, 5, buffer_callback=lambda one: buffers.append(one.raw())).dump(state)
         head = pickle.dumps([one.nbytes for one in buffers]) + pickled.getvalue()
         length = len(head) + sum(one.nbytes for one in buffers)
         offset = _BEGIN if _BEGIN + length <= self._offset else self._offset + self._length

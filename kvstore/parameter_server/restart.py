@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
-import torch
 
 from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import StallError
@@ -26,20 +24,6 @@ from gangline.kvstore.parameter_server.sharding import ShardPlacement
 
 _log = logging.getLogger("gangline")
 _POLL_SECONDS = 0.02
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler of tensors as their own bytes: torch's would write all memory that a view is part of."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.layout != torch.strided or not value.numel():
-            return NotImplemented
-        octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(octets.data), value.dtype, value.shape)
-
-
-def _tensor(octets: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.frombuffer(octets, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class Continuation:
@@ -110,7 +94,7 @@ class Continuation:
     def keep(self, state: Any) -> None:
         """Keep a state with this worker's pushes and collectives; see `KVStore.keep`."""
         if self._memory is not None:
-            self._memory.write([state, self._pushes, self._rounds, self._scheduler.numbers], _Pickler)
+            self._memory.write([state, self._pushes, self._rounds, self._scheduler.numbers])
 
     def kept(self) -> Any:
         """Return the kept state, and continue from there; see `KVStore.kept`."""

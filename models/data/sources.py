@@ -71,6 +71,8 @@ class Source(abc.ABC):
                 ahead.extend(islice(items, _AHEAD - len(ahead)))
             steps: int = max(workers.all_gather(len(ahead) if own is None else own, "next batches"))
             if not steps:
+                if skip:  # draw and drop the batches, although none is left
+                    next(items, None)
                 return
             for _ in range(steps):
                 yield ahead.popleft() if ahead else next(items, None)

@@ -179,8 +179,8 @@ def _run(
         begin_epoch, skip = module.run_state.position.epoch, module.run_state.position.batch
     elif saved is not None:
         _check_same_workers(module, train, saved)
-        whole, saved = saved, saved.of_worker(module.workers.rank, module.workers.count)
         module.resume(saved)
+        whole, saved = saved, saved.of_worker(module.workers.rank, module.workers.count)
         _load_stateful(module, saved)
         saved.forget_tensors()
         whole.forget_tensors()
