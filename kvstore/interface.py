@@ -139,6 +139,16 @@ class KVStore(abc.ABC):
         return False
 
     @property
+    def is_elastic(self) -> bool:
+        """True if workers come and go while the job runs (`gangline launch --elastic`)."""
+        return False
+
+    @property
+    def has_joined(self) -> bool:
+        """True if this worker came to an elastic job after its start."""
+        return False
+
+    @property
     def first_step(self) -> int:
         """Number of pushes of each key that this worker has made before it was restarted; 0 if it was not.
 

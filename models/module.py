@@ -910,6 +910,12 @@ class Module:
         if len(saved.samples_seen) == len(replicas.all):
             replicas.set_own_buffers(saved.replica_buffers, saved.samples_seen)
 
+    def follow_resume(self) -> None:
+        """Make the calls of `resume` on a worker that joins an elastic job, whose servers keep their state."""
+        optimizer = self._require_optimizer("follow_resume()")
+        optimizer.load_state(optimizer.state())
+        optimizer.assign_weights()
+
     def keep(self, of_loop: Any) -> None:
         """Keep the state of this worker between two steps, with that of a loop, for its restart (`KVStore.keep`)."""
         replicas, run_state = self.bound.replicas, self.run_state

@@ -16,6 +16,7 @@ from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.sparse import of_gradient
+from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.names import plain_name
 from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
@@ -124,7 +125,7 @@ class StoreOptimizer(OptimizerBinding):
     def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
-        self._continues = not store.is_restarted  # or `kept` was called
+        self._continues = not (store.is_restarted or store.is_elastic)  # or `kept` was called
         uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
@@ -143,7 +144,7 @@ class StoreOptimizer(OptimizerBinding):
     def begin_backward(  # noqa: D102  inherited
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        if not self._continues:
+        if not (self._continues or self.workers.has_begun):
             self.check_not_restarted("training by a Module without fit")
         self._reducer.begin(active, push_early=push_early, weight=weight, rerun=rerun)
 
@@ -151,7 +152,7 @@ class StoreOptimizer(OptimizerBinding):
         self._reducer.finish(weight)
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
-        if self.workers.count > 1:
+        if self.workers.has_others:
             _note_out_of_step(self.workers, error)
             return
         try:
@@ -337,7 +338,10 @@ def bind_optimizer(
         return OptimizerBinding(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
     store = create(kvstore) if isinstance(kvstore, str) else kvstore
-    workers = Workers(store, num_contexts, measures_loads=measures_loads)
+    if store.is_elastic:
+        workers: Workers = ElasticWorkers(store, num_contexts)
+    else:
+        workers = Workers(store, num_contexts, measures_loads=measures_loads)
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
         return OptimizerBinding(replicas, optimizer)
@@ -374,6 +378,8 @@ def _init_store(
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
     store.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
+    if store.is_elastic:  # before the first pull, with which workers that join take part
+        replicas.load_untrained(store.group.broadcast(replicas.untrained(), "init_optimizer"))
     new = [name for name in names if name not in held]
     store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
     if held:
@@ -389,8 +395,8 @@ def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:
 
 def _note_out_of_step(workers: Workers, error: BaseException) -> None:
     note = (
-        f"it was raised on rank {workers.rank} of {workers.count}, whose workers are out of step now: end the job and "
-        "resume from a checkpoint"
+        f"it was raised on rank {workers.rank}{f' of {workers.count}' if workers.count > 1 else ''}, whose workers are "
+        "out of step now: end the job and resume from a checkpoint"
     )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

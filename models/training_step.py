@@ -16,6 +16,7 @@ from gangline.models.balance.balancer import Balancer, MemoryLimits
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
+from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share, is_out_of_memory
 from gangline.models.loss.accumulation import GradientAccumulation
@@ -121,13 +122,15 @@ class TrainingStep:
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
         """Return data and label as batches, for bound replicas; data may be None on one of several workers."""
-        self._has_no_samples = data is None and self.workers.count > 1
+        self._has_no_samples = data is None and self.workers.has_others
         data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
         self._bound.bind(data)
         return data, label
 
     def _begin_batch(self, data: Batch | None) -> None:
-        if self._bound.dropout_by_sample and self.workers.in_step:
+        if isinstance(self.workers, ElasticWorkers):
+            self._first_sample = self.workers.first_sample
+        elif self._bound.dropout_by_sample and self.workers.in_step:
             own = 0 if data is None else num_samples(data, "data")
             counts = self._timed(self.workers.all_gather, own, "samples of each worker")
             self._first_sample = sum(counts[: self.workers.rank])

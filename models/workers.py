@@ -24,6 +24,13 @@ class Workers:
     Methods marked "Collective" must be called by all workers, in the same order.
     """
 
+    is_elastic = False
+    """True if workers come and go while the job runs; see `ElasticWorkers`."""
+    has_left = False
+    """True if this worker has left an elastic job."""
+    has_begun = False
+    """True if this worker trains in an elastic job."""
+
     def __init__(self, store: KVStore | None = None, num_contexts: int = 1, *, measures_loads: bool = False) -> None:
         """Connect to the other workers of a store; without one this worker is alone. Collective.
 
@@ -62,6 +69,11 @@ class Workers:
     def is_first(self) -> bool:
         """True on rank 0, which logs and writes files."""
         return self.rank == 0
+
+    @property
+    def has_others(self) -> bool:
+        """True if other workers may take part in a step, so that this one's share of a batch can be empty."""
+        return self.count > 1
 
     def share(self, samples: int, batch: int | None = None) -> slice:
         """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""

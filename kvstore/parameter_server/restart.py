@@ -54,6 +54,8 @@ class Continuation:
         self._rounds = rounds
         self._is_async = is_async
         self._is_elastic = bool(scheduler.views)
+        self.has_joined = scheduler.is_joining
+        """True if this worker came to an elastic job after its start."""
         self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
         self._step: int | None = None if scheduler.is_restarted else 0
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps

@@ -198,6 +198,14 @@ class DistStore(KVStore):
 
     # Elastic jobs
 
+    @property
+    def is_elastic(self) -> bool:  # noqa: D102  inherited
+        return bool(self._scheduler.views)
+
+    @property
+    def has_joined(self) -> bool:  # noqa: D102  inherited
+        return self._continuation.has_joined
+
     def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: D102  inherited
         if not self._scheduler.views:
             return super().share(samples, step)

@@ -99,7 +99,7 @@ class Checkpoint:
         """
         if count != len(self.other_workers) + 1:
             return replace(self, replica_buffers={}, samples_seen=[], compression_residuals={}, other_workers=[])
-        return self.other_workers[rank - 1] if rank else self
+        return self.other_workers[rank - 1] if rank and count > 1 else self  # in elastic jobs each counts as alone
 
     def forget_tensors(self) -> None:
         """Drop the tensors, once they are restored, of all workers."""

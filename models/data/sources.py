@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, copy_loader, length_of, num_samples, pinned, take, tensors_of
 from gangline.models.data.reader import Reader, base_dataset
+from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
@@ -204,7 +205,29 @@ class _Ordered(Source):
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
+        if isinstance(workers, ElasticWorkers):
+            return self._parts_of_steps(workers, epoch, skip, skipped)
         return self._items(self.order.shares(epoch, skip, workers), epoch, skipped)
+
+    def _parts_of_steps(
+        self, workers: ElasticWorkers, epoch: int, skip: int, skipped: Callable[[], None]
+    ) -> Iterator[Item | None]:
+        """Yield this worker's share of each step's batch until it leaves the job.
+
+        Reading ahead assumes that the share of the next batch is the same; if it is not, reading begins again there.
+        """
+        batches = self.order(epoch)
+        expected: tuple[slice, int] | None = None
+        items: Iterator[Item | None] = iter(())
+        for number, batch in enumerate(batches[skip:], skip):
+            share = workers.share_of(epoch * len(batches) + number, len(batch))
+            if share is None:
+                return
+            if (share, len(batch)) != expected:
+                expected = share, len(batch)
+                alike = [each[share] for each in batches[number:] if len(each) == len(batch)]
+                items, skipped = self._items(alike, epoch, skipped), _do_nothing
+            yield next(items)
 
     @abc.abstractmethod
     def _items(self, batches: Iterable[torch.Tensor], epoch: int, skipped: Callable[[], None]) -> Iterator[Item | None]:

@@ -249,7 +249,8 @@ class Executor:
             if train and self._has_replica_dropout and device.type == "cpu":
                 stack.enter_context(self._replica_dropout(mixed_seed(*self._stream_of(replica, seed))))
             if train and self._dropout_by_sample:
-                rank = 0 if self._workers.in_step else self._workers.rank
+                is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
+                rank = 0 if is_joint else self._workers.rank
                 key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
                 stack.enter_context(SampleDropout(key, first_sample + part.start, samples))
             if self._autocast is not None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ALL_EPOCHS = "epochs"
 """Return value of a `fit` that was not stopped."""
+LEFT = "left"
+"""Return value of a `fit` on a worker that has left an elastic job."""
 _CALLBACK = "callback"
 _UNITS = ("epochs", "batches")
 
@@ -189,6 +191,8 @@ class Epochs:
             parts = self._begin_epoch(epoch, skip, saved) if kept is None else self._continue_epoch(epoch, skip, kept)
             with self._accumulating():
                 stopped = self._train(self._numbered(parts, skip), epoch)
+            if self.module.workers.has_left:
+                return LEFT
             skip, kept = 0, None
             self._warn_of_rise(ends_epoch=True)
             if self._diverged(epoch):
@@ -217,7 +221,7 @@ class Epochs:
             set_host_states(saved.position["random"] if begun else saved.random, train.generator)
         run_state.position = Position(epoch, 0, train.plan(), host_states(train.generator))
         module.begin_epoch()
-        return train.parts(module.workers, epoch)
+        return train.parts(module.workers, epoch, skip)
 
     def _continue_epoch(self, epoch: int, skip: int, kept: Mapping[str, Any]) -> Iterator[Any]:
         """Return this worker's parts of the batches that its former process had not trained."""
@@ -271,7 +275,7 @@ class Epochs:
         """Run the batches of an epoch; return True if all workers stop before its end."""
         module, accumulated = self.module, 0
         for nbatch, part in _recorded(parts):
-            if part is None and module.workers.count == 1:
+            if part is None and not module.workers.has_others:
                 continue  # no sample of this batch could be read, so there is nothing to update from
             data, label = part if part is not None else (None, None)
             if not accumulated:
@@ -334,12 +338,14 @@ class Epochs:
         return False, f"its inputs are finite{unless}, so training diverges with {self._advice()}"
 
     def _where(self, epoch: int, nbatch: int) -> str:
-        worker = f" of worker {self.module.workers.rank}" if self.module.workers.count > 1 else ""
+        worker = f" of worker {self.module.workers.rank}" if self.module.workers.has_others else ""
         return f"in batch {nbatch}{worker} of epoch {epoch}"
 
     def _note_divergence(self, text: str, is_input: bool = False) -> None:
         """Record the first divergence of this worker, and request that all workers stop."""
         self._divergence = [not is_input, self.module.run_state.step, text]
+        if self.module.workers.is_elastic:
+            return  # the weights tell all workers at the end of the epoch
         if self.options.on_nan == "stop":
             self.module.workers.ask_to_stop(DIVERGED)
         else:

@@ -103,7 +103,8 @@ def call(callbacks: Iterable[Callable[[BatchEndParam], object]], param: BatchEnd
 
 def _parts(module: Module, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:
     """Yield this worker's part of each batch; data that is not shared is scored without the other workers."""
-    workers = module.workers if data_source.is_shared or module.divides_weights else Workers()
+    is_joint = data_source.is_shared and not module.workers.is_elastic
+    workers = module.workers if is_joint or module.divides_weights else Workers()
     for number, item in enumerate(data_source.parts(workers, 0)):
         if num_batch is not None and number >= num_batch:
             return

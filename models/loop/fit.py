@@ -17,6 +17,7 @@ from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
 from gangline.models.data.sources import Source, source
+from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.import_by_name import has_batches
 from gangline.models.loop.callbacks import Checkpoint, check_metric
 from gangline.models.loop.epochs import (
@@ -72,7 +73,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
         with log_to_stderr():
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException:
-        if module.workers.count > 1:
+        if module.workers.has_others:
             module.leave()
         raise
     finally:
@@ -132,6 +133,9 @@ def _run(
 ) -> str:
     """Check the rest, resume, and run the epochs."""
     savers = _savers(callbacks)
+    elastic = module.workers if isinstance(module.workers, ElasticWorkers) else None
+    if elastic is not None:
+        _check_elastic(module, train, options)
     kept = _kept(module, train)
     if kept is not None:
         per_epoch, reads_ahead, saved = kept["batches_per_epoch"], 0, None
@@ -144,6 +148,8 @@ def _run(
     scheduler = scheduler_of(options.lr_scheduler, _base_rate(module), options.num_epoch, per_epoch)
     frequency = EvalFrequency(options.eval_frequency, per_epoch)
     _check_metrics([scheduler, *callbacks.all], validation if evaluation is not None else None)
+    if elastic is not None and not elastic.is_first:
+        evaluation = None  # worker 0 validates
     for saver in savers:
         saver.attach(module)
     module.run_state.stateful = _stateful(callbacks.all, scheduler)
@@ -173,6 +179,9 @@ def _run(
         return module.workers.stop
     module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead)
     begin_epoch, skip = options.begin_epoch, 0
+    began = _begin_elastic(elastic, module, per_epoch, saved, options.begin_epoch) if elastic is not None else None
+    if elastic is not None and elastic.has_joined:
+        saved = None
     if kept is not None:
         for name, each in module.run_state.stateful.items():
             each.load_state(kept["stateful"][name])
@@ -187,6 +196,8 @@ def _run(
         begin_epoch, skip = _resumed_position(module, train)
     else:
         module.run_state.position.epoch = begin_epoch
+    if began is not None:
+        begin_epoch, skip, module.run_state.step = began
     if kept is None:
         _log_beginning(module, savers, options, saved, begin_epoch, skip)
     if options.monitor is not None:
@@ -194,6 +205,35 @@ def _run(
     loop = Epochs(module, train, evaluation, metric, validation, scheduler, frequency, callbacks, per_epoch, options)
     with _locked_prefixes(module, savers, alone=kept is not None):
         return loop.run(begin_epoch, skip, saved, kept)
+
+
+def _check_elastic(module: Module, train: Source, options: FitOptions) -> None:
+    """Check that workers which come and go change no weight."""
+    refused = {
+        "train_data with batches of each worker's own": (not train.is_shared, "give arrays or a Dataset"),
+        f"accumulate={options.accumulate}": (options.accumulate > 1, "raise batch_size instead"),
+        "sync_batchnorm=True": (module.bound.sync_batchnorm, "use a normalization over features"),
+        "autocast=torch.float16": (module.loss_scale is not None, "use torch.bfloat16"),
+    }
+    for what, (is_given, remedy) in refused.items():
+        if is_given:
+            raise ValueError(
+                f"{what} needs the same workers all the time, and those of an elastic job change; {remedy}"
+            )
+
+
+def _begin_elastic(
+    workers: ElasticWorkers, module: Module, per_epoch: int | None, saved: checkpoint.Checkpoint | None, epoch: int
+) -> tuple[int, int, int]:
+    """Return epoch, number of its batches to skip, and number of steps, with which this worker begins."""
+    assert per_epoch is not None  # the samples of each batch are chosen here
+    batch, step = 0, module.run_state.step
+    if saved is not None:
+        epoch, batch, step = saved.position["epoch"], saved.position["batch"], saved.step
+    position, step, resumes = workers.begin(epoch * per_epoch + batch, step, resumes=saved is not None)
+    if workers.has_joined and resumes:
+        module.follow_resume()
+    return *divmod(position + workers.first_step, per_epoch), step + workers.first_step
 
 
 def _kept(module: Module, train: Source) -> Any:

@@ -1,0 +1,96 @@
+"""The workers of an elastic job, in which each takes its share of a step from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gangline.kvstore import KVStore
+from gangline.models.workers import Workers
+
+
+class ElasticWorkers(Workers):
+    """The workers of an elastic job, seen from one of them.
+
+    The others may leave, so this worker exchanges nothing with them but gradients and weights: `count` is 1, and calls
+    that are collective elsewhere return this worker's own data. Worker 0, which stays until the end, logs, validates
+    and writes files.
+    """
+
+    is_elastic = True
+
+    def __init__(self, store: KVStore, num_contexts: int) -> None:
+        """Take part in the job of a store."""
+        super().__init__()
+        self.rank = store.rank
+        self.first_context = store.rank * num_contexts
+        self.first_sample = 0
+        """Number of this worker's first sample within the batch of all workers."""
+        self._elastic_store = store
+        self._began_at = 0  # position of the job's first step
+
+    @property
+    def has_others(self) -> bool:
+        """True, even if this worker is the only one at present."""
+        return True
+
+    @property
+    def has_joined(self) -> bool:
+        """True if this worker came after the start of the job."""
+        return self._elastic_store.has_joined
+
+    def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
+        """Begin to train. Collective; a worker that joins gets what the others gave, and can make no such call later.
+
+        Args:
+            position: number of global batches, over all epochs, that are done; worker 0's counts.
+            step: number of training batches that the module has run, likewise.
+            resumes: whether a checkpoint is resumed, likewise.
+
+        Returns:
+            The arguments that worker 0 gave. This worker begins `first_step` after them.
+
+        Raises:
+            RuntimeError: if this worker was started again alone: some weights may be newer than those of its step.
+        """
+        store = self._elastic_store
+        if store.is_restarted and not store.has_joined:
+            store.check_not_restarted("fit of a worker that has started again")
+        self._began_at, step, resumes = store.group.broadcast([position, step, resumes], "fit")
+        self.has_begun = True
+        return self._began_at, step, resumes
+
+    @property
+    def first_step(self) -> int:
+        """Number of the job's steps before this worker's first; read it after all collective calls of `fit`."""
+        return self._elastic_store.first_step
+
+    def share_of(self, position: int, samples: int) -> slice | None:
+        """Begin a step, and return this worker's slice of its global batch; None if this worker has left the job.
+
+        Args:
+            position: number of the batch over all epochs.
+            samples: number of samples in it.
+        """
+        share = self._elastic_store.share(samples, position - self._began_at)
+        self.has_left = share is None
+        self.first_sample = 0 if share is None else share.start
+        return share
+
+    def share(self, samples: int, batch: int | None = None) -> slice:  # noqa: ARG002  inherited
+        """Return all samples: of data that are not trained on, such as those of a validation."""
+        return slice(0, samples)
+
+    def run_on_first(self, action: Callable[[], object], name: str) -> None:  # noqa: ARG002  inherited
+        """Run an action if this is worker 0."""
+        if self.is_first:
+            action()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask to leave the job.
+
+        Raises:
+            RuntimeError: if this worker cannot leave, such as worker 0.
+        """
+        if self._stop_request is None:
+            self._elastic_store.leave()
+        self._stop_request = self._stop_request or reason

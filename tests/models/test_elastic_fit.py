@@ -1,0 +1,146 @@
+"""`fit` in an elastic job: workers come and go, and the weights are those of one process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kvstore.parameter_server.test_elastic import wait_for
+from tests.kvstore.test_launch import Launch, launch
+from tests.kvstore.test_launch_elastic import resize
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+SAMPLES = """\
+import torch
+DATA = torch.randn(60, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+LABEL = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
+class Read(torch.utils.data.Dataset):
+    num_workers = 1
+    def __len__(self):
+        return len(DATA)
+    def __getitem__(self, index):
+        return DATA[index], LABEL[index]
+"""
+HEAD = """\
+import os, sys, time, torch
+from torch import nn
+import gangline
+from gangline.callback import Checkpoint
+os.chdir(FOLDER)
+torch.set_num_threads(1)
+sys.path.insert(0, FOLDER)
+from samples import DATA, LABEL, Read
+def module(seed, **options):
+    torch.manual_seed(seed)  # which differs: workers get all weights from worker 0
+    network = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Dropout(0.1), nn.Linear(400, 3)).double()
+    network[0].bias.requires_grad_(False)
+    return gangline.Module(network, nn.CrossEntropyLoss(), random="sample", **options)
+def fit(trained, kvstore, epochs=4, data=(DATA, LABEL), **options):
+    return trained.fit(
+        data, (DATA, LABEL), num_epoch=epochs, batch_size=16, seed=3, kvstore=kvstore, optimizer="adam",
+        optimizer_params={"learning_rate": 0.01}, lr_scheduler="cosine", **options
+    )
+"""
+JOB = """\
+counted = []
+def follow(param):
+    data = param.locals["data"]
+    counted.append(0 if data is None else len(data))
+    at = 4 * param.epoch + param.nbatch
+    if worker.workers.is_first and at in WAITS:
+        print("at", at, flush=True)
+        while sorted(worker._store._scheduler.views[-1][1]) != WAITS[at]:
+            time.sleep(0.005)
+worker = module(int(os.environ.get("DMLC_WORKER_ID") or 9))
+ended = fit(worker, "dist_sync", batch_end_callback=follow, **OPTIONS)
+print("worker", worker.workers.rank, ended, "samples", sum(counted), "step", worker.step, flush=True)
+if worker.workers.is_first:
+    alone = module(0)
+    fit(alone, "local")
+    pairs = [(value, alone.get_params()[name]) for name, value in worker.get_params().items()]
+    print("difference", max(float((one - other).norm() / other.norm()) for one, other in pairs), flush=True)
+worker.close()
+"""
+
+
+def job(folder: Path, options: str, waits: str, *words: str) -> Launch:
+    """Launch two workers; in the steps of ``waits`` worker 0 waits until the workers are these."""
+    (folder / "samples.py").write_text(SAMPLES)
+    code = f"FOLDER, WAITS = {str(folder)!r}, {waits}\n{HEAD}OPTIONS = {options}\n{JOB}"
+    return launch("-n", "2", "-s", "2", "--elastic", "1:4", *words, "--", sys.executable, "-c", code)
+
+
+def grow_and_shrink(run: Launch, first: int, last: int) -> list[str]:
+    """Resize the job to three workers and to one; return the lines that it printed."""
+    run.hear(f"at {first}")
+    assert resize(run, 3) == (0, "2 to 3 workers: worker 2 starts")
+    run.hear(f"at {last}")
+    assert resize(run, 1)[0] == 0
+    status, out, errors = run.end(90)
+    assert status == 0, errors
+    return out
+
+
+def check(out: list[str], samples: int = 240) -> None:
+    """Check that the weights are those of one process, and that each sample was trained once an epoch."""
+    (difference,) = [float(line.split()[-1]) for line in out if "difference" in line]
+    assert difference < 1e-11
+    ended = {int(found[1]): found for line in out if (found := re.search(r"worker (\d) (\w+) samples (\d+)", line))}
+    assert {rank: found[2] for rank, found in ended.items()} == {0: "epochs", 1: "left", 2: "left"}
+    assert sum(int(found[3]) for found in ended.values()) == samples
+    assert all(int(found[3]) for found in ended.values())
+
+
+@pytest.mark.parametrize("data", ["(DATA, LABEL)", "Read()"])
+def test_workers_that_come_and_go_change_no_weight(tmp_path: Path, data: str) -> None:
+    with job(tmp_path, f"{{'data': {data}}}", "{2: [0, 1, 2], 8: [0]}") as run:
+        check(grow_and_shrink(run, 2, 8))
+
+
+def test_a_worker_joins_a_job_that_was_resumed(tmp_path: Path) -> None:
+    (tmp_path / "samples.py").write_text(SAMPLES)
+    first = f"FOLDER = {str(tmp_path)!r}\n{HEAD}one = module(0)\n"
+    first += "fit(one, 'local', 4, epoch_end_callback=[Checkpoint(one, 'run'), lambda epoch, *_: epoch == 0])\n"
+    with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", first) as run:
+        assert run.end(60)[0] == 0
+    with job(tmp_path, "{'resume': 'run'}", "{6: [0, 1, 2], 11: [0]}") as run:
+        check(grow_and_shrink(run, 6, 11), samples=180)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("{'accumulate': 2}", "accumulate=2 needs the same workers all the time"),
+        ("{'data': [(DATA[:16], LABEL[:16])]}", "batches of each worker's own needs the same workers"),
+        ("{'epoch_end_callback': lambda *_: True}", "worker 0"),
+    ],
+)
+def test_what_needs_the_same_workers_is_refused(tmp_path: Path, options: str, error: str) -> None:
+    with job(tmp_path, options, "{}") as run:
+        status, _, errors = run.end(60)
+    assert status
+    assert error in "\n".join(errors)
+
+
+def test_a_worker_that_dies_in_fit_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_FAULT", "worker 1 kill at push-sent 1")
+    with job(tmp_path, "{}", "{}", "--restart-processes", "1") as run:
+        status, _, errors = run.end(60)
+    assert status
+    assert "--max-restarts" in "\n".join(errors)
+
+
+def test_gangline_train_grows(tmp_path: Path) -> None:
+    words = ("train", "--kv-store", "dist_sync", "--num-epochs", "6", "--model-prefix", str(tmp_path / "run"))
+    gangline = (sys.executable, "-m", "gangline")
+    with launch("-n", "1", "-s", "1", "--elastic", "1:2", "--", *gangline, *words) as run:
+        wait_for(tmp_path / "run-0001.json")
+        assert resize(run, 2)[0] == 0
+        status, _, errors = run.end(100)
+    assert status == 0, errors
+    assert any("worker 1 takes part from round" in line for line in errors), errors
+    assert (tmp_path / "run-0006.json").is_file()
