@@ -53,7 +53,8 @@ class OptimizerBinding:
     def update(self, weight: float | None = None) -> None:
         """Sum the replicas' gradients, weighted as by `Reducer.finish`, and update the weights of all replicas once."""
         if weight != 0:
-            self._optimizer.update([(name, of_gradient(grad)) for name, grad in self._replicas.gradients().items()])
+            trained = self._replicas.first.parameters.items()
+            self._optimizer.update([(name, of_gradient(one.grad)) for name, one in trained if one.grad is not None])
 
     def state(self) -> OptimizerState:
         """Return a copy of the optimizer's state, on the host."""

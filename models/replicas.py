@@ -149,10 +149,6 @@ class Replicas:
             return None
         return next(name for name, value in zip(held, largest.tolist(), strict=True) if not math.isfinite(value))
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the first replica's gradients by name, without those that are None."""
-        return {name: p.grad for name, p in self.first.parameters.items() if p.grad is not None}
-
     def weights(self, name: str) -> list[torch.Tensor]:
         """Return each replica's value of a parameter."""
         return [replica.parameters[name].data for replica in self.all]

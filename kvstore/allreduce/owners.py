@@ -11,7 +11,6 @@ from itertools import accumulate
 
 import torch
 
-from gangline.collectives.communicator import Communicator
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.placement import place
@@ -79,15 +78,3 @@ class Owners:
                 begins.append((slot.offset, owner))
         ends = [begin for begin, _ in begins[1:]] + [bucket.numel]
         return [Run(begin, end, owner) for (begin, owner), end in zip(begins, ends, strict=True)]
-
-
-def reduce_to_owners(communicator: Communicator, flat: torch.Tensor, runs: Sequence[Run]) -> None:
-    """Sum a flat tensor over the workers, each run at its owner only. Collective."""
-    for run in runs:
-        communicator.reduce(flat[run.begin : run.end], run.owner)
-
-
-def broadcast_from_owners(communicator: Communicator, flat: torch.Tensor, runs: Sequence[Run]) -> None:
-    """Copy each run of a flat tensor from its owner to all workers. Collective."""
-    for run in runs:
-        communicator.broadcast(flat[run.begin : run.end], run.owner)

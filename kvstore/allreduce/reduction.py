@@ -13,7 +13,7 @@ import torch
 
 from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
-from gangline.kvstore.allreduce.owners import Run, reduce_to_owners
+from gangline.kvstore.allreduce.owners import Run
 from gangline.kvstore.arguments import Value, by_key
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -119,7 +119,8 @@ def reduce_over_workers(
                 if runs is None:
                     communicator.all_reduce(part.flat)
                 else:
-                    reduce_to_owners(communicator, part.flat, runs)
+                    for run in runs:
+                        communicator.reduce(part.flat[run.begin : run.end], run.owner)
             else:
                 for key in dense:
                     if key not in sent:

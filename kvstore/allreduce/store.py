@@ -17,7 +17,7 @@ from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
-from gangline.kvstore.allreduce.owners import Owners, Run, broadcast_from_owners
+from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
 from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -265,7 +265,8 @@ class AllReduceStore(LocalStore):
         assert self._owners is not None
         with self._workers.communicator() as communicator:
             if flat is not None and runs is not None:
-                broadcast_from_owners(communicator, flat, runs)
+                for run in runs:
+                    communicator.broadcast(flat[run.begin : run.end], run.owner)
                 return
             for key in keys:
                 communicator.broadcast(self._entries[key].stored, self._owners.of(key))

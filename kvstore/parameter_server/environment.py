@@ -10,8 +10,6 @@ from gangline.collectives.environments.environment import number
 from gangline.collectives.environments.restart import ELASTIC
 from gangline.collectives.transports.addresses import local_address
 
-__all__ = ["ServerJob", "announce", "from_environment"]
-
 ROLES = ("scheduler", "server", "worker")
 
 
@@ -75,12 +73,6 @@ def load_of(rank: int) -> float:
     """
     words = os.environ.get("GANGLINE_WORK_LOAD_LIST", "").split(",")
     return float(words[rank]) if rank < len(words) and words[rank] else 1.0
-
-
-def announce(descriptor: int, port: int) -> None:
-    """Write the scheduler's port to the pipe of the parent process and close the pipe."""
-    os.write(descriptor, f"{port}\n".encode())
-    os.close(descriptor)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:

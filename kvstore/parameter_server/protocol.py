@@ -30,10 +30,9 @@ MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
 
-MessageType = type["Message"]
 _M = TypeVar("_M", bound="Message")
 _MOST_FIELDS = 16
-_kinds: dict[int, MessageType] = {}
+_kinds: dict[int, type[Message]] = {}
 
 # Checks by the name of a field's annotation.
 _CHECKS: dict[str, Callable[[Any], bool]] = {

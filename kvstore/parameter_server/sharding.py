@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgpack
 import torch
 from torch import Tensor
 
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
+from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import DTYPES, MAX_ENTRIES
 from gangline.kvstore.placement import place
@@ -36,12 +35,11 @@ class KeyLayout:
     dtype: str
     """Name of the torch dtype, such as "float32"."""
     shape: tuple[int, ...]
-    itemsize: int
 
-    @classmethod
-    def of(cls, key: Key, value: Tensor) -> KeyLayout:
-        """Return the layout of a key with this value."""
-        return cls(key, name_of_dtype(value.dtype), tuple(value.shape), value.dtype.itemsize)
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_named(self.dtype).itemsize
 
     @cached_property
     def numel(self) -> int:
@@ -159,16 +157,13 @@ def grouped_by_server(items: Iterable[tuple[_T, ShardPlacement, int]], most: int
     return groups
 
 
-def pack_layouts(layouts: Sequence[KeyLayout]) -> bytes:
-    """Serialise layouts for `agree_on_keys`."""
-    return bytes(msgpack.packb([[one.key, one.dtype, list(one.shape), one.itemsize] for one in layouts]))
-
-
-def agree_on_keys(packed: Sequence[bytes], known: Mapping[Key, Sequence[ShardPlacement]]) -> list[KeyLayout]:
+def agree_on_keys(
+    gathered: Sequence[list[Sequence[Any]] | None], known: Mapping[Key, Sequence[ShardPlacement]]
+) -> list[KeyLayout]:
     """Return the keys that are new, in the same order on all workers.
 
     Args:
-        packed: result of `pack_layouts` on each worker, in rank order; empty for a worker inside join().
+        gathered: key, dtype and shape of each key, by worker in rank order; None for a worker inside join().
         known: shards of each key that is already initialised.
 
     Raises:
@@ -176,14 +171,15 @@ def agree_on_keys(packed: Sequence[bytes], known: Mapping[Key, Sequence[ShardPla
         TypeError: if servers do not support a dtype.
         RuntimeError: if a worker is inside join() and would not learn of the keys.
     """
-    joined = [rank for rank, one in enumerate(packed) if not one]
-    if joined:
-        raise RuntimeError(f"init() was called while worker {joined[0]} is in join(); call it when all take part")
-    _check_same_keys(packed)
+    if None in gathered:
+        joined = gathered.index(None)
+        raise RuntimeError(f"init() was called while worker {joined} is in join(); call it when all take part")
+    workers = [one for one in gathered if one is not None]
+    _check_same_keys(workers)
     new: dict[Key, tuple[int, KeyLayout]] = {}
-    for rank, one in enumerate(packed):
-        for key, dtype, shape, itemsize in msgpack.unpackb(one):
-            layout = KeyLayout(key, dtype, tuple(shape), itemsize)
+    for rank, layouts in enumerate(workers):
+        for key, dtype, shape in layouts:
+            layout = KeyLayout(key, dtype, tuple(shape))
             is_known = key in known
             first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
             if other != layout:
@@ -196,9 +192,9 @@ def agree_on_keys(packed: Sequence[bytes], known: Mapping[Key, Sequence[ShardPla
     return [layout for _, layout in new.values()]
 
 
-def _check_same_keys(packed: Sequence[bytes]) -> None:
+def _check_same_keys(workers: Sequence[list[Sequence[Any]]]) -> None:
     """Check that lists of keys are equal on all workers; single keys may be initialised in a different order."""
-    lists = [(rank, {item[0] for item in msgpack.unpackb(one)}) for rank, one in enumerate(packed)]
+    lists = [(rank, {key for key, *_ in layouts}) for rank, layouts in enumerate(workers)]
     for rank, keys in lists[1:]:
         first, expected = lists[0]
         differing = sorted(keys ^ expected, key=str)

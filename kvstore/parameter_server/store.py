@@ -26,6 +26,7 @@ from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
+from gangline.kvstore.group.serialization import name_of_dtype
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
@@ -41,12 +42,10 @@ from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.sharding import (
-    KeyLayout,
     Sharding,
     ShardPlacement,
     agree_on_keys,
     grouped_by_server,
-    pack_layouts,
 )
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
@@ -275,12 +274,12 @@ class DistStore(KVStore):
     # Keys
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
-        layouts = [KeyLayout.of(key, value) for key, (value,) in pairs]
         self._continuation.check_setting_up("init")
-        packed = self._workers.all_gather(pack_layouts(layouts), "init")
+        layouts = [[key, name_of_dtype(value.dtype), list(value.shape)] for key, (value,) in pairs]
+        gathered = self._workers.all_gather(layouts, "init")
         if self._scheduler.views:  # only workers of the start take part
-            packed = [one for one in packed if one is not None]
-        new = agree_on_keys(packed, self._shards)
+            gathered = [one for one in gathered if one is not None]
+        new = agree_on_keys(gathered, self._shards)
         whole = self._spec is not None and self._spec.needs_whole_keys
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)

@@ -413,7 +413,7 @@ class ShardedWeights:
             for weight in weights:
                 weight.mean = weight.parameter.grad = weight.accumulated_mean
         elif weights:
-            parts = self._take_weighted_gradients(weights, total)
+            parts = [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
             while len(self._reductions) >= _MAX_PENDING_REDUCTIONS:
                 self._take_means()
             names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
@@ -421,9 +421,6 @@ class ShardedWeights:
                 names, [part.view(-1) for _, part in parts], owners, numbers=self._numbers_of(weights)
             )
             self._reductions.append((work, parts))
-
-    def _take_weighted_gradients(self, weights: Sequence[_Weight], total: float) -> _Parts:
-        return [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
 
     def _take_weighted_gradient(self, weight: _Weight, total: float) -> torch.Tensor:
         """Remove ``.grad`` and return it, scaled by this worker's weight."""

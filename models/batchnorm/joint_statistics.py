@@ -56,7 +56,7 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
     mean, squares = _Statistics.apply(part)  # type: ignore[no-untyped-call]
     shares = call.exchange("forward", Moments(count, mean.detach(), squares.detach()))
     mean, squares = _JointMoments.apply(mean, squares, count, shares, call)  # type: ignore[no-untyped-call]
-    total = total_of(shares)
+    total = sum(share.size for share in shares)
     if total == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     update_running_statistics(layer, mean, squares, total)
@@ -79,14 +79,9 @@ def update_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: to
         _update(layer.running_var, squares / (total - 1), factor)
 
 
-def total_of(shares: Sequence[Moments]) -> int:
-    """Return the number of values per channel of the whole batch."""
-    return sum(share.size for share in shares)
-
-
 def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and sum of squared deviations of all parts, by the same operations in order on every participant."""
-    total = max(1, total_of(shares))
+    total = max(1, sum(share.size for share in shares))
     means = [share.mean.to(device) for share in shares]
     mean = functools.reduce(torch.add, [own * (share.size / total) for own, share in zip(means, shares, strict=True)])
     between = [(own - mean).square() * share.size for own, share in zip(means, shares, strict=True)]

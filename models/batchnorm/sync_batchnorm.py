@@ -19,7 +19,6 @@ from gangline.models.batchnorm.joint_statistics import (
     check_own_forward,
     combined,
     normalize,
-    total_of,
     update_running_statistics,
 )
 from gangline.models.batchnorm.thread_barrier import ThreadBarrier
@@ -93,7 +92,7 @@ class JointBatchNorm:
                 layer = network.get_submodule(name)
                 assert isinstance(layer, _BatchNorm)
                 device = next((buffer.device for buffer in layer.buffers(recurse=False)), torch.device("cpu"))
-                update_running_statistics(layer, *combined(shares, device), total_of(shares))
+                update_running_statistics(layer, *combined(shares, device), sum(share.size for share in shares))
 
 
 def copy_statistics(source: nn.Module, targets: Iterable[nn.Module]) -> None:

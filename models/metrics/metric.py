@@ -325,10 +325,6 @@ def _log_likelihood(name: str, finish: Callable[[float], float] = float) -> Call
     return make
 
 
-def _exp(mean: float) -> float:
-    return float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite where math.exp raises
-
-
 def _error(
     name: str, error: Callable[[torch.Tensor], torch.Tensor], finish: Callable[[float], float] = float
 ) -> Callable[[Any], EvalMetric]:
@@ -358,7 +354,8 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "mae": _error("mae", torch.abs),
     "mse": _error("mse", torch.square),
     "nll_loss": _log_likelihood("nll-loss"),
-    "perplexity": _log_likelihood("perplexity", _exp),
+    # infinite where math.exp raises
+    "perplexity": _log_likelihood("perplexity", lambda mean: float(torch.tensor(mean, dtype=torch.float64).exp())),
     "rmse": _error("rmse", torch.square, math.sqrt),
     "top_k_acc": partial(_accuracy, top_k=5),
     "top_k_accuracy": partial(_accuracy, top_k=5),

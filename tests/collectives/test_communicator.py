@@ -90,7 +90,7 @@ _EVERY_CASE = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     ("transport", "size", "every", "every_edge", "timeout"),
     [
-        *[("shared_memory", 2, 3, 61, 60), ("shared_memory", 4, 7, 61, 60)],
+        *[("shared_memory", 2, 7, 61, 60), ("shared_memory", 4, 7, 61, 60)],
         *[("ipc", 2, 7, 61, 60), ("tcp", 3, 11, 101, 60)],
         *(
             pytest.param(transport, size, 1, 3, 300, marks=_EVERY_CASE)

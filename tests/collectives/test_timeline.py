@@ -151,6 +151,7 @@ def test_the_file_is_json_after_each_write_and_readable_if_one_is_cut(
         assert found[:-1] == names[: len(found) - 1]
 
 
+@pytest.mark.slow
 def test_collectives_of_ranks_overlap_and_are_numbered(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     done = launch(path, "-c", RANK)

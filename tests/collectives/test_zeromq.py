@@ -326,6 +326,7 @@ def test_a_cut_between_two_hosts_that_heals_within_the_limit_loses_nothing() -> 
 # File descriptors
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_close_their_communicator_end_without_a_word() -> None:
     program = """
 import torch

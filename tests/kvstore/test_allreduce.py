@@ -23,7 +23,7 @@ Told = dict[Callable[..., Any], list[Any]]
 @pytest.fixture(scope="module")
 def told() -> Told:
     return work(2, _out_of_order, _compressed, _updater, _join_compressed, _join_wrongly) | work(
-        3, _tell, _buckets, _differences, _join
+        3, _buckets, _differences, _join
     )
 
 
@@ -87,15 +87,6 @@ def test_asynchronous_calls_run_in_call_order_whatever_their_priority(told: Told
     for outs in told[_out_of_order]:
         for key, out in enumerate(outs):
             assert torch.equal(out, total(2, (4,), key))
-
-
-def _tell(kv: KVStore) -> list[list[bytes]]:
-    return [kv.exchange(b"x" * (3 * kv.rank)), kv.exchange(b""), kv.exchange(f"rank {kv.rank}".encode())]
-
-
-def test_exchange_gathers_bytes(told: Told) -> None:
-    for found in told[_tell]:
-        assert found == [[b"", b"xxx", b"xxxxxx"], [b"", b"", b""], [b"rank 0", b"rank 1", b"rank 2"]]
 
 
 # Buckets

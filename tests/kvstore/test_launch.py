@@ -454,7 +454,6 @@ def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> No
         (["-n", "2"], "CMD"),
         (["--", "true"], "-n"),
         (["-n", "0", "--", "true"], "--workers"),
-        (["-n", "2", "-s", "-1", "--", "true"], "--servers"),
         (["-n", "2", "--nosuch", "--", "true"], "--nosuch"),
         (["-n", "2", "--launcher", "yarn", "--", "true"], "'yarn' is not one of 'local'"),
         (["-n", "2", "--gpus", "0,x", "--", "true"], "--gpus is '0,x'; expected numbers with commas"),
@@ -464,9 +463,29 @@ def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> No
             ["-n", "2", "--work-load-list", "3,x", "--", "true"],
             "'3,x'; expected numbers with commas, such as 3,1, or auto",
         ),
-        (["-n", "2", "--work-load-list", "3,-1", "--", "true"], "work_load_list[1] is -1"),
-        (["-n", "2", "--work-load-list", "0,0", "--", "true"], "at least one load above 0"),
         (["-n", "2", "--env", "NOT_SET_HERE", "--", "true"], "NOT_SET_HERE is not set here"),
+        (["-n", "2", "-s", "0", "--restart-processes", "1", "--", "true"], "--restart-processes needs servers"),
+        *(
+            (["--launcher", launcher, "-n", "2", "--max-restarts", "1", "--", "true"], words)
+            for launcher, words in (
+                ("mpi", "--max-restarts has no effect with --launcher mpi; expected --launcher "),
+                ("slurm", "Slurm queues the job again"),
+                ("k8s", "failurePolicy.maxRestarts"),
+            )
+        ),
+        *(
+            (["-n", "2", *options.split(), "--", "true"], words)
+            for options, words in (
+                ("--elastic 3:4", "-n is 2; expected 3 to 4 workers, by --elastic"),
+                ("--elastic 4", "--elastic is '4'; expected the least and the most workers, such as 1:4"),
+                ("-s 0 --elastic 1:4", "--elastic needs servers, -s 1 or more"),
+                ("--elastic 1:4 --work-load-list auto", "--work-load-list auto measures workers that stay"),
+                (
+                    "--elastic 1:4 --launcher mpi",
+                    "--elastic has no effect with --launcher mpi; expected --launcher local",
+                ),
+            )
+        ),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(

@@ -145,24 +145,6 @@ def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
     check(out, errors)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("-n 2 --elastic 3:4", "-n is 2; expected 3 to 4 workers, by --elastic"),
-        ("-n 2 --elastic 4", "--elastic is '4'; expected the least and the most workers, such as 1:4"),
-        ("-n 2 -s 0 --elastic 1:4", "--elastic needs servers, -s 1 or more"),
-        ("-n 2 --elastic 1:4 --work-load-list auto", "--work-load-list auto measures workers that stay"),
-        ("-n 2 --elastic 1:4 --launcher mpi", "--elastic has no effect with --launcher mpi; expected --launcher local"),
-    ],
-)
-def test_wrong_bounds_are_refused(words: str, text: str) -> None:
-    with launch(*words.split(), "--", "train") as run:
-        status, _, errors = run.end()
-    assert status == 2
-    assert text in errors[0]
-
-
 def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
     words = (sys.executable, "-m", "gangline", "resize", "1", "2")
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)

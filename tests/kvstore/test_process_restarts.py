@@ -50,13 +50,6 @@ def test_an_end_that_would_come_again_starts_no_process_again() -> None:
     assert not any("starts again" in line for line in errors)
 
 
-def test_restarts_of_single_processes_need_servers() -> None:
-    with launch("-n", "2", "-s", "0", "--restart-processes", "1", "--", "train") as run:
-        status, _, errors = run.end()
-    assert (status, len(errors)) == (2, 1)
-    assert "--restart-processes needs servers" in errors[0]
-
-
 @pytest.mark.slow
 def test_when_the_restarts_are_used_up_the_job_fails_with_the_worker() -> None:
     code = LOOP + "kv.pushpull('w', out, out) if rank == 0 else os.kill(os.getpid(), 9)"

@@ -98,18 +98,6 @@ def test_the_logs_of_all_starts_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "worker-0.log").read_text() == "0\n1\n"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "instead"),
-    [("mpi", "start the job again"), ("slurm", "Slurm queues the job again"), ("k8s", "failurePolicy.maxRestarts")],
-)
-def test_engines_with_restarts_of_their_own_are_named(launcher: str, instead: str) -> None:
-    with launch("--launcher", launcher, "-n", "2", "--max-restarts", "1", "--", "train") as run:
-        status, _, errors = run.end()
-    assert (status, len(errors)) == (2, 1)
-    assert errors[0].startswith(f"gangline: --max-restarts has no effect with --launcher {launcher}; expected ")
-    assert instead in errors[0]
-
-
 def fail_at_first(what: str) -> int:
     """Return the number of this start; fail in the first one."""
     found = restart.restart_number()

@@ -399,6 +399,7 @@ def test_reading_processes_return_the_same_batches_and_end_with_the_source(
     assert not any(process.is_alive() for process in running)
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_of_a_job_leaves_its_readers_at_work(folder: Path) -> None:
     batches = source(ImageFolder(folder, SHAPE, num_workers=1), 4, shuffle=False, seed=0)
     epoch = batches.epoch(0)

@@ -65,6 +65,7 @@ def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
         check_same(trained(stages, micro_batches, steps=STEPS), expected)
 
 
+@pytest.mark.slow
 def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on_the_copies() -> None:
     expected = trained(1, 1, dropout=0.3)
     check_same(trained(2, 5, dropout=0.3), expected)

@@ -291,6 +291,7 @@ def stopped_in_a_job(comm: Communicator, folder: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path) -> None:
     everybody = spawn(stopped_in_a_job, 2, str(tmp_path))
     (whole_reason, whole_seen, weights), _ = (found[-1] for found in everybody)

@@ -534,7 +534,8 @@ def main() -> int:
     job = environment.from_environment()
     scheduler = Scheduler(job.workers, job.servers, job.host, job.port, is_supervised=job.is_supervised)
     if job.announce_fd is not None:
-        environment.announce(job.announce_fd, scheduler.port)
+        os.write(job.announce_fd, f"{scheduler.port}\n".encode())
+        os.close(job.announce_fd)
     try:
         scheduler.run()
     except StallError as error:

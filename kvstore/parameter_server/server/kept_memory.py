@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,6 @@ from typing import Any
 import msgpack
 from torch import Tensor
 
-from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import Shard, add_push
@@ -315,7 +313,7 @@ class KeptMemory:
         self._undo_areas[shard.thread].save(kept.record, ranges)
 
     def count(self, shard: Shard, rank: int, number: int, before: int = 0) -> None:
-        """Async mode: count a push as applied from the next `save` on; see `Shard.record_push`."""
+        """Async mode: count a push as applied from the next `save` on; see `add_push`."""
         kept = self._shards[shard.number]
         add_push(kept.applied, kept.applied_ahead, rank, number, before)
 
@@ -399,16 +397,6 @@ class KeptMemory:
         for offset in self._stale:
             self.pool.free(offset)
         self._stale.clear()
-
-
-def open_kept_memory() -> KeptMemory | None:
-    """Open the memory that the launcher has passed to this process; None if there is none.
-
-    Raises:
-        OSError: as `KeptMemory`.
-    """
-    descriptor = os.environ.pop(KEPT_MEMORY, "")
-    return KeptMemory(int(descriptor)) if descriptor else None
 
 
 def _layout(tensor: Tensor, offset: int) -> tuple[str, list[int], int]:

@@ -13,6 +13,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
@@ -41,10 +42,10 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, open_kept_memory
+from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter, add_push
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -137,7 +138,8 @@ class Server:
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # pushes of all workers are in the closed rounds, or come again
-                self._set_closed(shard, shard.closed)
+                taking_part = (rank for rank in rounds.ranks() if rounds.before(rank) <= shard.closed)
+                shard.pushed = dict.fromkeys(taking_part, shard.closed)
         rounds.is_held = kept.was_used
         if kept.was_used:
             closed = max((shard.closed for shard in rounds.shards.values()), default=0)
@@ -379,11 +381,6 @@ class Server:
             self._kept.add(new)
         self._bound_backlogs()
 
-    def _set_closed(self, shard: Shard, closed: int) -> None:
-        """Set the rounds of a shard, of which no push is missing: sync mode."""
-        shard.closed = closed
-        shard.pushed = {rank: closed for rank in self._rounds.ranks() if self._rounds.before(rank) <= closed}
-
     def _mark_handled(self, worker: WorkerSession, sequence: int) -> None:
         """Note that a message must not be handled again; with that, its effects are final."""
         worker.handled.append(sequence)
@@ -421,8 +418,8 @@ class Server:
             if why:
                 lost = lost or why
             before = self._rounds.before(worker.rank)
-            if why or not shard.record_push(worker.rank, number, before):  # it cannot close, or the push is a repeat
-                use.release()
+            if why or not add_push(shard.pushed, shard.ahead, worker.rank, number, before):
+                use.release()  # the round cannot close, or the push is a repeat
             else:
                 value = self._read(shard, worker, push, entry[2], data, use)
                 self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
@@ -644,7 +641,8 @@ def serve(job: environment.ServerJob) -> int:
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
     keep_freed_memory()  # messages from sockets allocate up to 4 MiB each
-    kept = open_kept_memory()
+    descriptor = os.environ.pop(KEPT_MEMORY, "")
+    kept = KeptMemory(int(descriptor)) if descriptor else None
     thread_pool = ThreadPool()
     listener = (ScriptedListener if VARIABLE in os.environ else Listener)(job.interface, thread_pool.event_fd)
     try:

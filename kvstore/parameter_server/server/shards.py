@@ -148,10 +148,6 @@ class Shard:
             return data.ne(0)
         return typed(data, self.flat.dtype)
 
-    def record_push(self, rank: int, number: int, before: int = 0) -> bool:
-        """Record a worker's push for a round; return False if it had been recorded before."""
-        return add_push(self.pushed, self.ahead, rank, number, before)
-
     def resume(self, rank: int) -> None:
         """Set the last round of a worker that returns from join() to that of the others."""
         self.pushed[rank] = max(self.pushed.values(), default=0)
@@ -201,7 +197,10 @@ class Shard:
 
 
 def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, number: int, before: int = 0) -> bool:
-    """Add a push to `Shard.pushed` and `Shard.ahead`; return False if it is among them; see `Shard.record_push`."""
+    """Add a worker's push of a round to `Shard.pushed` and `Shard.ahead`; return False if it is among them.
+
+    ``before`` is the last round before the worker's first one.
+    """
     last, later = pushed.get(rank, before), ahead.setdefault(rank, set())
     if number <= last or number in later:
         return False

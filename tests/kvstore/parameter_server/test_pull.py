@@ -16,7 +16,7 @@ def no_memory(server: int) -> Segment:
 
 def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_alone() -> None:
     sizes = {"large": 3_000_000, "a": 1_000_000, "b": 1_000_000, "c": 1_000_000, "d": 10}
-    layouts = [KeyLayout(key, "float32", (numel,), 4) for key, numel in sizes.items()]
+    layouts = [KeyLayout(key, "float32", (numel,)) for key, numel in sizes.items()]
     placed = Sharding(1).place(layouts, whole=True)
     out = torch.empty(0)
     targets = PullTargets([ShardTarget(placed[key][0], [out]) for key in sizes], no_memory, None)

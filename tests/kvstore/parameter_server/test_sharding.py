@@ -18,7 +18,7 @@ from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
 
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1, "bool": 1}
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool")
 MIB = 1 << 20
 
 SHAPES = st.one_of(
@@ -29,15 +29,13 @@ SHAPES = st.one_of(
 ).map(tuple)
 
 
-def layouts(dtypes: Sequence[str] = tuple(ITEMSIZES)) -> st.SearchStrategy[list[KeyLayout]]:
+def layouts(dtypes: Sequence[str] = DTYPES) -> st.SearchStrategy[list[KeyLayout]]:
     kinds = st.lists(st.tuples(st.sampled_from(dtypes), SHAPES), min_size=1, max_size=12)
-    return kinds.map(
-        lambda pairs: [KeyLayout(f"key {n}", dtype, shape, ITEMSIZES[dtype]) for n, (dtype, shape) in enumerate(pairs)]
-    )
+    return kinds.map(lambda pairs: [KeyLayout(f"key {n}", dtype, shape) for n, (dtype, shape) in enumerate(pairs)])
 
 
 def key(numel: int, dtype: str = "float32", name: str | int = "k") -> KeyLayout:
-    return KeyLayout(name, dtype, (numel,), ITEMSIZES[dtype])
+    return KeyLayout(name, dtype, (numel,))
 
 
 # Sharding
@@ -127,7 +125,7 @@ def test_a_removed_key_frees_its_load() -> None:
 
 def test_shards_of_a_table_have_rows_of_equal_width() -> None:
     for rows, columns in ((70_001, 10), (50_021, 48), (3, 1_000_003), (200_000, 64)):
-        layout = KeyLayout("table", "float32", (rows, columns), 4)
+        layout = KeyLayout("table", "float32", (rows, columns))
         shards = Sharding(3).place([layout])["table"]
         assert len(shards) > 1
         assert {shard.width for shard in shards} == {math.gcd(columns, GRAIN)}

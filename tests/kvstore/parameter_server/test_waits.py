@@ -20,6 +20,7 @@ from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server.server import sessions
 from tests.kvstore.parameter_server import processes
+from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
@@ -89,58 +90,54 @@ def set_optimizer(kv: KVStore) -> None:
 CALLS: list[Callable[[KVStore], None]] = [pull_at_once, pull_and_wait, set_optimizer]
 
 
-def barrier_against() -> list[str]:
+def barrier_against(kv: KVStore) -> list[str]:
     """Call a barrier on rank 0, which has not pushed, while rank 1 waits for its push; then go on."""
     texts = []
-    with kvstore.create("dist_sync") as kv:
-        kv.init("a", torch.zeros(NUMEL))
-        out = torch.empty(NUMEL)
-        for call in CALLS:
-            kv.pushpull("a", torch.ones(NUMEL), out=out)
-            if kv.rank == 1:
-                kv.push("a", torch.ones(NUMEL))
-            with pytest.raises(MismatchError) as raised:
-                call(kv) if kv.rank else kv.barrier()
-            if kv.rank == 0:
-                kv.push("a", torch.ones(NUMEL))
-            kv.barrier()
-            kv.pull("a", out)
-            assert out.unique().tolist() == [2.0]
-            texts.append(str(raised.value))
+    kv.init("a", torch.zeros(NUMEL))
+    out = torch.empty(NUMEL)
+    for call in CALLS:
+        kv.pushpull("a", torch.ones(NUMEL), out=out)
+        if kv.rank == 1:
+            kv.push("a", torch.ones(NUMEL))
+        with pytest.raises(MismatchError) as raised:
+            call(kv) if kv.rank else kv.barrier()
+        if kv.rank == 0:
+            kv.push("a", torch.ones(NUMEL))
+        kv.barrier()
+        kv.pull("a", out)
+        assert out.unique().tolist() == [2.0]
+        texts.append(str(raised.value))
     return texts
 
 
-def test_a_barrier_against_a_call_that_waits_for_a_push_is_an_error_of_both() -> None:
-    for call, first, second in zip(CALLS, *run_job(barrier_against, 2, 1), strict=True):
+def pull_across_a_barrier(kv: KVStore) -> list[float]:
+    """Rank 1 waits for its pull only after the barrier; rank 0 pushes after it: no error."""
+    kv.init("b", torch.zeros(NUMEL))
+    out = torch.empty(NUMEL)
+    if kv.rank == 1:
+        kv.push("b", torch.ones(NUMEL))
+        pending = kv.pull("b", out, async_op=True)
+        connection = kv._servers._connections[0]  # type: ignore[attr-defined]
+        while not any(request.blocked for request in list(connection.pending.values())):
+            pass
+        kv.barrier()
+        pending.wait()
+    else:
+        kv.barrier()
+        kv.push("b", torch.ones(NUMEL))
+        kv.pull("b", out)
+    found: list[float] = out.unique().tolist()
+    return found
+
+
+def test_a_barrier_is_an_error_of_both_only_against_a_call_that_cannot_go_on_without_a_push() -> None:
+    (first, pulled), (second, other) = run("dist_sync", 2, 1, [barrier_against, pull_across_a_barrier])
+    for call, text, other_text in zip(CALLS, first, second, strict=True):
         name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
         words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
-        assert first.startswith(f"rank 1 of 2: {words}")
-        assert second.startswith(f"rank 1: {words}")
-
-
-def pull_across_a_barrier() -> list[float]:
-    """Rank 1 waits for its pull only after the barrier; rank 0 pushes after it: no error."""
-    with kvstore.create("dist_sync") as kv:
-        kv.init(["a", "b"], [torch.zeros(NUMEL), torch.zeros(1)])
-        out = torch.empty(NUMEL)
-        if kv.rank == 1:
-            kv.push("a", torch.ones(NUMEL))
-            pending = kv.pull("a", out, async_op=True)
-            connection = kv._servers._connections[0]  # type: ignore[attr-defined]
-            while not any(request.blocked for request in list(connection.pending.values())):
-                pass
-            kv.barrier()
-            pending.wait()
-        else:
-            kv.barrier()
-            kv.push("a", torch.ones(NUMEL))
-            kv.pull("a", out)
-        found: list[float] = out.unique().tolist()
-        return found
-
-
-def test_a_pull_may_be_pending_across_a_barrier() -> None:
-    assert run_job(pull_across_a_barrier, 2, 1) == [[2.0]] * 2
+        assert text.startswith(f"rank 1 of 2: {words}")
+        assert other_text.startswith(f"rank 1: {words}")
+    assert pulled == other == [2.0]
 
 
 def save_on_rank_0(store: str | KVStore, folder: str) -> str:
