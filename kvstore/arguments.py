@@ -48,6 +48,30 @@ def outs(key: Any, out: Any) -> Pairs:
     return [(one, [_writable(one, tensor) for tensor in many]) for one, many in _grouped(key, out)]
 
 
+def plain(key: Any, value: Any, layout: Mapping[Key, tuple[torch.Size, torch.dtype]]) -> Pairs | None:
+    """Return a list of keys with their tensors if all are as in the layout, dense and without grad; None otherwise.
+
+    It does what `pushed`, `outs` and `check_like` do, for many keys in a fraction of their time.
+    """
+    if type(key) is not list or type(value) is not list or len(key) != len(value):
+        return None
+    pairs: Pairs = []
+    for one, given in zip(key, value, strict=True):
+        if type(one) not in (str, int) or one not in layout:
+            return None
+        shape, dtype = layout[one]
+        tensors = given if type(given) is list else [given]
+        for tensor in tensors:
+            if type(tensor) is not torch.Tensor or tensor.shape != shape or tensor.dtype != dtype:
+                return None
+            if tensor.requires_grad or tensor.layout != torch.strided or not tensor.is_contiguous():
+                return None
+        if not tensors:
+            return None
+        pairs.append((one, [*tensors]))
+    return pairs
+
+
 def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
     """Return keys with (output, row numbers); the row numbers are not checked."""
     if not isinstance(key, (list, tuple)):

@@ -28,6 +28,7 @@ from gangline.kvstore.arguments import (
     check_weight,
     checked_priority,
     outs,
+    plain,
     pushed,
     pushed_or_none,
     row_pulls,
@@ -43,6 +44,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
+_Parsed = TypeVar("_Parsed", bound=list[Any])
 _Result = TypeVar("_Result")
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
@@ -315,8 +317,7 @@ class KVStore(abc.ABC):
             kv.push("weight", [network.weight.grad for network in replicas])
         """
         self._check_open()
-        pairs = pushed(key, value)
-        self._check(pairs)
+        pairs = self._checked_pairs(pushed, key, value)
         priority = checked_priority(priority)
         keys = self._check_pushed_once([one for one, _ in pairs])
         return self._note_pending(keys, self._push(pairs, priority, async_op))
@@ -348,8 +349,7 @@ class KVStore(abc.ABC):
             kv.pull("weight", [network.weight for network in replicas])
         """
         self._check_open()
-        pairs = outs(key, out)
-        self._check(pairs)
+        pairs = self._checked_pairs(outs, key, out)
         self._check_not_pending([one for one, _ in pairs])
         return self._pull(pairs, checked_priority(priority), async_op)
 
@@ -372,10 +372,8 @@ class KVStore(abc.ABC):
             kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
         """
         self._check_open()
-        values = pushed(key, value)
-        targets = outs(key, value if out is None else out)
-        self._check(values)
-        self._check(targets)
+        values = self._checked_pairs(pushed, key, value)
+        targets = self._checked_pairs(outs, key, value if out is None else out)
         if self.updates_wait:
             raise ValueError(
                 "pushpull() would pull before the update, because clip_global_norm delays updates until update(); call "
@@ -877,6 +875,14 @@ class KVStore(abc.ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; create a new one")
+
+    def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
+        """Return keys with their values by `pushed` or `outs`, after all checks."""
+        pairs = cast("_Parsed | None", plain(key, value, self._layout))
+        if pairs is None:
+            pairs = parse(key, value)
+            self._check(pairs)
+        return pairs
 
     def _check(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         for key, tensors in pairs:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -397,9 +397,12 @@ def _shown(keys: Sequence[Any]) -> str:
     return f"key {keys[0]!r}" if len(set(keys)) == 1 else f"{len(set(keys))} keys"
 
 
-def _dense(values: Sequence[Value]) -> list[torch.Tensor] | None:
+def _dense(values: Sequence[Value]) -> Sequence[torch.Tensor] | None:
     """Return the values as dense tensors; None if all are row-sparse."""
-    if all(isinstance(value, RowSparse) for value in values):
+    rows = [isinstance(value, RowSparse) for value in values]
+    if True not in rows and values:
+        return cast(Sequence[torch.Tensor], values)
+    if False not in rows:
         return None
     return [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
 

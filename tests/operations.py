@@ -9,9 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Counts sums ("add"), copies ("copy") and copies to other devices and dtypes ("to")."""
+    """Counts sums ("add"), copies ("copy"), both of many tensors at once, and copies to other devices ("to")."""
 
-    NAMES: ClassVar = {"add": "add", "add_": "add", "sum": "add", "copy_": "copy", "clone": "copy", "_to_copy": "to"}
+    NAMES: ClassVar = {
+        "add": "add",
+        "add_": "add",
+        "sum": "add",
+        "copy_": "copy",
+        "clone": "copy",
+        "_to_copy": "to",
+        "_foreach_add_": "add of many",
+        "_foreach_copy_": "copy of many",
+    }
 
     def __init__(self) -> None:
         super().__init__()

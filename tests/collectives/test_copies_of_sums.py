@@ -111,3 +111,38 @@ def test_broadcast_copies_once_into_each_out(count: int) -> None:
     assert operations.counts == ({"copy": count} if count else {})
     assert all(torch.equal(out, ranked(5)) for out in outs)
     assert torch.equal(value, ranked(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_many_small_sums_have_the_bits_of_each_alone(dtype: torch.dtype) -> None:
+    """Values may be their own outputs or their sum's memory, sums of other strides, and some larger than others."""
+
+    def transfers() -> list[copies.Transfer]:
+        torch.manual_seed(5)
+        made: list[copies.Transfer] = []
+        for number in range(40):
+            shape = (3, 0) if number == 7 else (30, 200) if number % 10 == 9 else (3, 4)
+            values = [(torch.randn(shape) * 9).to(dtype) for _ in range(number % 4)]
+            total = torch.zeros(shape, dtype=dtype) if number % 3 else torch.ones(shape[::-1], dtype=dtype).t()
+            if number % 5 == 4 and len(values) > 1:
+                total = values[number % len(values)]
+            made.append((values, total, [torch.zeros(shape, dtype=dtype), *values[:1]]))
+        return made
+
+    together, alone = transfers(), transfers()
+    copies.move(together)
+    for one in alone:
+        copies.move([one])
+    for (_, total, outs), (_, own_total, own_outs) in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip([total, *outs], [own_total, *own_outs], strict=True))
+
+
+def test_many_small_keys_take_one_call_for_all() -> None:
+    keys = [f"key {number}" for number in range(20)]
+    values, outs = ([[torch.ones(2, 3), torch.ones(2, 3)] for _ in keys] for _ in range(2))
+    with create("local") as kv:
+        kv.init(keys, [torch.zeros(2, 3) for _ in keys])
+        with Operations() as counted:
+            kv.pushpull(keys, values, outs)
+    assert all(out.unique().tolist() == [2.0] for of_key in outs for out in of_key)
+    assert counted.counts == {"copy of many": 3, "add of many": 1}

@@ -7,7 +7,7 @@ core's cache.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +22,9 @@ from gangline.collectives.engine import reduction
 
 _CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
 _MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
+
+_MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
+_LEAST_SMALL = 8  # tensors for which joint calls pay
 
 _SPAN = 2 << 20  # bytes that a thread takes at once: few enough that no thread waits long for the last one
 
@@ -59,6 +62,8 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     transfers = [(values, total, [out for out in outs if out is not total]) for values, total, outs in transfers]
     if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
         transfers = _run_in_chunks(transfers)
+    if op == "sum" and len(transfers) >= _LEAST_SMALL:
+        transfers = _run_small_jointly(transfers)
     for values, total, outs in transfers:
         if values:
             _combine(values, total, op)
@@ -74,6 +79,28 @@ def _run_in_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
         return transfers
     _move_in_chunks(chunked)
     return [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
+
+
+def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    """Run small transfers on the CPU with a call for all of them in place of one for each; return the others."""
+    alike: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    left: list[Transfer] = []
+    for transfer in transfers:
+        values, total, outs = transfer
+        is_small = total.is_cpu and total.nbytes <= _MOST_SMALL and (total.dtype not in reduction.HALVES)
+        (alike[len(values), len(outs)] if is_small else left).append(transfer)
+    for (values_each, _), some in alike.items():
+        columns = [list(column) for column in zip(*(values for values, _, _ in some), strict=True)]
+        totals = [total for _, total, _ in some]
+        read = {value.data_ptr() for column in columns[1:] for value in column}
+        if len(some) < _LEAST_SMALL or (values_each and not read.isdisjoint([total.data_ptr() for total in totals])):
+            left += some
+            continue
+        for number, column in enumerate(columns):
+            (torch._foreach_add_ if number else torch._foreach_copy_)(totals, column)
+        for outs in zip(*(outs for _, _, outs in some), strict=True):
+            torch._foreach_copy_(list(outs), totals)
+    return left
 
 
 def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
