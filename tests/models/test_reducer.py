@@ -874,7 +874,7 @@ def test_a_step_that_the_store_refuses_does_not_spoil_the_next(eager: bool) -> N
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's copies, and sums of whole buckets, by the number of elements."""
+    """Counts torch's copies of single tensors, and all sums, by the number of elements."""
 
     COPIES: ClassVar = {"copy_", "clone", "_to_copy"}
     SUMS: ClassVar = {"add", "add_", "sum"}
@@ -890,6 +890,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.copies[args[0].numel()] += 1
         elif name in self.SUMS:
             self.sums[args[0].numel()] += 1
+        elif name == "_foreach_add_":  # of small keys, whose sums begin with a joint copy
+            self.sums.update(tensor.numel() for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
