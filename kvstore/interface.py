@@ -151,6 +151,11 @@ class KVStore(abc.ABC):
         return False
 
     @property
+    def is_over(self) -> bool:
+        """True if worker 0 has closed its store in an elastic job, which cannot go on then."""
+        return False
+
+    @property
     def first_step(self) -> int:
         """Number of pushes of each key that this worker has made before it was restarted; 0 if it was not.
 

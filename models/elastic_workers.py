@@ -34,6 +34,11 @@ class ElasticWorkers(Workers):
         return True
 
     @property
+    def is_over(self) -> bool:
+        """True if worker 0 has ended the job, without an error."""
+        return self._elastic_store.is_over
+
+    @property
     def has_joined(self) -> bool:
         """True if this worker came after the start of the job."""
         return self._elastic_store.has_joined
@@ -86,11 +91,13 @@ class ElasticWorkers(Workers):
             action()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask to leave the job.
+        """Ask to leave the job; worker 0 ends it, as no other can go on without it.
 
         Raises:
-            RuntimeError: if this worker cannot leave, such as worker 0.
+            RuntimeError: if the job would have too few workers.
         """
-        if self._stop_request is None:
+        if self.is_first:
+            super().ask_to_stop(reason)
+        elif self._stop_request is None:
             self._elastic_store.leave()
-        self._stop_request = self._stop_request or reason
+            self._stop_request = reason

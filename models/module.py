@@ -741,8 +741,8 @@ class Module:
 
         Returns:
             The reason for the end: "epochs" if all are done; "callback", or the ``reason`` attribute of the callback
-            ("patience" of `EarlyStopping`); "diverged" if a loss or a weight was not finite; or the name of the signal,
-            such as "SIGTERM".
+            ("patience" of `EarlyStopping`); "diverged" if a loss or a weight was not finite; the name of the signal,
+            such as "SIGTERM"; or "left" on a worker that has left an elastic job.
 
         Raises:
             TypeError: if an argument has a wrong type.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.environments.restart import restart_number, run_id
+from gangline.collectives.errors import DeadNodeError
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.import_by_name import has_batches
 from gangline.models.loop.callbacks import Checkpoint, check_metric
 from gangline.models.loop.epochs import (
+    LEFT,
     Callbacks,
     Epochs,
     EvalFrequency,
@@ -72,9 +74,12 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
     try:
         with log_to_stderr():
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
-    except BaseException:
-        if module.workers.has_others:
+    except BaseException as error:
+        workers = module.workers
+        if workers.has_others:
             module.leave()
+        if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.is_over:
+            return LEFT
         raise
     finally:
         train.close()

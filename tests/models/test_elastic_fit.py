@@ -85,14 +85,20 @@ def grow_and_shrink(run: Launch, first: int, last: int) -> list[str]:
     return out
 
 
+def ends(out: list[str]) -> dict[int, tuple[str, int]]:
+    """Return how `fit` ended on each worker, and the number of samples that it trained on."""
+    found = [re.search(r"worker (\d) (\w+) samples (\d+)", line) for line in out]
+    return {int(one[1]): (one[2], int(one[3])) for one in found if one}
+
+
 def check(out: list[str], samples: int = 240) -> None:
     """Check that the weights are those of one process, and that each sample was trained once an epoch."""
     (difference,) = [float(line.split()[-1]) for line in out if "difference" in line]
     assert difference < 1e-11
-    ended = {int(found[1]): found for line in out if (found := re.search(r"worker (\d) (\w+) samples (\d+)", line))}
-    assert {rank: found[2] for rank, found in ended.items()} == {0: "epochs", 1: "left", 2: "left"}
-    assert sum(int(found[3]) for found in ended.values()) == samples
-    assert all(int(found[3]) for found in ended.values())
+    ended = ends(out)
+    assert {rank: how for rank, (how, _) in ended.items()} == {0: "epochs", 1: "left", 2: "left"}
+    assert sum(count for _, count in ended.values()) == samples
+    assert all(count for _, count in ended.values())
 
 
 @pytest.mark.parametrize("data", ["(DATA, LABEL)", "Read()"])
@@ -116,7 +122,6 @@ def test_a_worker_joins_a_job_that_was_resumed(tmp_path: Path) -> None:
     [
         ("{'accumulate': 2}", "accumulate=2 needs the same workers all the time"),
         ("{'data': [(DATA[:16], LABEL[:16])]}", "batches of each worker's own needs the same workers"),
-        ("{'epoch_end_callback': lambda *_: True}", "worker 0"),
     ],
 )
 def test_what_needs_the_same_workers_is_refused(tmp_path: Path, options: str, error: str) -> None:
@@ -124,6 +129,14 @@ def test_what_needs_the_same_workers_is_refused(tmp_path: Path, options: str, er
         status, _, errors = run.end(60)
     assert status
     assert error in "\n".join(errors)
+
+
+@pytest.mark.parametrize("who", ["worker.workers.is_first", "True"])
+def test_worker_0_ends_the_job(tmp_path: Path, who: str) -> None:
+    with job(tmp_path, f"{{'epoch_end_callback': lambda epoch, *_: epoch == 1 and {who}}}", "{}") as run:
+        status, out, errors = run.end(60)
+    assert status == 0, errors
+    assert {rank: how for rank, (how, _) in ends(out).items()} == {0: "callback", 1: "left"}
 
 
 def test_a_worker_that_dies_in_fit_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.epochs import LEFT
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
@@ -217,6 +218,8 @@ def _fit_and_score(
         if reports:
             where = _progress(module, options.num_epochs)
             module.logger.info("training %s %s; %s", how, where, _how_to_resume(options, checkpoint))
+        return result
+    if ended == LEFT or (module.workers.is_elastic and not reports):  # worker 0 scores
         return result
     if ended != "epochs" and reports:
         module.logger.info("training ended by %s", ended)
