@@ -76,10 +76,10 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException as error:
         workers = module.workers
-        if workers.has_others:
-            module.leave()
         if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.is_over:
             return LEFT
+        if workers.has_others:
+            module.leave()
         raise
     finally:
         train.close()
