@@ -47,22 +47,26 @@ class Reduction:
 
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
-        self.arrived = 0
-        """Number of gradients that a backward has brought which has not ended."""
+        self._arrived = 0
         self._has_entered = False  # into the forward of the network
         self.is_ended = False
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
 
+    @property
+    def has_begun(self) -> bool:
+        """True if a backward has brought some of its gradients, but has not ended."""
+        return self._arrived > 0
+
     def note_gradient(self) -> None:
         """Count a gradient that a backward pass brings to a parameter."""
         if self._is_completing:
             return
-        if not self.arrived:
+        if not self._arrived:
             self.adds = self._parameters[0].grad is not None
-        self.arrived += 1
-        if self.arrived == self._expected and self._model.require_backward_grad_sync:
+        self._arrived += 1
+        if self._arrived == self._expected and self._model.require_backward_grad_sync:
             # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
             Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -76,7 +80,7 @@ class Reduction:
         Variable._execution_engine.queue_callback(self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self.arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
+        self._arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
         if (listener := self.listener()) is not None:
             listener.end_reduction()
 
@@ -85,7 +89,7 @@ class Reduction:
 
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
-        if not (self.is_ended or self._has_entered or self.arrived):
+        if not (self.is_ended or self._has_entered or self._arrived):
             enter_forward(self._model)
             self._has_entered = True
 
@@ -98,10 +102,10 @@ class Reduction:
         self.enter_forward()
         self._is_completing = True
         try:
-            complete_reduction(self._model, arrived=self.arrived)
+            complete_reduction(self._model, arrived=self._arrived)
         finally:
             self._is_completing = False
-            self.arrived, self.is_ended = 0, True
+            self._arrived, self.is_ended = 0, True
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
