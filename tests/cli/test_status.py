@@ -77,6 +77,7 @@ def is_in_wait(process: dict[str, Any]) -> bool:
     return any(frame.endswith("in wait_for") for frame in process["stack"])
 
 
+@pytest.mark.slow
 def test_a_late_worker_is_named_with_the_line_that_it_is_at(tmp_path: Path) -> None:
     until = tmp_path / "until"
     with job("servers", until):

@@ -57,6 +57,7 @@ def use_a_mesh(rank: Rank, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_by_two_and_a_checkpoint_of_its_shards(tmp_path: Path) -> None:
     with Processes(use_a_mesh, 4, f"{tmp_path}/store", limit=60) as processes:
         assert processes.all_heard() == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]

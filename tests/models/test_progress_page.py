@@ -546,6 +546,7 @@ def in_a_job(comm: Communicator, folder: str) -> tuple[list[str], float]:
         return sorted(path.name for path in Path(folder).glob("*")), accuracy
 
 
+@pytest.mark.slow
 def test_in_a_job_rank_0_alone_writes_and_counts_the_samples_of_all(tmp_path: Path) -> None:
     [(_, accuracy), (_, same)] = spawn(in_a_job, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["0.html"]

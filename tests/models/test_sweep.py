@@ -68,6 +68,7 @@ def test_every_combination_runs_once_and_has_a_folder_and_a_line(tmp_path: Path)
     assert sorted(line["value"] for line in lines) == [1.0, 1.5, 2.0, 2.5]
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_or_is_killed_ends_alone(tmp_path: Path) -> None:
     found = sweep(fails_from_2, {"x": [1, 2, 3, 4, 5, 6, 7]}, cpu(), folder=tmp_path)
     assert [trial.value for trial in found] == [1, None, None, None, None, None, 1]
@@ -77,6 +78,7 @@ def test_a_trial_that_fails_or_is_killed_ends_alone(tmp_path: Path) -> None:
     assert all("Error: " in found[place].error for place in (4, 5))
 
 
+@pytest.mark.slow
 def test_a_second_run_runs_only_trials_without_a_metric(tmp_path: Path) -> None:
     sweep(counts, {"x": [0, 1]}, cpu(), folder=tmp_path)
     with pytest.raises(ValueError, match="has trials of counts, not of 'adds'; expected another folder"):
