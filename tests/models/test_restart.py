@@ -40,14 +40,12 @@ def trained(folder: Path, store: str, what: str, *words: str) -> tuple[int, list
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, list[str], list[str]]:
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(temporary))
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(dir="/tmp") as temporary:  # short: for sockets
+        patch.setenv("TMPDIR", temporary)
         with Launch([*OWN_SHARED_MEMORY, *command], cwd=ROOT) as job:
             code, out, errors = job.end(240)
+        left = [path.name for path in Path(temporary).iterdir()]
     assert [line for line in out if not line.startswith(("[", "step", "ended"))] == [], "left in /dev/shm"
-    left = [path.name for path in temporary.iterdir()]
     assert [name for name in left if not name.startswith("torchelastic_")] == []  # torchrun's own logs
     assert not list(folder.glob("*.aside"))
     return code, out, errors
