@@ -285,7 +285,7 @@ def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
     dist.init_process_group(backend, init_method=f"file://{path}", timeout=timedelta(seconds=60), **place)
     outcomes = {}
     for name in names:
-        group = dist.new_group(timeout=timedelta(seconds=20))
+        group = dist.new_group(timeout=timedelta(seconds=60))  # ranks that compile share the cores, maybe for 30 s
         try:
             outcomes[name] = ["", plain(PROBES[name](group, rank.rank, rank.size))]
         except BaseException:  # noqa: BLE001  the test looks at it
