@@ -87,13 +87,14 @@ def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
     left: list[Transfer] = []
     for transfer in transfers:
         values, total, outs = transfer
-        is_small = total.is_cpu and total.nbytes <= _MOST_SMALL and (total.dtype not in reduction.HALVES)
+        is_small = total.nbytes <= _MOST_SMALL and total.dtype not in reduction.HALVES
+        is_small = is_small and all(tensor.is_cpu for tensor in (total, *values, *outs))
         (alike[len(values), len(outs)] if is_small else left).append(transfer)
-    for (values_each, _), some in alike.items():
+    for some in alike.values():
         columns = [list(column) for column in zip(*(values for values, _, _ in some), strict=True)]
         totals = [total for _, total, _ in some]
-        read = {value.data_ptr() for column in columns[1:] for value in column}
-        if len(some) < _LEAST_SMALL or (values_each and not read.isdisjoint([total.data_ptr() for total in totals])):
+        read = {value.data_ptr() for column in columns for value in column}
+        if len(some) < _LEAST_SMALL or not read.isdisjoint([total.data_ptr() for total in totals]):
             left += some
             continue
         for number, column in enumerate(columns):
