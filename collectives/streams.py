@@ -22,7 +22,12 @@ class SideStreams:
         self._lock = threading.Lock()
 
     def behind_caller(self, tensors: Iterable[torch.Tensor]) -> Ordered:
-        """Return a section on the side streams of all GPUs used so far, ordered after the caller's streams."""
+        """Return a section on the side streams of all GPUs used so far, ordered after the caller's streams.
+
+        Args:
+            tensors: what the section uses and others may free before it is done. It may use other tensors of GPUs that
+                were used before: it waits for the caller's work on all of these.
+        """
         tensors = [tensor for tensor in tensors if tensor.is_cuda]
         for tensor in tensors:
             if tensor.device not in self._streams:
@@ -38,10 +43,7 @@ class Ordered:
     ) -> None:
         self._streams = streams  # shared with the owner: another operation may add a GPU before this section is entered
         self._tensors = tensors
-        self._before: dict[torch.device, torch.cuda.Event] = {}
-        for tensor in tensors:
-            if tensor.device not in self._before:
-                self._before[tensor.device] = torch.cuda.current_stream(tensor.device).record_event()
+        self._before = {device: torch.cuda.current_stream(device).record_event() for device in list(streams)}
         self._after: dict[torch.device, torch.cuda.Event] = {}
         self._lock = lock  # the owner's, for `_after`
         self._current: ExitStack | None = None  # of the streams of `__enter__`, if there are any

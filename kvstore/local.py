@@ -280,10 +280,12 @@ class LocalStore(KVStore):
     def _run_exclusive(self, operation: Callable[[], _Result]) -> _Result:
         return self._run_after(self._layout, "change", operation)
 
-    def _run_after(self, keys: Iterable[Key], name: str, operation: Callable[[], _Result]) -> _Result:
-        """Return the result of an operation, run after all earlier calls that use the keys."""
+    def _run_after(
+        self, keys: Iterable[Key], name: str, operation: Callable[[], _Result], tensors: Sequence[torch.Tensor] = ()
+    ) -> _Result:
+        """Return the result of an operation on tensors, run after all earlier calls that use the keys."""
         results: list[_Result] = []
-        self._start(name, lambda: results.append(operation()), [(key, []) for key in keys], 0, False)
+        self._start(name, lambda: results.append(operation()), [(key, tensors) for key in keys], 0, False)
         return results[0]
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends.base import Flattened
-from gangline.collectives.devices.backends.nccl import DTYPES, enumerators, grouped
+from gangline.collectives.devices.backends.nccl import DTYPES, enumerators
 from gangline.collectives.devices.backends.nccl_bindings import Binding
 from gangline.collectives.engine.host_staging import copy_values
 
@@ -19,6 +19,9 @@ class NcclCommunicator:
 
     The ranks have agreed on each call before; written tensors are not expanded. NCCL chooses the order of summation,
     the same on all ranks, and divides before it adds for a mean. int16 and complex numbers are not supported.
+
+    NCCL's first call between two ranks waits until both are in it. So nothing is held that another rank of this
+    process, in a thread, would need.
     """
 
     def __init__(self, device: torch.device, binding: Binding, rank: int, size: int) -> None:
@@ -31,14 +34,14 @@ class NcclCommunicator:
         """Run `Communicator.all_reduce`; ``result`` may be ``tensor``."""
         if result is not tensor:
             copy_values(result, tensor)
-        with self._flattened() as flattened, grouped(self._binding):
+        with self._flattened() as flattened:
             flat = flattened.written(result)
             address = flat.data_ptr()
             self._binding.all_reduce(0, address, address, len(flat), *enumerators(flat, op), self._stream())
 
     def reduce(self, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
         """Run `Communicator.reduce`; ``result`` is None except at the root."""
-        with self._flattened() as flattened, grouped(self._binding):
+        with self._flattened() as flattened:
             value = flattened.read(tensor)
             target = value if result is None else flattened.written(result)  # NCCL writes the root's only
             addresses = value.data_ptr(), target.data_ptr()
@@ -46,21 +49,21 @@ class NcclCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Run `Communicator.broadcast`."""
-        with self._flattened() as flattened, grouped(self._binding):
+        with self._flattened() as flattened:
             flat = flattened.written(tensor)
             address = flat.data_ptr()
             self._binding.broadcast(0, address, address, len(flat), DTYPES[flat.dtype], root, self._stream())
 
     def all_gather(self, tensor: Tensor, result: Tensor) -> None:
         """Run `Communicator.all_gather`."""
-        with self._flattened() as flattened, grouped(self._binding):
+        with self._flattened() as flattened:
             value, rows = flattened.read(tensor), flattened.written(result)
             addresses = value.data_ptr(), rows.data_ptr()
             self._binding.all_gather(0, *addresses, len(value), DTYPES[value.dtype], self._stream())
 
     def reduce_scatter(self, tensor: Tensor, result: Tensor, op: str) -> None:
         """Run `Communicator.reduce_scatter`."""
-        with self._flattened() as flattened, grouped(self._binding):
+        with self._flattened() as flattened:
             rows, row = flattened.read(tensor), flattened.written(result)
             addresses = rows.data_ptr(), row.data_ptr()
             self._binding.reduce_scatter(0, *addresses, len(row), *enumerators(row, op), self._stream())
@@ -89,7 +92,7 @@ class NcclCommunicator:
         stream = self._stream()
         if self._rank in sent:
             received.pop(self._rank).copy_(sent.pop(self._rank))
-        self._binding.start()  # without the lock of `grouped`: the end may wait for another rank of this process
+        self._binding.start()
         try:
             for to, row in sent.items():
                 self._binding.send(row.data_ptr(), row.nbytes, to, stream)

@@ -27,21 +27,20 @@ class Samples:
         """
         self._total: Tensor | None = None
 
-    def _start(self) -> None:
+    def _start(self, device: torch.device) -> None:
         """Start the sum of the ranks' counts, together with the first bucket of a backward pass."""
         if not 0 <= self.count < float("inf"):
             raise ValueError(f"Samples.count is {self.count!r}; expected the number of samples, 0 or more")
-        self._total = torch.tensor([self.count], dtype=torch.float64)
+        self._total = torch.full((1,), self.count, dtype=torch.float64, device=device)  # NCCL reduces on GPUs only
         self._adding = dist.all_reduce(self._total, group=self.group, async_op=True)
 
-    def _sum(self) -> float:
+    def _sum(self) -> Tensor:
         assert self._adding is not None
         assert self._total is not None
         self._adding.wait()
-        total = float(self._total)
-        if not total:
+        if self._total.is_cpu and not self._total:
             raise ValueError("Samples.count is 0 on every rank; expected a sample on at least one")
-        return total
+        return self._total[0]
 
 
 def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
@@ -60,10 +59,11 @@ def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
     float16 and bfloat16 are sent as float32. Under ``no_sync()``, the count is that of the last backward alone.
 
     Raises:
-        ValueError: in backward, if a count is invalid, or 0 on all ranks.
+        ValueError: in backward, if a count is invalid, or 0 on all ranks. On GPUs the latter makes all gradients NaN,
+            since the host would have to wait to know.
     """
     if bucket.index() == 0:
-        state._start()
+        state._start(bucket.buffer().device)
     buffer: Tensor = bucket.buffer()
     wide = buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
     if state.count:

@@ -432,7 +432,7 @@ class AllReduceStore(LocalStore):
                     communicator.broadcast(tensor, owner)
             return negotiation
 
-        negotiation = self._run_in_order("copy_from_owners", copy)
+        negotiation = self._run_after((names,), "copy_from_owners", copy, tensors)
         return negotiation.dense or 0, sum(negotiation.weights)
 
     def reduce_to_owners(
@@ -446,7 +446,7 @@ class AllReduceStore(LocalStore):
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.reduce(tensor, owner)
 
-        return self._start("reduce_to_owners", reduce, [], 0, True)
+        return self._start("reduce_to_owners", reduce, [(names, tensors)], 0, True)
 
     def follow_owners(
         self,

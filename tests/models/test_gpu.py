@@ -183,7 +183,7 @@ def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> N
             module.forward_backward_update(data, label)
             for replica in module.bound.replicas.all:
                 replica.network.get_parameter("0.weight").register_hook(
-                    lambda _, store=store, number=replica.number: store.arrived.append(number)
+                    lambda _, store=store, number=replica.context_index: store.arrived.append(number)
                 )
             module.forward_backward_update(data, label)
             assert sorted(store.arrived) == list(range(len(places)))

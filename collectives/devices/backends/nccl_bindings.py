@@ -249,7 +249,7 @@ def missing(name: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # cupy warns about the missing library reported below
             module = import_module({"cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name])
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  a broken driver gives errors of the package's own
         return f"{name} cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
     if name == CupyBinding.name and not module.available:
         return "cupy finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"

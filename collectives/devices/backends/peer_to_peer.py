@@ -60,7 +60,7 @@ class PeerToPeer(Backend):
     def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         try:
             import_module("cupy")
-        except ImportError as error:
+        except Exception as error:  # noqa: BLE001  a broken driver gives errors of cupy's own
             return f"cupy cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
         if len(set(devices)) == 1:
             return ""
@@ -100,10 +100,10 @@ class PeerToPeer(Backend):
         cupy = import_module("cupy")
         for launch in launches:
             first, device = launch.values[0], self.devices[launch.position]
-            stream = torch.cuda.current_stream(device).cuda_stream
+            stream = _stream_of(cupy, torch.cuda.current_stream(device))
             kernel = _kernel(_dtype(first), op, len(launch.values), len(launch.outs))
             pointers = [np.uint64(tensor.data_ptr()) for tensor in (*launch.values, *launch.outs)]
-            with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream, device.index):
+            with cupy.cuda.Device(device.index), stream:
                 grid = kernels.blocks(first.numel(), first.itemsize)
                 kernel((grid,), (kernels.BLOCK,), (*pointers, np.int64(first.numel())))
         self._synchronize_streams()
@@ -144,6 +144,13 @@ def moves(transfers: Sequence[Transfer], owners: Sequence[int]) -> list[Launch]:
         if written:
             launches.append(Launch(owner, read, written))
     return launches
+
+
+def _stream_of(cupy: Any, stream: torch.cuda.Stream) -> Any:
+    """Return cupy's object for a stream of torch, to be used with the stream's device as the current one."""
+    if hasattr(cupy.cuda.Stream, "from_external"):  # since cupy 14, which warns of ExternalStream
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index)
 
 
 def _has_expandable_segments() -> bool:
