@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
@@ -200,7 +202,8 @@ class WorkQueue:
             if not call.blockers:
                 heapq.heappush(self._ready, call)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="gangline-work", daemon=True)
+                gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+                self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -245,8 +248,10 @@ class WorkQueue:
         with self._running:  # wait for an operation that another thread runs inline
             pass
 
-    def _serve(self) -> None:
+    def _serve(self, gpu: int | None) -> None:
         _thread.is_background = True
+        if gpu is not None:  # a thread begins on GPU 0, where leaving another GPU's stream would take memory
+            torch.cuda.set_device(gpu)
         while True:
             with self._changed:
                 while not self._ready:

@@ -10,11 +10,13 @@ agreed GPUs. The check also detects ranks that are dead or at another call befor
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgpack
@@ -97,6 +99,11 @@ class NcclSelection:
             arguments: arguments of the method.
         """
         try:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{name} was called while a CUDA graph is captured, but ranks agree on each call on the host; "
+                    "expected collectives outside of the graph"
+                )
             with self._calling:
                 self._engine.check_open()  # an abort in another thread has ended the binding
                 getattr(nccl, name)(*arguments)
@@ -237,6 +244,8 @@ class NcclSelection:
 
     def _watch(self) -> None:
         """Check, while the GPU runs calls, that they can end."""
+        torch.cuda.set_device(self._device)  # a thread begins on GPU 0, where a query would take memory
+        _allow_queries_during_capture()
         watchdog = self._engine.resources.watchdog.another()
 
         def check() -> None:
@@ -262,6 +271,13 @@ class NcclSelection:
         if reason not in _warned:
             _warned.add(reason)
             _log.warning("tensors on GPUs go through host memory, not by NCCL: %s", reason)
+
+
+def _allow_queries_during_capture() -> None:
+    """Let this thread query events while another one captures a CUDA graph, which would otherwise become invalid."""
+    with suppress(OSError):  # no driver: a simulated GPU
+        relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 _warned: set[str] = set()
