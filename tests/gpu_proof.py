@@ -306,8 +306,8 @@ def _measured(proof: Proof, name: str) -> dict[str, float]:
     torch.backends.cudnn.benchmark = True
     ways = list(_ways(proof, network, nn.CrossEntropyLoss(), autocast, peers=True))
     taken: dict[str, list[float]] = {way: [] for way, _ in ways}
-    for way_number in range(len(ways)):
-        _timed(proof, ways[way_number][1], data, label, max(2, steps // 2))  # creates buckets, and chooses kernels
+    for _, step in ways:
+        _timed(proof, step, data, label, max(2, steps // 2))  # creates buckets, and chooses kernels
     for _ in range(1 if proof.simulate else 5):
         for way, step in ways:
             taken[way].append(_timed(proof, step, data, label, steps))
@@ -364,7 +364,7 @@ def _ways(
             continue
         module = Module(own(), loss, contexts, autocast=autocast if cuda else None)
         module.init_optimizer("device", "sgd", lr)
-        yield f"Module on {len(contexts)}", module.forward_backward_update
+        yield f"Module on {len(contexts)}", partial(_module_step, module)
     model = own()
     trainer = Trainer(model, "sgd", lr)
     yield "Trainer(network)", partial(plain, model, trainer, trainer.step)
@@ -391,6 +391,12 @@ def _ways(
         plain(model, optimizer, reduced, data, label)
 
     yield "DistributedOptimizer's reducer by NCCL", reducing
+
+
+def _module_step(module: Module, data: Tensor, label: Tensor) -> None:
+    if not hasattr(label, "of_host"):  # a Module gets a loader's batches, whose labels it counts on the host
+        label.of_host = label.cpu().pin_memory() if label.is_cuda else label  # type: ignore[attr-defined]
+    module.forward_backward_update(data, label.of_host)  # type: ignore[attr-defined]
 
 
 def benches(proof: Proof) -> None:
@@ -560,7 +566,7 @@ def _start_step(name: str, *, simulate: bool, folder: Path) -> tuple[bool, dict[
         found["error"] = f"not done within {limit} s"
     found["seconds"] = round(time.monotonic() - began, 1)
     if found["error"]:
-        sys.stdout.write("\n".join(log.read_text().splitlines()[-60:]) + "\n")
+        sys.stdout.write(log.read_text() + "\n")
     return not found["error"], found
 
 

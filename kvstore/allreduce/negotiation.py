@@ -204,7 +204,8 @@ class Negotiator:
         failed = self._failed_update
         if failed is not None:
             header, call = _HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, failed)
-        table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        # As int16, which NCCL lacks: for another dtype the ranks would first agree on whether NCCL moves it.
+        table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.int16))
         rows = list(_HEADER.iter_unpack(table.numpy().tobytes()))
         kinds = [code & 3 for _, _, code, _ in rows]
         digests = {code >> 2 for _, _, code, _ in rows if code & 3 != _JOINED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -28,6 +29,7 @@ class GradientReducer(Reducer):
         super().__init__([parameters], store)
         self._has_gradients = True
         self._means: dict[Key, torch.Tensor] = {}
+        self._whole: set[int] = set()  # priorities of the buckets that this worker has pushed with all gradients
 
     def has_assigned(self) -> bool:
         """Return True if a ``.grad`` is not a mean of this reducer: backward made it, or the user assigned it."""
@@ -85,8 +87,10 @@ class GradientReducer(Reducer):
         for event in state.events:
             torch.cuda.current_stream(event.device).wait_event(event)
         values = self._value(state, 0, keys)
-        flag = state.bucket.keys[-1]
-        state.gradient_views[0][flag].copy_(torch.tensor([float(key in keys) for key in state.keys]))
+        flag, present = state.bucket.keys[-1], set(keys)
+        flags = state.gradient_views[0][flag]
+        flags.copy_(_flags(tuple(key in present for key in state.keys), flags.dtype, flags.device))
+        (self._whole.add if len(present) == len(state.keys) else self._whole.discard)(state.priority)
         self._push_values(state, [values], [*keys, flag], self._weight, async_op=async_op)
 
     def _reload(self) -> None:
@@ -96,6 +100,15 @@ class GradientReducer(Reducer):
         flat, views = state.gradients[0], state.gradient_views[0]
         assert flat is not None
         self._store.pull_bucket(state.bucket, [flat], state.priority)
-        for key, has_gradient in zip(state.keys, views[state.bucket.keys[-1]].real.tolist(), strict=True):
-            if has_gradient > 0:
-                self._parameters[0][key].grad = self._means[key] = views[key].detach()
+        keys: Iterable[Key] = state.keys
+        if state.priority not in self._whole:  # only the others know; on a GPU the host waits for the sum
+            flags = views[state.bucket.keys[-1]].real.tolist()
+            keys = [key for key, flag in zip(keys, flags, strict=True) if flag > 0]
+        for key in keys:
+            self._parameters[0][key].grad = self._means[key] = views[key].detach()
+
+
+@lru_cache(maxsize=1024)
+def _flags(pattern: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return 1 or 0 for each key; kept, because a copy to a GPU has the host wait for what runs there."""
+    return torch.tensor(pattern, dtype=dtype, device=device)

@@ -195,9 +195,11 @@ class _Normalized(Function):
         values, mean, variance, weight = ctx.saved_tensors
         if not values.numel():  # the kernel divides by the count
             return torch.zeros_like(values), *torch.zeros(4, len(mean), dtype=mean.dtype, device=mean.device), None
+        deviation = (variance + ctx.eps).rsqrt()
+        saved = (mean, deviation)  # required on GPUs, of what their forward would have saved
         of_values, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, values, weight, mean, variance, None, None, False, ctx.eps, [ctx.needs_input_grad[0], True, True]
+            gradient, values, weight, mean, variance, *saved, False, ctx.eps, [ctx.needs_input_grad[0], True, True]
         )
-        scale = weight * (variance + ctx.eps).rsqrt()
+        scale = weight * deviation
         of_variance = of_weight * scale * -0.5 / (variance + ctx.eps).sqrt()
         return of_values, of_bias * -scale, of_variance, of_weight, of_bias, None

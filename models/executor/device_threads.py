@@ -36,7 +36,7 @@ class DeviceThreads:
             callers = torch.get_num_threads()
             share = max(1, callers // len(self._contexts))
             for context in self._contexts:
-                thread = ThreadPoolExecutor(1, f"gangline-{context}", _set_num_threads, (share,))
+                thread = ThreadPoolExecutor(1, f"gangline-{context}", _prepare_thread, (context, share))
                 thread.submit(lambda: None).result()
                 self._threads.append(thread)
             torch.set_num_threads(callers)
@@ -104,6 +104,12 @@ class DeviceThreads:
         """Stop the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+def _prepare_thread(context: Context, count: int) -> None:
+    if context.device_type == "gpu":  # a thread begins on GPU 0, without a context of CUDA
+        torch.cuda.set_device(context.torch_device)
+    _set_num_threads(count)
 
 
 def _set_num_threads(count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
@@ -146,6 +147,37 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     (tmp_path / "all.cu").write_text(text)
     subprocess.run([compiler, "-ptx", "-arch=sm_80", "-o", "all.ptx", "all.cu"], cwd=tmp_path, check=True)
     assert (tmp_path / "all.ptx").read_text().count(".entry") == len(CASES)
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    import nvidia.cuda_nvrtc
+
+    return ctypes.CDLL(str(Path(next(iter(nvidia.cuda_nvrtc.__path__)), "lib", "libnvrtc.so.12")))
+
+
+def compiled(nvrtc: ctypes.CDLL, source: str, architecture: int) -> str:
+    """Return the PTX of a kernel, compiled with the options that cupy gives."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    options = [f"-arch=compute_{architecture}".encode(), b"-ftz=true"]
+    code = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    of = "PTX" if not code else "ProgramLog"
+    getattr(nvrtc, f"nvrtcGet{of}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{of}")(program, text)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert not code, text.value.decode()
+    return text.value.decode()
+
+
+@pytest.mark.parametrize("architecture", [70, 80, 90, 120])
+def test_kernels_compile_for_gpus_and_keep_subnormal_numbers(nvrtc: ctypes.CDLL, architecture: int) -> None:
+    for dtype, op in CASES:
+        for counts in COUNTS if architecture == 90 else [(3, 3)]:
+            ptx = compiled(nvrtc, kernels.source(NAMES[dtype], op, *counts), architecture)
+            assert kernels.NAME in ptx
+            assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"setp.nan.ftz.f32", "setp.num.ftz.f32"}  # is it NaN?
 
 
 # -- what is launched -----------------------------------------------------------------------------------------------

@@ -28,14 +28,31 @@ _TYPES = {  # by dtype: the type of an element, of sums and products, and of com
     "bool": ("unsigned char", "unsigned int", "unsigned int"),
 }
 _COMBINE = {
-    "sum": "a + b",
-    "mean": "a + b",
-    "product": "a * b",
-    "min": "(a != a || a < b) ? a : b",  # NaN wins, as in torch
-    "max": "(a != a || a > b) ? a : b",
+    "sum": "plus(a, b)",
+    "mean": "plus(a, b)",
+    "product": "times(a, b)",
+    "min": "(a != a || is_less(a, b)) ? a : b",  # NaN wins, as in torch
+    "max": "(a != a || is_less(b, a)) ? a : b",
 }
 _BOOL = {"sum": "a | b", "product": "a & b", "min": "a & b", "max": "a | b"}
 
+_ARITHMETIC = """
+template <typename V> __device__ inline V plus(V a, V b) { return a + b; }
+template <typename V> __device__ inline V times(V a, V b) { return a * b; }
+template <typename V> __device__ inline V over(V a, V b) { return a / b; }
+template <typename V> __device__ inline bool is_less(V a, V b) { return a < b; }
+#ifdef __CUDA_ARCH__
+// cupy compiles with -ftz=true, by which operators take subnormal floats as 0; these instructions do not.
+#define FLOAT(NAME, INSTRUCTION) __device__ inline float NAME(float a, float b) { \
+  float c; asm(INSTRUCTION ".f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+FLOAT(plus, "add.rn")
+FLOAT(times, "mul.rn")
+FLOAT(over, "div.rn")
+__device__ inline bool is_less(float a, float b) {
+  int c; asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(c) : "f"(a), "f"(b)); return c;
+}
+#endif
+"""
 _CONVERT = {
     "float16": """
 #ifdef __CUDA_ARCH__
@@ -90,12 +107,12 @@ def source(dtype: str, op: str, values: int, outs: int) -> str:
     return f"""
 typedef {element} T;
 typedef {wide} A;
-{_CONVERT.get(dtype, _PLAIN)}
+{_ARITHMETIC}{_CONVERT.get(dtype, _PLAIN)}
 __device__ inline A combine(A a, A b) {{ return {combine}; }}
 __device__ inline T result({", ".join(f"T v{position}" for position in range(values))}) {{
   A r = widen(v0);
 {steps}
-  return narrow({f"r / (A){values}" if op == "mean" else "r"});
+  return narrow({f"over(r, (A){values})" if op == "mean" else "r"});
 }}
 struct alignas(16) Pack {{ T e[16 / sizeof(T)]; }};
 extern "C" __global__ void {NAME}({", ".join(pointers)}, long long count) {{
