@@ -68,6 +68,8 @@ class KeyedOptimizer:
         self._weights[key] = weight
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
+        elif weight in probe.state:  # of an optimizer that creates state when it gets a weight, as Adagrad up to 2.12
+            self._optimizer.state[weight] = probe.state[weight]
 
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the state of a key that was added, which updates change: tensors and plain values by name."""

@@ -64,9 +64,9 @@ class Reducer:
 
     The first backward is only recorded: the order in which its gradients arrive on rank 0 becomes that of the buckets,
     and parameters with sparse gradients stay out of them. From then on the replicas' parameters are views of flat
-    tensors, into which the store's weights are copied whole, and hooks count the gradients of each bucket. On a GPU a
-    hook copies each gradient into a flat tensor, so that a bucket is one transfer; on the host there is no transfer to
-    save, and the store adds up gradients where autograd accumulated them.
+    tensors, into which the store's weights are copied whole, and hooks count the gradients of each bucket. On a GPU the
+    gradients of a bucket are copied into a flat tensor, so that it is one transfer. On the host, and with ``in_place``,
+    there is no transfer to save, and the store takes gradients where autograd accumulated them.
 
     Autograd does not accumulate into the flat tensor, because it would have to be cleared and read first; one copy
     costs half of that, and no assignment to ``.grad`` by the user can detach a bucket.
@@ -226,7 +226,7 @@ class Reducer:
                 "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
                 "instead of forward_backward_update(), or checkpoint with use_reentrant=False"
             )
-        if not _copy_to_bucket(parameter, state.gradient_views[index].get(key)):
+        if parameter.grad is None or is_sparse(parameter.grad):
             return
         with self._lock:
             pending = state.pending.get(index)
@@ -292,9 +292,7 @@ class Reducer:
         flat, views = state.gradients[index], state.gradient_views[index]
         parameters = self._parameters[index]
         if flat is not None:
-            for key in keys:
-                if not _copy_to_bucket(parameters[key], views[key]):
-                    views[key].zero_()
+            _copy_to_bucket(parameters, views, keys)
             return flat
         gradients = {key: parameters[key].grad for key in keys}
         if self._store.compresses:
@@ -479,7 +477,8 @@ class Reducer:
             weights = [bucket.empty(device) for device in devices] if is_flat else []
             if is_flat:
                 self._store.fuse(bucket, weights[0] if self._in_place else None)
-            gradients = [bucket.empty(device) if is_flat and device.type == "cuda" else None for device in devices]
+            copies = is_flat and not self._in_place
+            gradients = [bucket.empty(device) if copies and device.type == "cuda" else None for device in devices]
             state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients)
             self._add_state(state)
             for of_replica, views in zip(self._parameters, state.weight_views, strict=is_flat):
@@ -555,15 +554,20 @@ def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
 
 
 @torch.no_grad()
-def _copy_to_bucket(parameter: torch.Tensor, view: torch.Tensor | None) -> bool:
-    """Copy a gradient into its view of the bucket, if there is one; return False if it is None or sparse."""
-    gradient = parameter.grad
-    if gradient is None or is_sparse(gradient):
-        return False
-    if view is not None and (gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride()):
-        view.copy_(gradient)
-        parameter.grad = view.detach()  # a separate tensor object: a user's ``grad.data = ...`` must not move the view
-    return True
+def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], keys: Iterable[Key]) -> None:
+    """Copy gradients into their views of a bucket, all in one kernel; the view of one that is missing becomes 0."""
+    copied, gradients = [], []
+    for key in keys:
+        parameter, view = parameters[key], views[key]
+        gradient = parameter.grad
+        if gradient is None or is_sparse(gradient):
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+            copied.append(view)
+            gradients.append(gradient)
+            parameter.grad = view.detach()  # a separate tensor: a user's ``grad.data = ...`` must not move the view
+    if copied:
+        torch._foreach_copy_(copied, gradients)
 
 
 def _is_finite(gradient: torch.Tensor | None) -> bool:

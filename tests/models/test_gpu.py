@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -181,6 +182,7 @@ def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> N
             module.init_optimizer(store, "sgd", {"lr": 0.1})
             data, label = torch.randn(16, 32), torch.randint(CLASSES, (16,))
             module.forward_backward_update(data, label)
+            store.early.clear()  # the first step only records the order
             for replica in module.bound.replicas.all:
                 replica.network.get_parameter("0.weight").register_hook(
                     lambda _, store=store, number=replica.context_index: store.arrived.append(number)
@@ -221,6 +223,7 @@ def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
     """Limit torch on the first GPU to 256 MiB more than it has allocated."""
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + (256 << 20)) / total, 0)
@@ -231,9 +234,9 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_little_memory")
 def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCaptureFixture) -> None:
-    layers = [layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]  # each keeps 32 MiB of a whole batch
+    layers = [layer for _ in range(8) for layer in (nn.Tanh(), nn.Sigmoid())]  # each keeps 128 MiB of a whole batch
     network = nn.Sequential(*layers, nn.Linear(1 << 14, CLASSES))
-    data, label = torch.randn(512, 1 << 14), torch.randint(CLASSES, (512,))
+    data, label = torch.randn(2048, 1 << 14), torch.randint(CLASSES, (2048,))
     expected = plain_loop(network, [(data, label)] * 2, lr=0.01)
     with (
         caplog.at_level(logging.INFO, "gangline"),
@@ -244,9 +247,9 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
             module.forward_backward_update(data, label)
         most = module.load_balancer.limits.max_samples[0]
         assert most is not None
-        assert 1 <= most <= 256
+        assert 1 <= most <= 1024
         assert distance(module.get_params(), expected) <= 1e-4
-        assert module.get_outputs().shape == (512, CLASSES)
+        assert module.get_outputs().shape == (2048, CLASSES)
     assert 1 <= sum("gpu(0) ran out of memory with" in line for line in caplog.messages) <= 9
 
 
