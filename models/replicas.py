@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -30,6 +31,11 @@ class Replica:
     """The trained parameters, by plain name."""
     samples_seen: int = 0
     """Training samples since running statistics were last averaged."""
+
+    @cached_property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """All parameters, also those that are not trained."""
+        return list(self.network.parameters())
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """Return all buffers and the parameters that are not trained."""
@@ -121,7 +127,7 @@ class Replicas:
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
         for replica in self.all:
-            for parameter in replica.network.parameters():
+            for parameter in replica.all_parameters:
                 parameter.grad = None
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ class GradientReducer(Reducer):
                 "expected dense ones (nn.Embedding(sparse=False)), or a gangline Trainer or Module, which send rows"
             )
 
-    def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:  # noqa: ARG002  inherited
+    def _add_buckets(self, keys: Sequence[Key], *, is_loose: bool) -> None:  # noqa: ARG002  inherited
         for bucket in self._plan(keys):
             flags = Slot(f"flags of {bucket.keys[0]!r}", torch.Size([len(bucket.keys)]), (1,), bucket.numel)
             extended = replace(bucket, slots=(*bucket.slots, flags), numel=bucket.numel + len(bucket.keys))

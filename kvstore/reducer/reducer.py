@@ -40,9 +40,11 @@ class BucketState:
     keys: list[Key]
     """The parameters' keys."""
     weights: list[torch.Tensor]
-    """Flat weights, one tensor per replica; empty if the parameters keep memory of their own."""
+    """Flat weights, one tensor per replica; none if the store has gradients alone."""
     gradients: list[torch.Tensor | None]
     """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
+    is_loose: bool = False
+    """True if parameters keep memory of their own, into which the flat weights are copied."""
     weight_views: list[dict[Key, torch.Tensor]] = field(init=False)
     gradient_views: list[dict[Key, torch.Tensor]] = field(init=False)
     pending: dict[int, set[Key]] = field(default_factory=dict)
@@ -369,11 +371,12 @@ class Reducer:
                 state.push.wait()
 
     def _pull(self, state: BucketState) -> None:
-        if state.weights:
+        if not state.is_loose:
             self._restore_views(state)
-            self._store.pull_bucket(state.bucket, state.weights, state.priority)
-        else:
-            self._store.pull(state.keys, [self._weights(key) for key in state.keys], state.priority)
+        self._store.pull_bucket(state.bucket, state.weights, state.priority)
+        if state.is_loose:
+            for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
+                torch._foreach_copy_([of_replica[key].data for key in views], list(views.values()))
 
     def abandon(self) -> tuple[int, int]:
         """After a failed backward, pull the store's weights into the replicas.
@@ -468,23 +471,23 @@ class Reducer:
         others = [key for key in self._parameters[0] if key not in order]
         for keys in (order, others):
             dense = [key for key in keys if key not in self._sparse]
-            self._add_buckets([key for key in dense if key not in self._loose], is_flat=True)
-            self._add_buckets([key for key in dense if key in self._loose], is_flat=False)
+            self._add_buckets([key for key in dense if key not in self._loose], is_loose=False)
+            self._add_buckets([key for key in dense if key in self._loose], is_loose=True)
 
-    def _add_buckets(self, keys: Sequence[Key], *, is_flat: bool) -> None:
+    def _add_buckets(self, keys: Sequence[Key], *, is_loose: bool) -> None:
         devices = [next(iter(of_replica.values())).device for of_replica in self._parameters]
         for bucket in self._plan(keys):
-            weights = [bucket.empty(device) for device in devices] if is_flat else []
-            if is_flat:
-                self._store.fuse(bucket, weights[0] if self._in_place else None)
-            copies = is_flat and not self._in_place
-            gradients = [bucket.empty(device) if copies and device.type == "cuda" else None for device in devices]
-            state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients)
+            weights = [bucket.empty(device) for device in devices]
+            self._store.fuse(bucket, weights[0] if self._in_place else None)
+            copies = [device.type == "cuda" and not self._in_place for device in devices]
+            gradients = [bucket.empty(device) if copy else None for device, copy in zip(devices, copies, strict=True)]
+            state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients, is_loose)
             self._add_state(state)
-            for of_replica, views in zip(self._parameters, state.weight_views, strict=is_flat):
+            for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
                 for key, view in views.items():
                     view.copy_(of_replica[key].detach())
-                    of_replica[key].data = view
+                    if not is_loose:
+                        of_replica[key].data = view
 
     def _plan(self, keys: Sequence[Key]) -> Iterator[Bucket]:
         return plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES)
