@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-torch fuzz soak lint format wheel docs peers engines clean
+.PHONY: train test test-all gpu-proof gpu-wheels test-torch fuzz soak lint format wheel docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -14,6 +14,18 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
+
+# What only a GPU can show, in ten minutes. On a machine without package index: `make gpu-wheels` elsewhere, then there
+# `pip install --no-index --no-deps wheels/*.whl`.
+GPU_PROOF = -m tests.gpu_proof --json gpu-proof.json
+gpu-proof:
+	$(if $(wildcard $(VENV)/.installed),$(BIN)/python,$(PYTHON)) $(GPU_PROOF)
+
+GPU_PYTHON ?= 3.12
+gpu-wheels: $(VENV)/.installed
+	$(BIN)/pip download --quiet --dest wheels --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux2014_x86_64 \
+	pyzmq msgpack pynccl psutil nvidia-ml-py torchmetrics lightning-utilities pytest pytest-timeout hypothesis
 
 # What uses private names of torch, with other versions of torch, of which the package index has CPU builds.
 TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0

@@ -92,9 +92,12 @@ __all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in nam
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("gangline")
+        try:
+            return version("gangline")
+        except PackageNotFoundError:  # a checkout on PYTHONPATH
+            return "unknown"
     if name in _MODULES:
         return import_module(f"gangline.{name}")
     for module, names in _HOMES.items():

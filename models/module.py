@@ -373,14 +373,15 @@ class Module:
     # -- optimizer ----------------------------------------------------------------------------------------------
 
     def init_optimizer(
-        self, kvstore: str | KVStore | None = "local", optimizer: Any = "sgd", optimizer_params: Any = None
+        self, kvstore: str | KVStore | None = "auto", optimizer: Any = "sgd", optimizer_params: Any = None
     ) -> None:
         """Set the store that sums gradients and the optimizer that updates weights, with fresh optimizer state.
 
         Collective with a store of several workers; rank 0's parameters and buffers win.
 
         Args:
-            kvstore: name of a store, a store, or None. A single context needs no store, and uses none for a name.
+            kvstore: name of a store, a store, or None. "auto": that of the job with context "parallel", else "device"
+                if all contexts are GPUs, and "local" if not. A single context needs no store, and uses none for a name.
             optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
             optimizer_params: its arguments, by torch's names or MXNet's.
 
@@ -425,10 +426,11 @@ class Module:
         self.run_state.optimizer_set_by_fit = False
 
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
-        """Return the store asked for; for context "parallel" the default is the job's store."""
+        """Return the store asked for."""
         if self._job_store is None:
-            return kvstore
-        if kvstore in ("local", None):
+            on_gpus = all(context.device_type == "gpu" for context in self.contexts)
+            return kvstore if kvstore != "auto" else "device" if on_gpus else "local"
+        if kvstore in ("auto", "local", None):
             return self._job_store
         if kvstore in IN_PROCESS:
             raise ValueError(
@@ -661,7 +663,7 @@ class Module:
         shuffle: bool = True,
         seed: int = 0,
         begin_epoch: int = 0,
-        kvstore: str | KVStore | None = "local",
+        kvstore: str | KVStore | None = "auto",
         optimizer: Any = "sgd",
         optimizer_params: Mapping[str, Any] | None = None,
         batch_end_callback: BatchCallbacks = None,

@@ -73,3 +73,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["late", "early", "random 1", "random 2", "random 3"])
+def stream_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test of simulated GPUs with side streams that run late, early, or either by chance."""
+    from tests.collectives.simulated_gpus import side_streams_run
+
+    with side_streams_run(request.param):
+        yield

@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from gangline.bench.report.rows import Row
@@ -33,6 +32,8 @@ def machine() -> Row:
     """Return processor, memory, GPUs and versions of this machine."""
     import torch
 
+    import gangline
+
     host, *gpus = device_table()
     return {
         "cpu": host.name,
@@ -41,7 +42,7 @@ def machine() -> Row:
         "gpu": ", ".join(gpu.name for gpu in gpus) or None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "gangline": version("gangline"),
+        "gangline": gangline.__version__,
     }
 
 

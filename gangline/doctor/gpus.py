@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from datetime import timedelta
+from importlib import import_module
 from itertools import permutations
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import distributed
 
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.processes.spawning import spawn
 from gangline.doctor.finding import Finding, Status
 from gangline.doctor.gpu_links import LinkMatrix, read_links
@@ -33,7 +35,26 @@ def gpus() -> list[Finding]:
         return [_no_gpu()]
     links = read_links()
     copies = (_peer_copy(links, a, b) for a, b in permutations(range(len(links)), 2))
-    return [*map(_host_copy, range(len(links))), *copies]
+    return [*map(_host_copy, range(len(links))), *copies, *_nccl_libraries()]
+
+
+def _nccl_libraries() -> list[Finding]:
+    """Check that cupy, which makes gangline's calls of NCCL, loads the library of torch."""
+    if nccl_bindings.missing("cupy"):
+        return []
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    of_torch, of_cupy = major * 10_000 + minor * 100 + patch, import_module("cupy.cuda.nccl").get_version()
+    return [finding_of_libraries(of_torch, of_cupy)]
+
+
+def finding_of_libraries(of_torch: int, of_cupy: int) -> Finding:
+    """Return the finding for the versions of NCCL that torch and cupy have loaded, as NCCL_VERSION_CODE."""
+    if of_torch == of_cupy:
+        return Finding(Status.OK, "NCCL library", f"torch and cupy use {of_torch}")
+    remedy = (
+        "install the cupy for the CUDA of torch (gangline[cuda13] or gangline[cuda12]), and one nvidia-nccl package"
+    )
+    return Finding(Status.WARN, "NCCL library", f"torch uses {of_torch}, cupy {of_cupy}", remedy)
 
 
 def _no_gpu() -> Finding:

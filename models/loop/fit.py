@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _fits: Counter[tuple[Path, ...]] = Counter()
 """Number of calls of `fit` in this process by the prefixes of their checkpoints."""
-_DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("local", "sgd", {})
+_DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("auto", "sgd", {})
 
 
 def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, options: FitOptions) -> str:

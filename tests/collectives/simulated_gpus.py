@@ -1,12 +1,18 @@
-"""Simulated GPUs: tensors on them, streams that run as late as possible, and NCCL.
+"""Simulated GPUs: tensors on them, streams that run in any order that events allow, and NCCL.
 
-An operation on a stream runs only when a caller waits for it or queries it. So code that reads a value without waiting
-for it gets the old value.
+An operation on a default stream runs only when a caller waits for it or queries it, so that code which reads a value
+without waiting for it gets the old one. Those on side streams run late too, or as early as they can ("early"), or
+either, by chance: a section that does not wait for the caller's stream then reads what is not written yet. Tests run in
+several orders by the fixture `stream_order`.
+
+What this cannot show: speed, memory that a kernel writes outside its tensors, and the order of kernels on one stream of
+different libraries.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -40,6 +46,22 @@ _FOR_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default}
 _AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind.int, aten.alias.default}
 
 
+_is_early: Callable[[], bool] = bool
+
+
+@contextmanager
+def side_streams_run(order: str) -> Iterator[None]:
+    """Run side streams "early", "late", or either by chance, which the string seeds."""
+    global _is_early
+    draw = random.Random(order).random
+    of_order: dict[str, Callable[[], bool]] = {"late": lambda: False, "early": lambda: True}
+    _is_early = of_order.get(order, lambda: draw() < 0.5)
+    try:
+        yield
+    finally:
+        _is_early = bool
+
+
 class Stream:
     """Queue of operations; each returns True if it could run."""
 
@@ -50,20 +72,28 @@ class Stream:
             _streams[self.cuda_stream] = self
         self._operations: deque[Callable[[], bool]] = deque()
         self._put = self._done = 0
+        self._is_running = False
 
     def put(self, operation: Callable[[], bool]) -> None:
         with _lock:
             self._operations.append(operation)
             self._put += 1
+            is_side = all(self is not default for default in _defaults.values())
+            if is_side and not self._is_running and _is_early():  # not when an operation frees a tensor
+                self.reach(self._put)
 
     def reach(self, number: int) -> bool:
         with _lock:
-            while self._done < number:
-                if not self._operations[0]():
-                    return False
-                self._operations.popleft()
-                self._done += 1
-            return True
+            before, self._is_running = self._is_running, True
+            try:
+                while self._done < number:
+                    if not self._operations[0]():
+                        return False
+                    self._operations.popleft()
+                    self._done += 1
+                return True
+            finally:
+                self._is_running = before
 
     def record_event(self) -> Event:
         return Event(self, self._put)

@@ -326,6 +326,13 @@ def test_the_setting_with_which_nccl_works_is_named(outcomes: dict[str, Outcome]
     assert words in f"{finding.measured} {finding.remedy}"
 
 
+def test_two_nccl_libraries_are_a_warning() -> None:
+    assert gpus.finding_of_libraries(22_809, 22_809).status == Status.OK
+    finding = gpus.finding_of_libraries(22_809, 22_105)
+    assert finding.status == Status.WARN
+    assert "torch uses 22809, cupy 22105" in finding.measured
+
+
 @pytest.mark.gpu
 def test_gpus_of_this_machine_are_healthy() -> None:
     if not torch.cuda.is_available():

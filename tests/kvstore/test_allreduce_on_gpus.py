@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from gangline import Communicator, Context, Module, cpu, gpu, num_gpus, spawn
 from gangline.collectives import context
 from gangline.collectives.devices import device_group
 from gangline.collectives.devices.backends import nccl_bindings
+from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.kvstore import DistributedOptimizer, RowSparse, create
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.buckets import Bucket, plan
@@ -95,6 +96,7 @@ def _trained(comm: Communicator, weighted: bool) -> Any:
         return copies.to_host, copies.to_gpu, bucket.numel, calls, bucket.views(out.host())[KEYS[-1]].unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_with_nccl_a_bucket_is_one_reduction_and_no_copy_to_the_host(weighted: bool) -> None:
     total = 5 / 3 if weighted else 3.0  # of the first step
@@ -106,6 +108,36 @@ def test_with_nccl_a_bucket_is_one_reduction_and_no_copy_to_the_host(weighted: b
         assert len(names) == 2 * 2  # steps and ranks
 
 
+def _exchanges(comm: Communicator) -> int:
+    with create("allreduce", communicator=comm) as kv:
+        bucket = fused(kv, on_card(comm))
+        flat = on_simulated_gpu(torch.ones(bucket.numel), comm.rank)
+        kv.push_bucket(bucket, [flat])
+        exchanges = CountedGather.of_rank.setdefault(comm.rank, 0)
+        kv.push_bucket(bucket, [flat])
+        return CountedGather.of_rank[comm.rank] - exchanges
+
+
+class CountedGather:
+    of_rank: ClassVar[dict[int, int]] = {}
+
+    @classmethod
+    def call(cls, host: HostCollectives, *arguments: Any) -> None:
+        cls.of_rank[host._rank] = cls.of_rank.get(host._rank, 0) + 1
+        _gather(host, *arguments)
+
+
+_gather = HostCollectives.all_gather
+
+
+def test_with_nccl_a_bucket_costs_two_exchanges_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of the call, and whether the tensors are on the GPUs that NCCL was made for."""
+    monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
+    with simulated_gpus():
+        assert in_threads(2, _exchanges) == [2, 2]
+
+
+@pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_without_nccl_a_bucket_is_copied_to_the_host_and_back_once(weighted: bool) -> None:
     total = 5 / 3 if weighted else 3.0
@@ -114,6 +146,29 @@ def test_without_nccl_a_bucket_is_copied_to_the_host_and_back_once(weighted: boo
             assert to_host == to_gpu == [numel] * 2
             assert calls == 0
             assert values == pytest.approx([-0.5 * (total + 2 * total + 0.5 * total)])
+
+
+def _of_owners(comm: Communicator) -> tuple[list[float], list[float]]:
+    card = on_card(comm)
+    weight, gradient = card(torch.ones(4)), card(torch.zeros(4))
+    with create("allreduce", communicator=comm) as kv:
+        assert isinstance(kv, AllReduceStore)
+        kv.broadcast(["weight"], [weight], [weight])
+        weight.host()
+        if comm.rank == 0:
+            weight.add_(9.0)  # kernels of an optimizer, which are late
+        kv.copy_from_owners("weights", [weight], [0])
+        gradient.add_(comm.rank + 1.0)
+        kv.reduce_to_owners("weights", [gradient], [1]).wait()
+        return weight.host().tolist(), gradient.host().tolist()
+
+
+@pytest.mark.usefixtures("stream_order")
+def test_owners_send_and_sum_what_late_kernels_have_written() -> None:
+    with simulated_gpus():
+        (first, _), (second, total) = in_threads(2, _of_owners)
+    assert first == second == [10.0] * 4
+    assert total == [3.0] * 4
 
 
 def _compressed(comm: Communicator) -> Any:
@@ -126,6 +181,7 @@ def _compressed(comm: Communicator) -> Any:
         return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 def test_the_payloads_of_a_bucket_are_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "num_gpus", lambda: 2)  # the sum of both payloads is one between devices
     monkeypatch.setattr(device_group, "_groups", {})
@@ -144,6 +200,7 @@ def _some_keys(comm: Communicator) -> Any:
         return [out.unique().tolist() for out in pulled(kv, KEYS)]
 
 
+@pytest.mark.usefixtures("stream_order")
 def test_keys_that_a_rank_leaves_out_are_the_mean_without_them() -> None:
     with simulated_gpus():
         for values in in_threads(2, _some_keys):
@@ -162,6 +219,7 @@ def _after_join(comm: Communicator) -> Any:
         return torch.stack(pulled(kv, KEYS)).unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("nccl", ["", NO_NCCL])
 def test_a_joined_rank_takes_part_with_its_gpu(nccl: str) -> None:
     with simulated_gpus(nccl=nccl):
@@ -178,6 +236,7 @@ def _mixed(comm: Communicator) -> Any:
         return devices(kv), copies.to_host, bucket.numel, torch.stack(pulled(kv, KEYS)).unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 def test_if_a_rank_holds_a_key_on_the_host_all_ranks_do() -> None:
     with simulated_gpus():
         first, second = in_threads(2, _mixed)
@@ -198,6 +257,7 @@ def _late(comm: Communicator) -> Any:
         return out.host().unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("nccl", ["", NO_NCCL])
 def test_calls_are_ordered_with_the_callers_stream(nccl: str) -> None:
     with simulated_gpus(nccl=nccl):
@@ -222,6 +282,7 @@ def _saved(comm: Communicator, path: str) -> Any:
     return found
 
 
+@pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("nccl", ["", NO_NCCL])
 def test_optimizer_state_on_gpus_is_saved_and_loaded(nccl: str, tmp_path: Path) -> None:
     with simulated_gpus(nccl=nccl):
@@ -239,6 +300,7 @@ def _clipped(comm: Communicator) -> Any:
         return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()
 
 
+@pytest.mark.usefixtures("stream_order")
 def test_sums_are_clipped_by_their_common_norm_on_the_gpu() -> None:
     with simulated_gpus():
         for to_host, (value,) in in_threads(2, _clipped):

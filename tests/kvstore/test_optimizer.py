@@ -269,6 +269,32 @@ def test_an_unknown_optimizer_class_is_supported(kv: KVStore, tmp_path: Path) ->
 # -- factors, rates, rescaling and clipping ---------------------------------------------------------------------------
 
 
+class Eager(torch.optim.SGD):
+    """Optimizer that creates state when it gets a weight, as Adagrad of torch 2.11 does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["steps"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["steps"] += 1
+        super().step()
+
+
+def test_state_that_an_optimizer_creates_with_a_weight_is_kept_for_every_key(kv: KVStore) -> None:
+    kv.init([1, 2], [torch.zeros(3), torch.zeros(2)])
+    kv.set_optimizer((Eager, {"lr": 1.0}))
+    for _ in range(2):
+        kv.push([1, 2], [torch.ones(3), torch.ones(2)])
+    outs = [torch.empty(3), torch.empty(2)]
+    kv.pull([1, 2], outs)
+    assert [out.tolist() for out in outs] == [[-2.0] * 3, [-2.0] * 2]
+
+
 def test_mxnets_decay_is_for_names_in_weight_and_gamma_only(kv: KVStore) -> None:
     start(kv, ("sgd", {"lr": LR, "wd": 0.1, "wd_mult": "mxnet"}))
     for step in range(5):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Module, cpu
+from gangline import Module, cpu, gpu
 from gangline.callback import Checkpoint
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
@@ -245,9 +245,11 @@ def test_the_last_batchs_output_is_gone_before_the_next_is_made(train: bool) -> 
 
 def test_a_second_fit_uses_its_own_store() -> None:
     with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
-        for store in ("device", "local"):
+        for store in ("device", "local", "auto"):
             module.fit(arrays(), num_epoch=1, batch_size=5, kvstore=store)
-            assert module.store_type == store
+            assert module.store_type == (store if store != "auto" else "local")
+        module.contexts = [gpu(0), gpu(2)]
+        assert module._resolve_store("auto") == "device"
 
 
 def test_fit_keeps_the_optimizer_that_the_user_initialised(caplog: pytest.LogCaptureFixture) -> None:

@@ -250,9 +250,9 @@ def missing(name: str) -> str:
             warnings.simplefilter("ignore")  # cupy warns about the missing library reported below
             module = import_module({"cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name])
     except Exception as error:  # noqa: BLE001  a broken driver gives errors of the package's own
-        return f"{name} cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
+        return f"{name} cannot be imported ({error}): pip install 'gangline[cuda13]' or 'gangline[cuda12]'"
     if name == CupyBinding.name and not module.available:
-        return "cupy finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
+        return "cupy finds no NCCL library: torch for CUDA brings one"
     return ""
 
 

@@ -61,7 +61,7 @@ class PeerToPeer(Backend):
         try:
             import_module("cupy")
         except Exception as error:  # noqa: BLE001  a broken driver gives errors of cupy's own
-            return f"cupy cannot be imported ({error}): pip install 'gangline[cuda12]' or 'gangline[cuda13]'"
+            return f"cupy cannot be imported ({error}): pip install 'gangline[cuda13]' or 'gangline[cuda12]'"
         if len(set(devices)) == 1:
             return ""
         if torch.cuda.get_allocator_backend() != "native" or _has_expandable_segments():
