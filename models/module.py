@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gangline.collectives.context import Device, contexts
+from gangline.collectives.context import Device, contexts, use_own_gpu
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
@@ -83,7 +83,8 @@ class Module:
             loss: torch loss, or function of (output, label); None: the network's output is the loss, one number (the
                 mean over samples) or one number per sample.
             context: a context, a list of contexts, or words for `contexts`; torch's devices and their names serve as
-                well. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
+                well. If all are GPUs and torch's current one is not among them, the first becomes the current one,
+                since what names no GPU would take memory on it. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
                 processes of the job in the environment.
             work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
                 measures the contexts during training, splits by their speed, updates the split every epoch, and runs
@@ -116,6 +117,7 @@ class Module:
             raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Module")
         self.network = network
         self.contexts = contexts(context)
+        use_own_gpu(self.contexts)
         self._job_store = job_store() if context == "parallel" else None
         self.logger = logger or logging.getLogger("gangline")
         self.load_balancer: Balancer | None = None

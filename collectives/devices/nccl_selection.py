@@ -172,11 +172,18 @@ class NcclSelection:
             return
         try:
             unique_id = self._host.exchange(BINDINGS[name].unique_id() if rank == 0 else b"")[0]
-            self._binding = self._make(lambda: BINDINGS[name].for_rank(device, unique_id, rank, size), code)
+            binding, problem = self._make(lambda: BINDINGS[name].for_rank(device, unique_id, rank, size), code)
+            problems = [one.decode() for one in self._host.exchange(problem.encode())]
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None
-        self._device = device
-        self.nccl = NcclCommunicator(device, self._binding, rank, size)
+        refusing = next((rank for rank, one in enumerate(problems) if one), None)
+        if refusing is not None:  # for two parts of one GPU (MIG), for example
+            if binding is not None:
+                binding.abort()
+            self._warn_once(f"rank {refusing}: {problems[refusing]}")
+        elif binding is not None:
+            self._device, self._binding = device, binding
+            self.nccl = NcclCommunicator(device, binding, rank, size)
 
     def _all_on_gpus(self, code: int) -> bool:
         """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""
@@ -220,8 +227,8 @@ class NcclSelection:
             return True
         return published & _NUMBERS > number or (published & _NUMBERS == number and published < _PROPOSED)
 
-    def _make(self, make: Callable[[], Binding], code: int) -> Binding:
-        """Run ``make`` in a thread and return its result, because NCCL waits for ranks that may have died."""
+    def _make(self, make: Callable[[], Binding], code: int) -> tuple[Binding | None, str]:
+        """Run ``make`` in a thread, because NCCL waits for ranks that may have died; return its result or its error."""
         made: Future[Binding] = Future()
 
         def run() -> None:
@@ -234,7 +241,8 @@ class NcclSelection:
         watchdog = self._engine.resources.watchdog.another()
         watchdog.begin(0, code)
         wait_until(made.done, lambda _: wait([made], _CHECK_SECONDS), lambda: watchdog.check(()))
-        return made.result()
+        error = made.exception()
+        return (made.result(), "") if error is None else (None, f"{type(error).__name__}: {error}")
 
     def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
         """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""

@@ -452,6 +452,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "stream", _on),
             (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
             (host_staging, "pinned_memory", _host_memory),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gangline import Context, contexts, cpu, gpu, num_gpus
+from gangline.collectives.context import use_own_gpu
 from gangline.collectives.environments import local_rank
 
 
@@ -163,3 +164,18 @@ def test_empty_lists_and_other_types_are_refused(spec: Any, error: type[Exceptio
     with pytest.raises(error, match=r"expected (at least one|a Context)") as caught:
         contexts(spec)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [([gpu(1), gpu(2)], [1]), ([gpu(2), gpu(0)], []), ([gpu(1), cpu(0)], []), ([cpu(0)], [])],
+    ids=str,
+)
+def test_gpus_of_a_process_become_its_current_ones(
+    monkeypatch: pytest.MonkeyPatch, given: list[Context], chosen: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    use_own_gpu(given)
+    assert found == chosen

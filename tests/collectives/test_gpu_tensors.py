@@ -136,6 +136,37 @@ def test_a_cpu_rank_that_does_not_wait_is_detected(machine: None) -> None:
     assert torch.equal(total, torch.arange(LARGE, dtype=torch.float32) * 6 + 1)
 
 
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("failing", [(0, 1), (1,)])
+def test_gpus_that_nccl_refuses_use_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: tuple[int, ...]
+) -> None:
+    """NCCL takes two parts of one GPU (MIG) for the same GPU; all ranks use the host then, also those that it takes."""
+    make = HostRank.for_rank
+    made: list[HostRank] = []
+
+    def refuse(device: torch.device, unique_id: bytes, rank: int, size: int) -> HostRank:
+        if rank in failing:
+            raise RuntimeError("Duplicate GPU detected")
+        made.append(make(device, unique_id, rank, size))
+        return made[-1]
+
+    def run(comm: Communicator) -> None:
+        for _ in range(2):
+            check(comm, "all_reduce", comm.rank)
+        assert comm._gpus.nccl is None
+
+    monkeypatch.setattr(HostRank, "for_rank", refuse)
+    monkeypatch.setattr(nccl_selection, "_warned", set())
+    in_threads(2, run)
+    text = (
+        f"tensors on GPUs go through host memory, not by NCCL: rank {failing[0]}: RuntimeError: Duplicate GPU detected"
+    )
+    assert [record.getMessage() for record in caplog.records] == [text]
+    assert len(made) == 2 - len(failing)
+    assert all(one.is_aborted for one in made)
+
+
 def test_missing_requirements_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def run(comm: Communicator) -> None:
         check(comm, "all_reduce", comm.rank)
