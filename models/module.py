@@ -83,9 +83,9 @@ class Module:
             loss: torch loss, or function of (output, label); None: the network's output is the loss, one number (the
                 mean over samples) or one number per sample.
             context: a context, a list of contexts, or words for `contexts`; torch's devices and their names serve as
-                well. If all are GPUs and torch's current one is not among them, the first becomes the current one,
-                since what names no GPU would take memory on it. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
-                processes of the job in the environment.
+                well. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
+                processes of the job in the environment. If all are GPUs and torch's current one is not among them, the
+                first becomes the current one, on which goes what names no GPU.
             work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
                 measures the contexts during training, splits by their speed, updates the split every epoch, and runs
                 shares that do not fit into a context's memory in micro-steps; with context "parallel" it also measures
