@@ -418,7 +418,9 @@ def by_distributed_optimizer(case: Case, store: str | KVStore, rank: int) -> Sta
         optimizer.zero_grad()
         shares = [share_of(case, rank, *batch) for batch in window]
         if case.loss == "sum":
-            optimizer.weight, divisor = 1.0, 1 / len(case.loads)  # the mean over workers of so many times the sum
+            active = [any(len(share_of(case, one, *batch)[0]) for batch in window) for one in range(len(case.loads))]
+            count = len(active) if case.shard == "weights" else sum(active)  # workers that run a backward
+            optimizer.weight, divisor = 1.0, 1 / count  # the mean over these workers of so many times the sum
         else:
             optimizer.weight = divisor = sum(case.count(label) for _, label in shares)
         for number, (data, label) in enumerate(shares, 1):
