@@ -51,16 +51,16 @@ def cpu(device_id: int = 0) -> Context:
     return Context("cpu", device_id)
 
 
+def gpu(device_id: int = 0) -> Context:
+    """Return the context of the GPU with torch's index ``device_id``."""
+    return Context("gpu", device_id)
+
+
 def use_own_gpu(contexts: Sequence[Context]) -> None:
     """Make the first of these GPUs torch's current one, unless that is among them already or some are not GPUs."""
     gpus = [context.device_id for context in contexts if context.device_type == "gpu"]
     if gpus and len(gpus) == len(contexts) and torch.cuda.current_device() not in gpus:
         torch.cuda.set_device(gpus[0])
-
-
-def gpu(device_id: int = 0) -> Context:
-    """Return the context of the GPU with torch's index ``device_id``."""
-    return Context("gpu", device_id)
 
 
 def num_gpus() -> int:

@@ -430,8 +430,9 @@ class Module:
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
         """Return the store asked for."""
         if self._job_store is None:
-            on_gpus = all(context.device_type == "gpu" for context in self.contexts)
-            return kvstore if kvstore != "auto" else "device" if on_gpus else "local"
+            if kvstore != "auto":
+                return kvstore
+            return "device" if all(context.device_type == "gpu" for context in self.contexts) else "local"
         if kvstore in ("auto", "local", None):
             return self._job_store
         if kvstore in IN_PROCESS:

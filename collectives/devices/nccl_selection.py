@@ -282,7 +282,7 @@ class NcclSelection:
 
 
 def _allow_queries_during_capture() -> None:
-    """Let this thread query events while another one captures a CUDA graph, which would otherwise become invalid."""
+    """Allow this thread to query events while another one captures a CUDA graph, which otherwise becomes invalid."""
     with suppress(OSError):  # no driver: a simulated GPU
         relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))

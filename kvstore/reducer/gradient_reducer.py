@@ -90,7 +90,8 @@ class GradientReducer(Reducer):
         flag, present = state.bucket.keys[-1], set(keys)
         flags = state.gradient_views[0][flag]
         flags.copy_(_flags(tuple(key in present for key in state.keys), flags.dtype, flags.device))
-        (self._whole.add if len(present) == len(state.keys) else self._whole.discard)(state.priority)
+        is_whole = bool(self._weight) and len(present) == len(state.keys)  # each flag of the mean is then above 0
+        (self._whole.add if is_whole else self._whole.discard)(state.priority)
         self._push_values(state, [values], [*keys, flag], self._weight, async_op=async_op)
 
     def _reload(self) -> None:

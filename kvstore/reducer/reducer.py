@@ -568,6 +568,8 @@ def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], k
         elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             copied.append(view)
             gradients.append(gradient)
+            if gradient.is_cuda:  # it may be of another stream, which must not use its memory before the copy
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
             parameter.grad = view.detach()  # a separate tensor: a user's ``grad.data = ...`` must not move the view
     if copied:
         torch._foreach_copy_(copied, gradients)

@@ -134,21 +134,6 @@ def test_an_out_may_be_a_value(run: Run) -> None:
     assert all(torch.equal(one, expected) for one in given)
 
 
-@pytest.mark.slow
-def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("there is no nvcc: apt-get install nvidia-cuda-toolkit")
-    sources = [
-        kernels.source(NAMES[dtype], op, 3, 2).replace(kernels.NAME, f"kernel_{number}")
-        for number, (dtype, op) in enumerate(CASES)
-    ]
-    text = "".join(f"namespace n{number} {{ {source} }}\n" for number, source in enumerate(sources))
-    (tmp_path / "all.cu").write_text(text)
-    subprocess.run([compiler, "-ptx", "-arch=sm_80", "-o", "all.ptx", "all.cu"], cwd=tmp_path, check=True)
-    assert (tmp_path / "all.ptx").read_text().count(".entry") == len(CASES)
-
-
 @pytest.fixture(scope="module")
 def nvrtc() -> ctypes.CDLL:
     import nvidia.cuda_nvrtc

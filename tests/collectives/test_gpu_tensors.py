@@ -19,13 +19,7 @@ from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.work import Work
 from tests.collectives.ranks import MOVING, REDUCING, call, expected, given, in_threads, outcomes_in_threads, same
-from tests.collectives.simulated_gpus import (
-    Event,
-    HostRank,
-    SimulatedGpuTensor,
-    on_simulated_gpu,
-    simulated_gpus,
-)
+from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
 COUNT = 37

@@ -278,9 +278,7 @@ def is_near(found: Any, wanted: Any) -> bool:
 def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
     assert torch_backend.__all__
     warnings.simplefilter("ignore")
-    compiled(torch.sin)(
-        given(rank.rank)
-    )  # a process's first compilation imports for seconds, which no group is to wait for
+    compiled(torch.sin)(given(rank.rank))  # the first compilation imports for seconds, which no group is to wait for
     place = {"rank": rank.rank, "world_size": rank.size}
     dist.init_process_group(backend, init_method=f"file://{path}", timeout=timedelta(seconds=60), **place)
     outcomes = {}
