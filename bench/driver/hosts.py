@@ -101,12 +101,14 @@ class Hosts:
         """Run a command on a host and wait for it; arguments as in `start`.
 
         Raises:
-            subprocess.CalledProcessError: if the exit code is not 0; ``stderr`` says more.
+            subprocess.CalledProcessError: if the exit code is not 0; its note is what the command wrote to stderr.
         """
         process = self.start(host, command, env)
         output, errors = process.communicate()
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, list(command), output, errors)
+            error = subprocess.CalledProcessError(process.returncode, list(command), output, errors)
+            error.add_note(errors.strip())
+            raise error
         return subprocess.CompletedProcess(list(command), 0, output, errors)
 
     def cut(self, host: int) -> None:
