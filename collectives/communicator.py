@@ -15,6 +15,7 @@ from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.devices.nccl_selection import NcclSelection
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
     check_fits,
@@ -111,6 +112,7 @@ def in_process(size: int, *, timeout: float | None = None) -> list[Communicator]
     return [Communicator(resources) for resources in groups.open_in_process(size, timeout=timeout)]
 
 
+@run_eagerly
 class Communicator:
     """A group of ranks that move and reduce tensors together, on the CPU or on GPUs.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
@@ -23,6 +24,7 @@ _thread = threading.local()
 _forks = 0  # between the first process and this one
 
 
+@run_eagerly
 class Work:
     """Handle of an asynchronous operation. The operation's tensors must not be used before `wait` has returned."""
 

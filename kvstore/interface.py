@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
 from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import (
@@ -72,6 +73,7 @@ def refused_on_all_ranks(call: _Call) -> _Call:
     return cast(_Call, checked)
 
 
+@run_eagerly
 class KVStore(abc.ABC):
     """Key-value store for gradients and weights: `push` reduces gradients, `pull` returns weights.
 

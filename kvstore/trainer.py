@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.eager import run_eagerly
 from gangline.kvstore.arguments import Value, check_shard, check_weight
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
@@ -35,6 +36,7 @@ _ON_STORE = (
 Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
+@run_eagerly
 class Trainer:
     """Optimizer for plain torch loops: reduces every ``.grad`` over the workers of a store and updates the parameters.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -53,19 +52,6 @@ def recording_group(rank: int, size: int) -> ProcessGroup:
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor has no data, because FakeTensorMode traces the program."""
     return isinstance(tensor, FakeTensor)
-
-
-def run_eagerly(cls: type) -> type:
-    """Keep torch.compile from tracing the functions of a class, and all that they call: class decorator.
-
-    Dynamo compiles each Python function that compiled code calls, C++ between them or not. It sees a process group as
-    an opaque object, of which it refuses to read attributes.
-    """
-    for member in vars(cls).values():
-        function = member.fget if isinstance(member, property) else member
-        if inspect.isfunction(function):
-            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return cls
 
 
 def backend_names(group: ProcessGroup | None) -> dict[str, str]:

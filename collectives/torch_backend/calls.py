@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.c10d import (
     begin_range,
@@ -21,7 +22,6 @@ from gangline.collectives.torch_backend.c10d import (
     is_fake,
     is_profiled,
     recording_group,
-    run_eagerly,
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork

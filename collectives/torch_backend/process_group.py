@@ -12,9 +12,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type
 
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.communicator import open_communicator
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import GanglineError, StallError
-from gangline.collectives.torch_backend.c10d import refusing_backend, run_eagerly
+from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.transports.addresses import is_loopback, local_address, reachable_address

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
-from gangline.collectives.torch_backend.c10d import end_range, run_eagerly
+from gangline.collectives.torch_backend.c10d import end_range
 from gangline.collectives.work import Work
 
 _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gangline.collectives.eager import run_eagerly
 from gangline.kvstore.allreduce.store import with_owners
 from gangline.kvstore.arguments import check_shard, check_weight
 from gangline.kvstore.interface import KVStore
@@ -26,6 +27,7 @@ from gangline.kvstore.registry import create
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
 
 
+@run_eagerly
 class DistributedOptimizer(Optimizer):
     """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
 

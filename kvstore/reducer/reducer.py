@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.collectives.timeline import recorder
@@ -61,6 +62,7 @@ class BucketState:
         self.weight_views = [self.bucket.views(flat) for flat in self.weights]
 
 
+@run_eagerly
 class Reducer:
     """Pushes the gradients of all replicas to a store, and pulls the new weights.
 

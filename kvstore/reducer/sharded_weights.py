@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.store import with_owners
 from gangline.kvstore.interface import KVStore
@@ -101,6 +102,7 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
         return parameter
 
 
+@run_eagerly
 class ShardedWeights:
     """Divides the weights of a network, and their gradients, over the workers.
 

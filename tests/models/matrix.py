@@ -222,9 +222,14 @@ class Case:
         return 1.0 if self.is_summed else sum(map(self.count, labels))
 
     def own_total(self, sender: int, window: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Return `total` of the samples of a context's worker; 1 without any."""
+        """Return what a context divides its losses by before their gradients are rounded; 1 without labels that count.
+
+        That is `total` of its worker's samples. Module does not know it before the last batch, and divides all losses
+        of an update by what the first with a label divides by.
+        """
         worker = [rank for rank, contexts in enumerate(self.loads) for _ in contexts][sender]
-        return self.total(share_of(self, worker, *batch)[1] for batch in window) or 1.0
+        totals = [self.total([share_of(self, worker, *batch)[1]]) for batch in window]
+        return (next(filter(None, totals), 0.0) if self.road == "Module" and not self.is_summed else sum(totals)) or 1.0
 
     def senders(self, samples: int) -> list[list[slice]]:
         """Return the shares of a batch that each sender of rounded gradients adds up; one sender without rounding."""
