@@ -71,7 +71,10 @@ _EVERY_LIMIT = [pytest.mark.slow, pytest.mark.timeout(600)]
     ("size", "every", "sizes"),
     [
         *[(1, 19, 1), (2, 7, 1), (3, 19, 1), (5, 61, 1)],
-        *(pytest.param(size, 1, 8, marks=_EVERY_LIMIT) for size in range(1, 6)),
+        *(
+            pytest.param(size, every, sizes, marks=_EVERY_LIMIT)
+            for size, every, sizes in ((1, 1, 8), (2, 1, 8), (3, 2, 8), (4, 5, 4), (5, 7, 4))
+        ),
     ],
 )
 def test_values_are_correct_around_the_limits_of_slot_and_piece(size: int, every: int, sizes: int) -> None:

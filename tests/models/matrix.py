@@ -612,7 +612,11 @@ class Jobs:
             return [train(case, None)]
         if size not in self._jobs:
             self._jobs[size] = Job(size)
-        results = self._jobs[size].run(case)
+        try:
+            results = self._jobs[size].run(case)
+        except BaseException:  # such as a time limit: the answers that are on their way belong to this case
+            self._jobs.pop(size).close()
+            raise
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
             if len({str(error) for error in errors}) > 1 or len(errors) < size:  # not a refusal on all ranks alike
