@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +159,27 @@ def tracked() -> set[str]:
         pytest.skip("this is no git checkout, so there is no list of tracked files")
     done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_an_extra_for_gpus_brings_no_nccl_beside_that_of_torch(extra: str, wheel: Path, tmp_path: Path) -> None:
+    """Two packages with the file libnccl.so.2 overwrite each other's, and torch cannot be imported with the wrong one.
+
+    The installed torch is pinned, so pip fetches what the extra adds: 130 MB where an index has no metadata files.
+    """
+    report, pinned = tmp_path / "report.json", tmp_path / "constraints.txt"
+    pinned.write_text(f"torch=={version('torch')}\n")
+    words = ["--dry-run", "--report", str(report), "--constraint", str(pinned), "--retries", "1", "--timeout", "20"]
+    command = [sys.executable, "-m", "pip", "install", *words, f"gangline[{extra}] @ {wheel.as_uri()}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "WARNING: Retrying" in done.stderr and "(from versions: none)" in done.stderr:
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    names = {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
+    assert f"cupy-{extra}x" in names
+    assert not {name for name in names if name == "torch" or name.startswith("nvidia-nccl")}, names
 
 
 def test_ruff_reads_every_file() -> None:

@@ -87,7 +87,7 @@ class Hosts:
         """
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command],  # noqa: S607
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PATH": _path(), **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -158,7 +158,7 @@ def obstacle() -> str | None:
     """Return why network namespaces cannot be created here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root; run as root"
-    if shutil.which("ip") is None:
+    if shutil.which("ip", path=_path()) is None:
         return "network namespaces need the command ip; install it with `apt-get install iproute2`"
     return None
 
@@ -175,11 +175,16 @@ def enter(name: str) -> None:
             raise OSError(number, f"entering network namespace {name}: {os.strerror(number)}")
 
 
+def _path() -> str:
+    """Return PATH with the folders of `tc` and, in some distributions, `ip`, which users' shells often lack."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
 def _ip(*words: str) -> None:
     _run("ip", *words)
 
 
 def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "PATH": _path()})
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.environments.restart import parse_bounds
@@ -261,7 +262,8 @@ def launch(
         raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
     try:
         host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
-        table = _table(job, host)
+        with logging_to_stderr():
+            table = _table(job, host)
         if launcher is Launcher.MPI:
             table = mpi_table(table, mpirun, detect(mpirun), entries, options)
         elif launcher is Launcher.SLURM:
@@ -320,7 +322,8 @@ def _on_hosts(
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
     try:
-        planned = plan(job, entries, options)
+        with logging_to_stderr():
+            planned = plan(job, entries, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if dry_run:

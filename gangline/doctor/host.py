@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,8 @@ _WRITTEN_TO_DEV_SHM = 1 << 20
 _LEAST_FILES, _COMFORTABLE_FILES = 128, 1024
 _THREADS = 32
 _DEV_SHM = Path("/dev/shm")  # noqa: S108
+_LONGEST_TMPDIR = 107 - len("/pymp-01234567/listener-01234567")
+"""Longest folder, in bytes, in which `multiprocessing` can bind its sockets: Linux takes names of 107 bytes."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SOCKETS_INSTEAD = "without it ranks use sockets, several times slower for small messages"
 
@@ -97,6 +100,20 @@ def dev_shm() -> list[Finding]:
     if free < _LEAST_DEV_SHM:
         return [Finding(Status.WARN, name, measured, remedy)]
     return [Finding(Status.OK, name, measured)]
+
+
+def temporary_folder() -> list[Finding]:
+    """Check that processes can bind sockets in the folder for temporary files, as workers of a DataLoader do."""
+    folder = tempfile.gettempdir()
+    length = len(os.fsencode(folder))
+    measured = f"{folder} has {length} bytes; sockets in it allow {_LONGEST_TMPDIR}"
+    try:
+        with Listener(family="AF_UNIX"):
+            return [Finding(Status.OK, "TMPDIR", measured)]
+    except OSError as error:
+        measured = measured if length > _LONGEST_TMPDIR else f"{folder}: {error}"
+    remedy = "`export TMPDIR=/tmp`: a DataLoader with workers, which send tensors through sockets there, waits forever"
+    return [Finding(Status.WARN, "TMPDIR", measured, remedy)]
 
 
 def cross_memory_attach() -> list[Finding]:

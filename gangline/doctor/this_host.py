@@ -10,6 +10,7 @@ from gangline.doctor.finding import Check, Finding, Outcome, Status, findings_of
 _SIDE_BY_SIDE = (
     Check("shared-memory", "host", "shared_memory"),
     Check("dev-shm", "host", "dev_shm"),
+    Check("tmpdir", "host", "temporary_folder"),
     Check("cross-memory-attach", "host", "cross_memory_attach"),
     Check("limits", "host", "limits"),
     Check("host-name", "host", "host_name", "the name server does not answer: check /etc/resolv.conf and /etc/hosts"),

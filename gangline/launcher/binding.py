@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 LOCALHOST = "127.0.0.1"
+NCCL_MEMCPY = "NCCL_SHM_USE_CUDA_MEMCPY"
+"""Variable with which NCCL copies between GPUs without peer access by their copy engines, not by kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Host:
     """GPUs for workers; a GPU that occurs twice is shared by two workers. Empty: workers see all GPUs of the host."""
     slots: int | None = None
     """Largest number of workers; None: one for each GPU, and any number without `gpus`."""
+    needs_memcpy: bool = False
+    """Set `NCCL_MEMCPY` if the host has several workers: GPUs lack peer access."""
 
     @property
     def capacity(self) -> int | None:
@@ -72,9 +76,13 @@ class Binding:
     """Number of compute threads; None: unknown."""
 
     def environment(self) -> dict[str, str]:
-        """Return CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS, where they are restricted."""
+        """Return CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS, where they are restricted, and what NCCL needs."""
         found = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpu.name for gpu in self.gpus))} if self.gpus else {}
-        return found | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads is not None else {})
+        if self.threads is not None:
+            found["OMP_NUM_THREADS"] = str(self.threads)
+        if self.host.needs_memcpy and self.local_size > 1:
+            found[NCCL_MEMCPY] = "1"
+        return found
 
 
 def bind(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False) -> list[Binding]:

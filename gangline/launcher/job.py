@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import shlex
@@ -23,7 +24,9 @@ from gangline.collectives.environments.restart import (
     RUN_ID,
 )
 from gangline.collectives.transports import unix_sockets
-from gangline.launcher.binding import LOCALHOST, Binding, Host, bind
+from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bind
+
+_log = logging.getLogger("gangline")
 
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
@@ -123,7 +126,7 @@ def process_table(
     """Return the processes of a job: scheduler and servers if it has any, then the workers by rank.
 
     The scheduler and worker 0 are on the first host, the servers on all hosts in turn. `bind` assigns the workers'
-    hosts, GPUs and cores; OMP_NUM_THREADS stays as it is if it is set.
+    hosts, GPUs and cores; OMP_NUM_THREADS and NCCL_SHM_USE_CUDA_MEMCPY stay as they are if they are set.
 
     Args:
         job: options of the job.
@@ -170,14 +173,16 @@ def process_table(
         )
         for role, rank in supervised
     ]
+    kept = {name: inherited[name] for name in ("OMP_NUM_THREADS", NCCL_MEMCPY) if inherited.get(name)}
     for binding in bindings:
         own = _worker(job, binding, workers, root, master_port)
-        threads = {"OMP_NUM_THREADS": inherited["OMP_NUM_THREADS"]} if inherited.get("OMP_NUM_THREADS") else {}
-        environment = {**common, **own, **binding.environment(), **threads}
+        environment = {**common, **own, **binding.environment(), **kept}
         cpus = binding.cpus if job.binds_cores else ()
         is_spare = binding.rank >= workers
         node = binding.node_rank
         processes.append(Process("worker", binding.rank, job.command, environment, node, cpus, is_spare=is_spare))
+    if not job.restart and any(NCCL_MEMCPY in {*one.environment()} - {*kept} for one in bindings):
+        _log.info("%s=1 is set for workers: the GPUs have no access to each other's memory", NCCL_MEMCPY)
     return processes
 
 

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from gangline.launcher.binding import LOCALHOST, Cpu, Gpu, Host
+from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Cpu, Gpu, Host
 
 _SYS = Path("/sys")
 _QUERY = "import json; from gangline.launcher.topology import pci_addresses; print(json.dumps(pci_addresses()))"
@@ -29,7 +30,7 @@ def read_host(
 
     Args:
         gpus: GPUs for workers, numbered among those visible to this process; empty: workers see all.
-        variables: environment variables; CUDA_VISIBLE_DEVICES counts.
+        variables: environment variables; CUDA_VISIBLE_DEVICES and `NCCL_MEMCPY` count.
         addresses: PCI address of each visible GPU, as of `gpu_addresses`; empty: not read.
         address: address at which the other hosts reach this one.
         slots: largest number of workers; None: one for each GPU, and any number without `gpus`.
@@ -41,7 +42,8 @@ def read_host(
     nodes = [numa_node(where, root) for where in addresses]
     names = _visible_names(gpus, variables.get("CUDA_VISIBLE_DEVICES"))
     found = [Gpu(name, nodes[gpu] if gpu < len(nodes) else None) for gpu, name in zip(gpus, names, strict=True)]
-    return Host(address, read_cpus(os.sched_getaffinity(0), root), tuple(found), slots)
+    needs_memcpy = NCCL_MEMCPY not in variables and len(set(names)) != 1 and _lacks_peer_access()
+    return Host(address, read_cpus(os.sched_getaffinity(0), root), tuple(found), slots, needs_memcpy)
 
 
 def read_cpus(allowed: Collection[int], root: Path = _SYS) -> tuple[Cpu, ...]:
@@ -88,6 +90,25 @@ def nvml_handle(index: int) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
     except pynvml.NVMLError:
         return None
+
+
+def _lacks_peer_access() -> bool:
+    """Return whether a GPU of this host cannot access the memory of another one; False without NVML.
+
+    All GPUs count, also those that workers do not see: NCCL uses `NCCL_MEMCPY` only between GPUs without access.
+    """
+    import pynvml as nvml  # which makes no CUDA context
+
+    try:
+        nvml.nvmlInit()
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return any(
+            nvml.nvmlDeviceGetP2PStatus(one, other, access) != nvml.NVML_P2P_STATUS_OK
+            for one, other in permutations(gpus, 2)
+            for access in (0, nvml.NVML_P2P_CAPS_INDEX_WRITE)  # nvidia-ml-py 13.615: NVML_P2P_CAPS_INDEX_READ is (0,)
+        )
+    except nvml.NVMLError:
+        return False
 
 
 def _cpu(number: int, folder: Path) -> Cpu:

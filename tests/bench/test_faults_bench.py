@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -32,3 +36,15 @@ def test_a_row_tells_the_outcome(row: str, outcome: str) -> None:
     assert done.exit_code == 0, done.output
     assert outcome in done.output
     assert "nothing" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a full disk needs root")
+def test_rows_of_a_full_disk_are_those_of_the_docs() -> None:
+    """They name no folder of the run and no number of bytes, so that the table differs only where an outcome does."""
+    done = CliRunner().invoke(bench, ["faults", "--only", "worker 0 disk full .*", "--markdown"])
+    assert done.exit_code == 0, done.output
+    rows = re.findall(r"^\| worker 0 \| disk full .*$", done.output, re.MULTILINE)
+    page = Path(__file__).parents[2] / "docs" / "reliability.md"
+    assert rows == re.findall(r"^\| worker 0 \| disk full .*$", page.read_text(), re.MULTILINE)
+    assert len(rows) == 2

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gangline.collectives.errors import UsageError
 from tests.collectives.firewall import drop_tcp
 
 CHECK = (sys.executable, "-m", "gangline", "check")
-QUICK = ("dev-shm", "cross-memory-attach", "limits", "host-name", "ports", "clock")
+QUICK = ("dev-shm", "tmpdir", "cross-memory-attach", "limits", "host-name", "ports", "clock")
 MOUNTS = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="mount namespaces need root and the command unshare"
 )
@@ -66,8 +67,8 @@ def test_a_healthy_machine_has_nothing_broken() -> None:
     assert of_links["status"] == "skipped"
     assert "gangline launch" in of_links["remedy"]
     assert set(found) == {
-        "/dev/shm", "cross-memory attach", "memory", "open files", "threads", "locked memory", "host name", "ports",
-        "clock",
+        "/dev/shm", "TMPDIR", "cross-memory attach", "memory", "open files", "threads", "locked memory", "host name",
+        "ports", "clock",
     }  # fmt: skip
     assert found["cross-memory attach"]["status"] == "ok"
     assert "GB/s" in found["cross-memory attach"]["measured"]
@@ -97,6 +98,21 @@ def test_a_full_or_small_dev_shm_is_named(size: str, expected: tuple[int, str, s
     finding = found["/dev/shm"]
     assert (code, finding["status"], finding["measured"]) == expected
     assert "docker run --shm-size 8g" in finding["remedy"]
+
+
+@pytest.mark.parametrize(("length", "status"), [(75, "ok"), (76, "warn")])
+def test_a_tmpdir_too_long_for_the_sockets_of_data_workers_is_named(
+    length: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = Path(short, "d" * (length - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        code, found = started(*only("tmpdir"))
+    finding = found["TMPDIR"]
+    assert (code, finding["status"]) == (0, status)
+    assert finding["measured"] == f"{folder} has {length} bytes; sockets in it allow 75"
+    assert ("DataLoader" in finding["remedy"]) == (status == "warn")
 
 
 @pytest.mark.slow

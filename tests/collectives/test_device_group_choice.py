@@ -56,7 +56,9 @@ class Known:
         ([GPU0, GPU1, GPU2], Known(), "nccl", "have peer access"),
         ([GPU0, GPU1], Known(link="gpu(0) has no peer access to gpu(1)"), "staged", "no peer access"),
         ([GPU0, GPU1], Known(lacks={"nccl": "no cupy"}), "peer_to_peer", "no cupy"),
-        ([GPU0, GPU1], Known(lacks={"nccl": "no library"}, proof="it hangs"), "staged", "no library; it hangs"),
+        ([GPU0, GPU1], Known(lacks={"nccl": "no library"}, proof="it hangs"), "staged", "it hangs"),
+        ([GPU0, GPU1], Known(proof="wrong values"), "staged", "wrong values"),
+        ([GPU0, GPU1], Known(lacks={"peer_to_peer": "no cupy"}, proof="no cupy"), "nccl", "have peer access"),
         ([GPU0, GPU1], Known(lacks={"nccl": "none", "peer_to_peer": "no cupy"}), "copies", "none; no cupy"),
         ([GPU0, GPU0, GPU0], Known(), "peer_to_peer", "gpu(0) is listed twice"),
         ([GPU0, GPU0], Known(lacks={"peer_to_peer": "no cupy"}), "copies", "no cupy"),
@@ -73,8 +75,8 @@ def test_the_best_backend_is_chosen_with_a_reason(
 
 
 def test_peers_are_tried_only_if_the_result_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    for devices in ([CPU, CPU], [GPU0], [GPU0, GPU1]):
-        machine = Known()
+    for devices, link in (([CPU, CPU], ""), ([GPU0], ""), ([GPU0, GPU1], "no access")):
+        machine = Known(link=link)
         machine.install(monkeypatch)
         choose(devices)
         assert "proof" not in machine.asked

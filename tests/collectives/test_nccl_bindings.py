@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +17,8 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
 from tests.collectives.simulated_gpus import ELEMENTS, NcclCalls, at, reduced
+
+ROOT = Path(__file__).parents[2]
 
 
 class HostBinding(NcclCalls):
@@ -215,6 +220,7 @@ def test_calls_of_cupy_are_methods_of_its_communicators() -> None:
         ("cupy", "groupEnd"),
         ("first", "abort"),
         ("first", "destroy"),
+        ("second", "destroy"),
     ]
 
 
@@ -233,7 +239,27 @@ def test_calls_of_pynccl_are_functions_that_take_the_communicator_before_the_str
         ("group_end",),
         ("comm_abort", 101),
         ("comm_destroy", 101),
+        ("comm_destroy", 102),
     ]
+
+
+AT_EXIT = """
+import atexit
+calls = []
+atexit.register(lambda: print(calls))  # after what is registered later
+import torch
+from gangline.collectives.devices.backends.nccl import Nccl
+from gangline.collectives.devices.backends.nccl_bindings import CupyBinding
+from tests.collectives.test_nccl_bindings import Recorder
+communicators = [Recorder("first", calls), Recorder("second", calls)]
+backend = Nccl([torch.device("cpu")] * 2, CupyBinding(Recorder("cupy", calls), communicators))
+"""
+
+
+def test_communicators_are_destroyed_as_one_group_before_the_interpreter_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True, cwd=ROOT)
+    destroyed = [("cupy", "groupStart"), ("first", "destroy"), ("second", "destroy"), ("cupy", "groupEnd")]
+    assert done.stdout.strip() == str(destroyed), done.stderr
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------

@@ -367,6 +367,13 @@ def test_simulated_hosts_are_isolated_from_this_machine_and_removed_afterwards()
     assert namespaces() == set()
 
 
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_simulated_hosts_need_no_path_with_the_folders_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with Hosts(1, rate="100mbit") as hosts:
+        assert "rate 100Mbit" in hosts.run(0, ["tc", "qdisc", "show", "dev", "eth0"]).stdout
+
+
 def test_an_invalid_number_of_hosts_is_refused() -> None:
     for count in (0, 251):
         with pytest.raises(ValueError, match=f"count is {count}; expected 1 to 250 hosts"):

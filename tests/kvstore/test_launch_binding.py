@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,60 @@ def test_workers_run_on_the_cores_of_the_table(monkeypatch: pytest.MonkeyPatch) 
         assert threads == str(row["threads"])
     if len(own) > 1:
         assert not set(table[0]["cpus"]) & set(table[1]["cpus"])
+
+
+NVML = """
+#include <cstdlib>
+extern "C" {
+int nvmlInitWithFlags(unsigned) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)(index + 1L); return 0; }
+int nvmlDeviceGetP2PStatus(void *one, void *other, int access, int *status) {
+    if (one == other || access > 1) return 2;
+    *status = std::atoi(std::getenv("P2P_STATUS"));
+    return 0;
+}
+}
+"""
+"""Driver library of a host with two GPUs, whose peer access has the status of a variable: 0, or why there is none."""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler: apt-get install g++")
+    library = tmp_path_factory.mktemp("driver") / "libnvidia-ml.so.1"
+    words = ["g++", "-shared", "-fPIC", "-x", "c++", "-o", str(library), "-"]
+    subprocess.run(words, input=NVML, text=True, check=True)
+    return str(library.parent)
+
+
+@pytest.mark.parametrize(
+    ("status", "options", "variables", "shown"),
+    [
+        ("1", ["-n", "2"], {}, ["1", "1"]),
+        ("1", ["-n", "2"], {"NCCL_SHM_USE_CUDA_MEMCPY": "0"}, ["0", "0"]),
+        ("1", ["-n", "1"], {}, ["None"]),
+        ("0", ["-n", "2"], {}, ["None", "None"]),
+    ],
+)
+def test_nccl_of_several_workers_copies_by_engines_where_gpus_lack_peer_access(
+    driver: str, status: str, options: list[str], variables: dict[str, str], shown: list[str]
+) -> None:
+    show = "import os; print(os.environ.get('NCCL_SHM_USE_CUDA_MEMCPY'))"
+    command = [sys.executable, "-m", "gangline", "launch", *options, "-s", "0", "--", sys.executable, "-c", show]
+    environment = {**os.environ, "LD_LIBRARY_PATH": driver, "P2P_STATUS": status, **variables}
+    done = subprocess.run(command, capture_output=True, check=True, timeout=50, text=True, env=environment)
+    assert sorted(done.stdout.splitlines()) == [f"[worker {rank}] {one}" for rank, one in enumerate(shown)]
+    assert done.stderr.count("NCCL_SHM_USE_CUDA_MEMCPY=1 is set") == ("1" in shown)
+
+
+def test_workers_that_share_one_gpu_need_no_copies_of_nccl(driver: str) -> None:
+    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "0", "--dry-run", "--gpus"]
+    environment = {**os.environ, "LD_LIBRARY_PATH": driver, "P2P_STATUS": "1"}
+    for gpus, count in (("0,0", 0), ("0,1", 2)):
+        done = subprocess.run([*command, gpus, "true"], capture_output=True, check=True, text=True, env=environment)
+        assert done.stdout.count("NCCL_SHM_USE_CUDA_MEMCPY=1") == count
 
 
 @pytest.mark.gpu

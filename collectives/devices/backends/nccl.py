@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,6 +35,7 @@ _BOOL_OPS = {"sum": 2, "max": 2, "product": 3, "min": 3}  # on 0 and 1, "or" is 
 
 _group_lock = threading.Lock()  # concurrent groups could launch kernels in different orders on different GPUs
 _unsupported: set[torch.dtype] = set()
+_bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
 
 
 class Nccl(Backend):
@@ -53,6 +56,7 @@ class Nccl(Backend):
         super().__init__(devices)
         gpus = [device.index for device in devices]
         self._binding = BINDINGS[nccl_bindings.selected()].for_gpus(gpus) if binding is None else binding
+        _bindings.add(self._binding)
 
     @classmethod
     def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
@@ -149,6 +153,15 @@ def grouped(binding: Binding) -> Iterator[None]:
             yield
         finally:
             binding.end()
+
+
+@atexit.register
+def _destroy_all() -> None:
+    """Destroy the communicators; when the interpreter ends, they would be freed after parts of torch and CUDA."""
+    for binding in _bindings:
+        binding.start()  # else each communicator would wait for the others
+        binding.destroy()
+        binding.end()
 
 
 def enumerators(tensor: Tensor, op: str) -> tuple[int, int]:

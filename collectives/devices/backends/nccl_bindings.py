@@ -80,7 +80,7 @@ class Binding(Protocol):
         """Call ncclCommAbort, from any thread: running calls end, whatever the other ranks do. No call may follow."""
 
     def destroy(self) -> None:
-        """Call ncclCommDestroy; no call may be running."""
+        """Call ncclCommDestroy for all positions, in a group if there are several; no call may be running."""
 
 
 def _method_of_communicator(name: str) -> Callable[..., None]:
@@ -143,7 +143,8 @@ class CupyBinding:
         self._communicators[0].abort()
 
     def destroy(self) -> None:
-        self._communicators[0].destroy()
+        for communicator in self._communicators:
+            communicator.destroy()
 
 
 def _function_of_library(name: str) -> Callable[..., None]:
@@ -213,7 +214,8 @@ class PyncclBinding:
         self._nccl.comm_abort(self._communicators[0])
 
     def destroy(self) -> None:
-        self._nccl.comm_destroy(self._communicators[0])
+        for communicator in self._communicators:
+            self._nccl.comm_destroy(communicator)
 
     def checked_count(self, count: int) -> int:
         """Return a number of elements that fits a C int.

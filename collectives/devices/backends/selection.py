@@ -48,9 +48,9 @@ def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
 def choose(devices: Devices) -> tuple[str, str]:
     """Return the name of the best implementation, and the reason.
 
-    GPUs with peer access use NCCL, else peer-to-peer kernels. GPUs without it are staged through the host, where NCCL's
-    own path is several times slower. Copies serve the rest: CPU contexts, a GPU with the host, and GPUs for which no
-    library is installed.
+    GPUs with peer access use NCCL, else peer-to-peer kernels. GPUs without it, or on which it fails a trial, are staged
+    through the host, where NCCL's own path is several times slower. Copies serve the rest: CPU contexts, a GPU with the
+    host, and GPUs for which no library is installed.
     """
     if any(device.type != "cuda" for device in devices):
         return "copies", "not all devices are GPUs"
@@ -59,15 +59,15 @@ def choose(devices: Devices) -> tuple[str, str]:
     without_access = no_peer_access(devices)
     if without_access:
         return "staged", without_access
+    without_kernels = PeerToPeer.missing(devices)
+    failed = "" if without_kernels else PeerToPeer.failed_trial(devices)
+    if failed:  # NCCL would hang or give wrong sums as well
+        return "staged", failed
     without_nccl = Nccl.unfit(devices) or Nccl.missing(devices)
     if not without_nccl:
         return "nccl", "the GPUs are distinct and have peer access"
-    without_kernels = PeerToPeer.missing(devices)
     if without_kernels:
         return "copies", f"{without_nccl}; {without_kernels}"
-    failed = PeerToPeer.failed_trial(devices)
-    if failed:
-        return "staged", f"{without_nccl}; {failed}"
     return "peer_to_peer", without_nccl
 
 

@@ -168,7 +168,7 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
 
 def _host(found: Mapping[str, Any]) -> Host:
     cpus = tuple(Cpu(**cpu) for cpu in found["cpus"])
-    return Host(found["address"], cpus, tuple(Gpu(**gpu) for gpu in found["gpus"]), found["slots"])
+    return Host(**{**found, "cpus": cpus, "gpus": tuple(Gpu(**gpu) for gpu in found["gpus"])})
 
 
 def _adapted(process: Process, pythons: tuple[str, str], interfaces: Sequence[str]) -> Process:

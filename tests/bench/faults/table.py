@@ -241,8 +241,9 @@ class _Run:
 
 
 def _short(text: str) -> str:
-    """Return the error's class and the cause in its text, without call, key and address."""
-    return re.sub(r" \([^()]*\)| at tcp://\S+", "", text.split("; ")[0])
+    """Return the error's class and the cause in its text, without what differs by run: call, key, address, sizes."""
+    cause = re.sub(r" \([^()]*\)| at tcp://\S+|/\S+/gangline-full-[^/]+/", "", text.split("; ")[0])
+    return re.sub(r"\d+ bytes", "N bytes", cause)
 
 
 def _state(pid: int) -> str:
