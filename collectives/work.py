@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.compiled_core import core
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
+_BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
 _forks = 0  # between the first process and this one
 
@@ -252,6 +254,8 @@ class WorkQueue:
 
     def _serve(self, gpu: int | None) -> None:
         _thread.is_background = True
+        if core is not None:
+            core.yield_at_most(_BACKGROUND_YIELDS)
         if gpu is not None:  # a thread begins on GPU 0, where leaving another GPU's stream would take memory
             torch.cuda.set_device(gpu)
         while True:

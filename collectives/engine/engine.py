@@ -84,6 +84,7 @@ class Engine:
         """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
         self.bytes = 0
         """Bytes that this rank has passed to collectives."""
+        self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
         _engines.add(self)
@@ -160,10 +161,11 @@ class Engine:
         Raises:
             GanglineError: if the communicator has failed before.
         """
-        self.check_open()
+        if self.error is not None:
+            self.check_open()
         self._sequence = sequence = self._sequence + 1
         self.bytes += nbytes_of(code)
-        self.resources.watchdog.begin(sequence, code)
+        self._watchdog.begin(sequence, code)
         return sequence
 
     def failed(self, error: BaseException, code: int) -> BaseException:
@@ -193,17 +195,20 @@ class Engine:
         if self.error is None:
             self.error = type(error)(*error.args)  # a copy, because the traceback refers to the caller's tensors
 
-    def plan(self, collective: str, nbytes: int, root: int | None = None) -> Plan | None:
+    def plan(self, collective: str, nbytes: int, root: int | None = None, *, streams: bool = False) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
         Args:
             collective: a name in `tuner.TUNED`.
             nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
             root: root of the collective, if it has one.
+            streams: whether the slots can take tensors of any size, in chunks.
         """
         resources = self.resources
         medium = resources.transport.name
-        choice = resources.table.choose(collective, nbytes, resources.size, medium, self._number_of_hosts)
+        choice = resources.table.choose(
+            collective, nbytes, resources.size, medium, self._number_of_hosts, streams=streams
+        )
         if choice.algorithm == SHARED:
             return None
         schedule = algorithms.build(
@@ -222,11 +227,19 @@ class Engine:
         assert slot_exchange is not None
         parity, elsewhere = slot_exchange.publish_and_wait(sequence, code)
         if elsewhere:
-            for source, message_tag in elsewhere.items():
-                if message_tag[0] != sequence:  # a rank has refused a call in between
-                    raise MisplacedMessageError(source, MessageTag(*message_tag))
-            raise mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
+            raise self.mismatch(sequence, code, elsewhere)
         return parity
+
+    def mismatch(self, sequence: int, code: int, elsewhere: dict[int, tuple[int, int]]) -> GanglineError:
+        """Return the error of a call in which other ranks are ``elsewhere``: rank -> (sequence, code).
+
+        Raises:
+            MisplacedMessageError: if a rank has refused a call in between.
+        """
+        for source, message_tag in elsewhere.items():
+            if message_tag[0] != sequence:
+                raise MisplacedMessageError(source, MessageTag(*message_tag))
+        return mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
 
     def close(self) -> None:
         """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
