@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Work:
         self._error: BaseException | None = None
         self._earlier: Work | None = None
         self._is_over = False
+        self.queued: Callable[[], None] | None = None
+        """Runs the operation in this thread, if no other one has begun it; None: that is not allowed."""
         self._forks = _forks
         self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
@@ -160,7 +163,7 @@ class WorkQueue:
             self._execute(operation, work, refuse_closed=True)
         work.wait()
 
-    def run_now(self, operation: Callable[[], None], name: str) -> bool:
+    def run_now(self, operation: Callable[[], object], name: str) -> bool:
         """Run an operation if no submitted one is unfinished, or inside another operation; return False otherwise.
 
         Raises:
@@ -181,8 +184,18 @@ class WorkQueue:
                 self._runner = 0
         return True
 
-    def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        work: Work,
+        keys: Iterable[Hashable],
+        priority: int,
+        *,
+        by_waiter: bool = False,
+    ) -> None:
         """Run an operation in the queue's thread; if called from inside another operation, run it at once.
+
+        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun.
 
         Raises:
             RuntimeError: if the queue is closed.
@@ -205,6 +218,8 @@ class WorkQueue:
             self._unfinished += 1
             if not call.blockers:
                 heapq.heappush(self._ready, call)
+            if by_waiter:
+                work.queued = partial(self._run_by_waiter, call)
             if self._thread is None:
                 gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
                 self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
@@ -252,6 +267,16 @@ class WorkQueue:
         with self._running:  # wait for an operation that another thread runs inline
             pass
 
+    def _run_by_waiter(self, call: _QueuedCall) -> None:
+        call.work.queued = None
+        with self._changed:
+            if call not in self._ready or self._is_inside():
+                return
+            self._ready.remove(call)
+            heapq.heapify(self._ready)
+        self._execute(call.operation, call.work)
+        self._finish(call)
+
     def _serve(self, gpu: int | None) -> None:
         _thread.is_background = True
         if core is not None:
@@ -265,6 +290,7 @@ class WorkQueue:
                         return
                     self._changed.wait()
                 call = heapq.heappop(self._ready)
+            call.work.queued = None
             self._execute(call.operation, call.work)
             if call.work.exception() is not None:  # logged, because `wait` may never be called
                 _log.error("%r", call.work, exc_info=call.work.exception())
@@ -281,6 +307,7 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
+            self._changed.notify_all()
 
 
 def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
