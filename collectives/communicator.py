@@ -179,7 +179,8 @@ class Communicator:
         if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
             prepared = self._host.all_reduces_through_slots.get((tensor.dtype, tensor.numel(), op))
             if prepared is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
-                self._engine.settle()
+                if self._engine.queue.unfinished:
+                    self._engine.settle()
                 if self._gpus.nccl is None:
                     result = tensor if out is None else out
                     prepared(tensor, result)

@@ -146,7 +146,8 @@ class WorkQueue:
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
-        self._unfinished = 0
+        self.unfinished = 0
+        """Number of submitted operations that are not over."""
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -157,7 +158,7 @@ class WorkQueue:
             Exception: the error that the operation raised.
             RuntimeError: if the queue is closed.
         """
-        if self._unfinished and not self._is_inside():
+        if self.unfinished and not self._is_inside():
             self.submit(operation, work, keys, priority)
         else:
             self._execute(operation, work, refuse_closed=True)
@@ -173,7 +174,7 @@ class WorkQueue:
         if self._runner == threading.get_ident():
             operation()
             return True
-        if self._unfinished:
+        if self.unfinished:
             return False
         with self._running:
             self._check_open(name)
@@ -215,7 +216,7 @@ class WorkQueue:
                 one.followers.append(call)
                 call.blockers += 1
             self._last.update(dict.fromkeys(call.keys, call))
-            self._unfinished += 1
+            self.unfinished += 1
             if not call.blockers:
                 heapq.heappush(self._ready, call)
             if by_waiter:
@@ -225,10 +226,6 @@ class WorkQueue:
                 self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-
-    def is_idle(self) -> bool:
-        """Return whether all submitted operations are over."""
-        return not self._unfinished
 
     def _is_inside(self) -> bool:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
@@ -286,7 +283,7 @@ class WorkQueue:
         while True:
             with self._changed:
                 while not self._ready:
-                    if self._closed and not self._unfinished:
+                    if self._closed and not self.unfinished:
                         return
                     self._changed.wait()
                 call = heapq.heappop(self._ready)
@@ -299,7 +296,7 @@ class WorkQueue:
 
     def _finish(self, call: _QueuedCall) -> None:
         with self._changed:
-            self._unfinished -= 1
+            self.unfinished -= 1
             for key in call.keys:
                 if self._last.get(key) is call:
                     del self._last[key]

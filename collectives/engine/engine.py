@@ -128,7 +128,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for all submitted operations."""
-        if not self.queue.is_idle():
+        if self.queue.unfinished:
             self.queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
@@ -148,14 +148,14 @@ class Engine:
             GanglineError: if the communicator has failed before, or fails now.
         """
         with self.lock:
-            sequence = self.begin(code)
+            sequence = self.begin(code, nbytes_of(code))
             try:
                 yield MessageTag(sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 self.resources.transport.withdraw()  # the caller may write its tensors again
                 raise self.failed(error, code) from None
 
-    def begin(self, code: int) -> int:
+    def begin(self, code: int, nbytes: int) -> int:
         """Begin a collective and return its number; the caller holds the lock.
 
         Raises:
@@ -164,7 +164,7 @@ class Engine:
         if self.error is not None:
             self.check_open()
         self._sequence = sequence = self._sequence + 1
-        self.bytes += nbytes_of(code)
+        self.bytes += nbytes
         self._watchdog.begin(sequence, code)
         return sequence
 
@@ -259,7 +259,7 @@ class Engine:
         """
         if self.is_inherited:
             return
-        if self.queue.is_idle() and not self.lock.locked():
+        if not self.queue.unfinished and not self.lock.locked():
             self.close()
         else:
             self.resources.membership.close()
@@ -327,9 +327,9 @@ class ScriptedEngine(Engine):
         super().__init__(resources)
         self._faults = faults
 
-    def begin(self, code: int) -> int:  # noqa: D102  see Engine
+    def begin(self, code: int, nbytes: int) -> int:  # noqa: D102  see Engine
         self._faults.reach("collective")
-        return super().begin(code)
+        return super().begin(code, nbytes)
 
 
 def make_engine(resources: GroupResources) -> Engine:

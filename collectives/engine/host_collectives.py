@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.call_signature import encode_signature, nbytes_of
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
@@ -285,7 +285,7 @@ class SlotAllReduce(ABC):
 
     def __init__(self, engine: Engine, code: int) -> None:
         self._engine = engine
-        self._code = code
+        self._code, self._nbytes = code, nbytes_of(code)
 
     @abstractmethod
     def __call__(self, tensor: Tensor, out: Tensor) -> None:
@@ -304,7 +304,7 @@ class CompiledAllReduce(SlotAllReduce):
         target = out.data_ptr()  # before the call begins: a tensor without memory of its own is no failure of the call
         source = target if out is tensor else tensor.data_ptr()
         with engine.lock:
-            sequence = engine.begin(code)
+            sequence = engine.begin(code, self._nbytes)
             try:
                 elsewhere = self._all_reduce(source, target, sequence, code)
                 if elsewhere:
@@ -339,7 +339,7 @@ class SmallAllReduce(SlotAllReduce):
             array = self._array(tensor)
             result = array if out is tensor else self._array(out)
         with engine.lock:
-            sequence = engine.begin(code)
+            sequence = engine.begin(code, self._nbytes)
             try:
                 if self._uses_torch:
                     own = self._slots[self._slot_exchange.parity][self._slot_exchange.rank]

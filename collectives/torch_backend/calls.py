@@ -312,7 +312,7 @@ class GroupCollectives:
         return self._calls
 
     def _wait_for_pending_works(self) -> None:
-        if not self._queue.is_idle():
+        if self._queue.unfinished:
             self._queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def _finish(self) -> None:
@@ -346,7 +346,7 @@ class GroupCollectives:
         waits_at_once = not getattr(opts, "asyncOp", True)
         is_plain = limit is None and not is_profiled() and not has_dispatch_modes()  # modes belong to a thread
         is_plain = is_plain and not torch.is_inference_mode_enabled()
-        if is_plain and waits_at_once and self._queue.is_idle():
+        if is_plain and waits_at_once and not self._queue.unfinished:
             self._run_now(name, partial(function, self.communicator, *arguments))
             return self._counted(FinishedWork(written))
         inner = Work(name)
@@ -375,7 +375,7 @@ class GroupCollectives:
     def _refuse(self, name: str, error: Exception) -> None:
         """Make ranks that make this call raise an error too, instead of waiting for this rank."""
         self._calls += 1
-        run = self._queue.run if self._queue.is_idle() else self._queue.submit
+        run = self._queue.submit if self._queue.unfinished else self._queue.run
         with suppress(RuntimeError):  # the group is closed
             run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
 
