@@ -177,12 +177,13 @@ class Communicator:
             The tensor that holds the result.
         """
         if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
-            small = self._host.small_all_reduces.get((tensor.dtype, tensor.numel(), op))
-            if small is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
-                self._engine.settle()
+            prepared = self._host.all_reduces_through_slots.get((tensor.dtype, tensor.numel(), op))
+            if prepared is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
+                if self._engine.queue.unfinished:
+                    self._engine.settle()
                 if self._gpus.nccl is None:
                     result = tensor if out is None else out
-                    small(tensor, result)
+                    prepared(tensor, result)
                     return result
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)

@@ -79,7 +79,9 @@ class Table:
         for collective, choice in self.forced.items():
             _check_choice(collective, choice)
 
-    def choose(self, collective: str, nbytes: int, size: int, transport: str, hosts: int = 1) -> Choice:
+    def choose(
+        self, collective: str, nbytes: int, size: int, transport: str, hosts: int = 1, *, streams: bool = False
+    ) -> Choice:
         """Return the algorithm for a call, always the same for the same arguments.
 
         Args:
@@ -89,6 +91,8 @@ class Table:
             size: number of ranks.
             transport: one of `TRANSPORTS`.
             hosts: number of hosts.
+            streams: whether the shared exchange can take tensors of any size, in chunks; without a measurement, two
+                ranks do so.
 
         Returns:
             "shared", or an algorithm that `gangline.collectives.algorithms.build` accepts for the collective.
@@ -99,6 +103,8 @@ class Table:
             rules = self._rules_at(TableKey(*key))
             found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
             self._ready[key] = found
+        if streams and nbytes > SHARED_LIMIT and size == 2 and not (key in self.rules or collective in self.forced):
+            return Choice(SHARED)
         limits, choices = found
         return choices[bisect_left(limits, nbytes)]
 

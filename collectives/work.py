@@ -12,14 +12,17 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from gangline.collectives.compiled_core import core
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
+_BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
 _forks = 0  # between the first process and this one
 
@@ -43,6 +46,8 @@ class Work:
         self._error: BaseException | None = None
         self._earlier: Work | None = None
         self._is_over = False
+        self.queued: Callable[[], None] | None = None
+        """Runs the operation in this thread, if no other one has begun it; None: that is not allowed."""
         self._forks = _forks
         self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
@@ -141,7 +146,8 @@ class WorkQueue:
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
-        self._unfinished = 0
+        self.unfinished = 0
+        """Number of submitted operations that are not over."""
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -152,13 +158,13 @@ class WorkQueue:
             Exception: the error that the operation raised.
             RuntimeError: if the queue is closed.
         """
-        if self._unfinished and not self._is_inside():
+        if self.unfinished and not self._is_inside():
             self.submit(operation, work, keys, priority)
         else:
             self._execute(operation, work, refuse_closed=True)
         work.wait()
 
-    def run_now(self, operation: Callable[[], None], name: str) -> bool:
+    def run_now(self, operation: Callable[[], object], name: str) -> bool:
         """Run an operation if no submitted one is unfinished, or inside another operation; return False otherwise.
 
         Raises:
@@ -168,7 +174,7 @@ class WorkQueue:
         if self._runner == threading.get_ident():
             operation()
             return True
-        if self._unfinished:
+        if self.unfinished:
             return False
         with self._running:
             self._check_open(name)
@@ -179,8 +185,18 @@ class WorkQueue:
                 self._runner = 0
         return True
 
-    def submit(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
+    def submit(
+        self,
+        operation: Callable[[], None],
+        work: Work,
+        keys: Iterable[Hashable],
+        priority: int,
+        *,
+        by_waiter: bool = False,
+    ) -> None:
         """Run an operation in the queue's thread; if called from inside another operation, run it at once.
+
+        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun.
 
         Raises:
             RuntimeError: if the queue is closed.
@@ -200,18 +216,16 @@ class WorkQueue:
                 one.followers.append(call)
                 call.blockers += 1
             self._last.update(dict.fromkeys(call.keys, call))
-            self._unfinished += 1
+            self.unfinished += 1
             if not call.blockers:
                 heapq.heappush(self._ready, call)
+            if by_waiter:
+                work.queued = partial(self._run_by_waiter, call)
             if self._thread is None:
                 gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
                 self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-
-    def is_idle(self) -> bool:
-        """Return whether all submitted operations are over."""
-        return not self._unfinished
 
     def _is_inside(self) -> bool:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
@@ -250,17 +264,30 @@ class WorkQueue:
         with self._running:  # wait for an operation that another thread runs inline
             pass
 
+    def _run_by_waiter(self, call: _QueuedCall) -> None:
+        call.work.queued = None
+        with self._changed:
+            if call not in self._ready or self._is_inside():
+                return
+            self._ready.remove(call)
+            heapq.heapify(self._ready)
+        self._execute(call.operation, call.work)
+        self._finish(call)
+
     def _serve(self, gpu: int | None) -> None:
         _thread.is_background = True
+        if core is not None:
+            core.yield_at_most(_BACKGROUND_YIELDS)
         if gpu is not None:  # a thread begins on GPU 0, where leaving another GPU's stream would take memory
             torch.cuda.set_device(gpu)
         while True:
             with self._changed:
                 while not self._ready:
-                    if self._closed and not self._unfinished:
+                    if self._closed and not self.unfinished:
                         return
                     self._changed.wait()
                 call = heapq.heappop(self._ready)
+            call.work.queued = None
             self._execute(call.operation, call.work)
             if call.work.exception() is not None:  # logged, because `wait` may never be called
                 _log.error("%r", call.work, exc_info=call.work.exception())
@@ -269,7 +296,7 @@ class WorkQueue:
 
     def _finish(self, call: _QueuedCall) -> None:
         with self._changed:
-            self._unfinished -= 1
+            self.unfinished -= 1
             for key in call.keys:
                 if self._last.get(key) is call:
                     del self._last[key]
@@ -277,6 +304,7 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
+            self._changed.notify_all()
 
 
 def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:

@@ -36,6 +36,18 @@ with create("device") as kv:
     print(parameters, kv.type)
 """
 
+SUMS = """import gangline
+import torch
+
+
+def main(comm):
+    return comm.all_reduce(torch.ones(3)).tolist()
+
+
+if __name__ == "__main__":
+    print(gangline.spawn(main, 2))
+"""
+
 
 class Installed(NamedTuple):
     """A wheel installed into its own folder, and a user's project."""
@@ -108,6 +120,8 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == expected
     rest = {name for name in names if not name.endswith(".py")}
     assert rest == {
+        *(["gangline/_core.abi3.so"] if shutil.which("gcc") else []),
+        "gangline/_core.pyi",
         "gangline/py.typed",
         "gangline/models/reports/chart.html",
         "gangline/models/data/digits.md",
@@ -127,6 +141,32 @@ def test_the_sdist_holds_docs_and_tests_and_builds_the_same_wheel(source: Path, 
     first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
     contents = [{name: file.read(name) for name in file.namelist() if "RECORD" not in name} for file in (first, second)]
     assert contents[0] == contents[1]
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_without_a_compiler_and_works(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/nonexistent")
+    bare = shutil.copytree(source, tmp_path / "bare", symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
+    [wheel] = build(Path(bare), tmp_path / "wheel", "--wheel")
+    assert "gangline/_core.abi3.so" not in zipfile.ZipFile(wheel).namelist()
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+        wheel,
+    ]
+    subprocess.run(command, check=True)
+    one = Installed([sys.executable], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path / "site")})
+    assert "compiled core: not used: No module named 'gangline._core'" in one.run("-m", "gangline", "env")
+    (tmp_path / "sums.py").write_text(SUMS)
+    assert one.run("sums.py") == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n"
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.host_group import open_host_group
-from gangline.collectives.transports.shm.slots import SharedSlotExchange, SlotExchange
+from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange, SlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.subgroup_exchange import within
 from gangline.collectives.transports.zmq.transport import ZmqTransport
@@ -277,7 +277,8 @@ def _open_transports(
         return by_sockets(), None
     local = [SharedMemoryTransport(group, watchdog) for watchdog in watchdogs]
     if len(members) == size:
-        return [*local], SharedSlotExchange(group, watchdogs[0])
+        slots = CompiledSlotExchange if group.is_compiled else SharedSlotExchange
+        return [*local], slots(group, watchdogs[0])
     return [
         HybridTransport(near, members, far, watchdog)
         for near, far, watchdog in zip(local, by_sockets(), watchdogs, strict=True)

@@ -84,6 +84,7 @@ class Engine:
         """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
         self.bytes = 0
         """Bytes that this rank has passed to collectives."""
+        self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
         _engines.add(self)
@@ -127,7 +128,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait for all submitted operations."""
-        if not self.queue.is_idle():
+        if self.queue.unfinished:
             self.queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
@@ -147,23 +148,24 @@ class Engine:
             GanglineError: if the communicator has failed before, or fails now.
         """
         with self.lock:
-            sequence = self.begin(code)
+            sequence = self.begin(code, nbytes_of(code))
             try:
                 yield MessageTag(sequence, code)
             except BaseException as error:  # noqa: BLE001  raised again
                 self.resources.transport.withdraw()  # the caller may write its tensors again
                 raise self.failed(error, code) from None
 
-    def begin(self, code: int) -> int:
+    def begin(self, code: int, nbytes: int) -> int:
         """Begin a collective and return its number; the caller holds the lock.
 
         Raises:
             GanglineError: if the communicator has failed before.
         """
-        self.check_open()
+        if self.error is not None:
+            self.check_open()
         self._sequence = sequence = self._sequence + 1
-        self.bytes += nbytes_of(code)
-        self.resources.watchdog.begin(sequence, code)
+        self.bytes += nbytes
+        self._watchdog.begin(sequence, code)
         return sequence
 
     def failed(self, error: BaseException, code: int) -> BaseException:
@@ -193,17 +195,20 @@ class Engine:
         if self.error is None:
             self.error = type(error)(*error.args)  # a copy, because the traceback refers to the caller's tensors
 
-    def plan(self, collective: str, nbytes: int, root: int | None = None) -> Plan | None:
+    def plan(self, collective: str, nbytes: int, root: int | None = None, *, streams: bool = False) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
         Args:
             collective: a name in `tuner.TUNED`.
             nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
             root: root of the collective, if it has one.
+            streams: whether the slots can take tensors of any size, in chunks.
         """
         resources = self.resources
         medium = resources.transport.name
-        choice = resources.table.choose(collective, nbytes, resources.size, medium, self._number_of_hosts)
+        choice = resources.table.choose(
+            collective, nbytes, resources.size, medium, self._number_of_hosts, streams=streams
+        )
         if choice.algorithm == SHARED:
             return None
         schedule = algorithms.build(
@@ -222,11 +227,19 @@ class Engine:
         assert slot_exchange is not None
         parity, elsewhere = slot_exchange.publish_and_wait(sequence, code)
         if elsewhere:
-            for source, message_tag in elsewhere.items():
-                if message_tag[0] != sequence:  # a rank has refused a call in between
-                    raise MisplacedMessageError(source, MessageTag(*message_tag))
-            raise mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
+            raise self.mismatch(sequence, code, elsewhere)
         return parity
+
+    def mismatch(self, sequence: int, code: int, elsewhere: dict[int, tuple[int, int]]) -> GanglineError:
+        """Return the error of a call in which other ranks are ``elsewhere``: rank -> (sequence, code).
+
+        Raises:
+            MisplacedMessageError: if a rank has refused a call in between.
+        """
+        for source, message_tag in elsewhere.items():
+            if message_tag[0] != sequence:
+                raise MisplacedMessageError(source, MessageTag(*message_tag))
+        return mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
 
     def close(self) -> None:
         """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
@@ -246,7 +259,7 @@ class Engine:
         """
         if self.is_inherited:
             return
-        if self.queue.is_idle() and not self.lock.locked():
+        if not self.queue.unfinished and not self.lock.locked():
             self.close()
         else:
             self.resources.membership.close()
@@ -314,9 +327,9 @@ class ScriptedEngine(Engine):
         super().__init__(resources)
         self._faults = faults
 
-    def begin(self, code: int) -> int:  # noqa: D102  see Engine
+    def begin(self, code: int, nbytes: int) -> int:  # noqa: D102  see Engine
         self._faults.reach("collective")
-        return super().begin(code)
+        return super().begin(code, nbytes)
 
 
 def make_engine(resources: GroupResources) -> Engine:

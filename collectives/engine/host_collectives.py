@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.call_signature import encode_signature, nbytes_of
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
@@ -27,9 +28,10 @@ from gangline.collectives.engine.reduction import HALVES, OPERATIONS, as_sent, c
 from gangline.collectives.engine.uneven_all_to_all import UnevenAllToAll
 from gangline.collectives.host_memory import borrowed_memory
 from gangline.collectives.schedule import Receive, Reduce, Step
-from gangline.collectives.transports.base import MessageTag
+from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
+from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
 
-_MOST_SMALL_ALL_REDUCES = 4096
+_MOST_PREPARED = 4096
 _MOST_ADDRESSES = 64  # whose arrays are kept, for each prepared all-reduce
 _MOST_SLOT_VIEWS = 4096
 
@@ -43,8 +45,8 @@ class HostCollectives:
 
     def __init__(self, engine: Engine) -> None:
         resources = engine.resources
-        self.small_all_reduces: dict[tuple[torch.dtype, int, str], SmallAllReduce] = {}
-        """Prepared all-reduces through slots, by dtype, number of elements and operation."""
+        self.all_reduces_through_slots: dict[tuple[torch.dtype, int, str], SlotAllReduce] = {}
+        """Prepared all-reduces, by dtype, number of elements and operation."""
         self.all_to_all_uneven = UnevenAllToAll(engine, self._all_gather)
         self._engine = engine
         self._transport = resources.transport
@@ -56,9 +58,12 @@ class HostCollectives:
         if result is not tensor:
             copy_values(result, tensor)
         flat = flat_values(result)
-        plan = self._engine.plan("all_reduce", flat.nbytes)
+        prepared = self._through_slots(flat, op)
+        plan = self._engine.plan("all_reduce", flat.nbytes, streams=isinstance(prepared, CompiledAllReduce))
         if plan is None:
-            self._small_all_reduce(flat, op)(flat, flat)
+            assert prepared is not None
+            self.all_reduces_through_slots[flat.dtype, flat.numel(), op] = prepared
+            prepared(flat, flat)
         else:
             with self._engine.call(code) as message_tag:
                 values = as_sent(flat, op)
@@ -226,14 +231,21 @@ class HostCollectives:
     def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
         self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
 
-    def _small_all_reduce(self, flat: Tensor, op: str) -> SmallAllReduce:
+    def _through_slots(self, flat: Tensor, op: str) -> SlotAllReduce | None:
+        """Return an all-reduce through slots; None if there are none, or the tensor does not fit."""
         key = (flat.dtype, flat.numel(), op)
-        small = self.small_all_reduces.get(key)
-        if small is None:
-            if len(self.small_all_reduces) >= _MOST_SMALL_ALL_REDUCES:
-                self.small_all_reduces.clear()
-            small = self.small_all_reduces[key] = SmallAllReduce(self._engine, flat.numel(), flat.dtype, op)
-        return small
+        known = self.all_reduces_through_slots.get(key)
+        slot_exchange = self._engine.resources.slot_exchange
+        if known is not None or slot_exchange is None:
+            return known
+        if len(self.all_reduces_through_slots) >= _MOST_PREPARED:
+            self.all_reduces_through_slots.clear()
+        code = encode_signature("all_reduce", flat.numel(), flat.dtype, op, None)
+        if isinstance(slot_exchange, CompiledSlotExchange):
+            prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
+            if prepared is not None:
+                return CompiledAllReduce(self._engine, slot_exchange, prepared, code)
+        return SmallAllReduce(self._engine, slot_exchange, flat, op, code) if flat.nbytes <= SLOT_BYTES else None
 
     def _divisor(self, op: str) -> int:
         return self._size if op == "mean" else 1
@@ -268,18 +280,49 @@ class HostCollectives:
             run(plan.steps, self._transport, chunks, message_tag)
 
 
-class SmallAllReduce:
+class SlotAllReduce(ABC):
     """All-reduce through slots for one number of elements, dtype and operation, with everything looked up once."""
 
-    def __init__(self, engine: Engine, count: int, dtype: torch.dtype, op: str) -> None:
-        slot_exchange = engine.resources.slot_exchange
-        assert slot_exchange is not None
+    def __init__(self, engine: Engine, code: int) -> None:
         self._engine = engine
+        self._code, self._nbytes = code, nbytes_of(code)
+
+    @abstractmethod
+    def __call__(self, tensor: Tensor, out: Tensor) -> None:
+        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
+
+
+class CompiledAllReduce(SlotAllReduce):
+    """The same in C, for tensors of any size."""
+
+    def __init__(self, engine: Engine, slot_exchange: CompiledSlotExchange, prepared: bytes, code: int) -> None:
+        super().__init__(engine, code)
+        self._all_reduce = partial(slot_exchange.all_reduce, prepared)
+
+    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
+        engine, code = self._engine, self._code
+        target = out.data_ptr()  # before the call begins: a tensor without memory of its own is no failure of the call
+        source = target if out is tensor else tensor.data_ptr()
+        with engine.lock:
+            sequence = engine.begin(code, self._nbytes)
+            try:
+                elsewhere = self._all_reduce(source, target, sequence, code)
+                if elsewhere:
+                    raise engine.mismatch(sequence, code, elsewhere)
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise engine.failed(error, code) from None
+
+
+class SmallAllReduce(SlotAllReduce):
+    """The same in Python, for tensors that fit a slot."""
+
+    def __init__(self, engine: Engine, slot_exchange: SlotExchange, like: Tensor, op: str, code: int) -> None:
+        super().__init__(engine, code)
+        dtype = like.dtype
         self._slot_exchange = slot_exchange
-        self._code = encode_signature("all_reduce", count, dtype, op, None)
         self._op = op
         self._divisor = slot_exchange.size if op == "mean" else 1
-        self._slots = slot_exchange.slots(count * dtype.itemsize, dtype)
+        self._slots = slot_exchange.slots(like.nbytes, dtype)
         self._uses_torch = dtype in HALVES or dtype.is_complex
         if not self._uses_torch:
             self._function: Callable[..., object] = OPERATIONS[op].numpy_function
@@ -289,15 +332,14 @@ class SmallAllReduce:
             self._own = [arrays[slot_exchange.rank] for arrays in self._arrays]
             self._arrays_at: dict[int, np.ndarray] = {}  # by address; they do not keep the memory
 
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
+    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
         engine = self._engine
         code = self._code
         if not self._uses_torch:  # before the call begins: a tensor without memory of its own is no failure of the call
             array = self._array(tensor)
             result = array if out is tensor else self._array(out)
         with engine.lock:
-            sequence = engine.begin(code)
+            sequence = engine.begin(code, self._nbytes)
             try:
                 if self._uses_torch:
                     own = self._slots[self._slot_exchange.parity][self._slot_exchange.rank]

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.eager import run_eagerly
+from gangline.collectives.errors import GanglineError
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.c10d import (
     begin_range,
@@ -24,12 +25,13 @@ from gangline.collectives.torch_backend.c10d import (
     recording_group,
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.torch_backend.work import CoalescedWork, GroupWork, MessageWork
+from gangline.collectives.torch_backend.work import CoalescedWork, FinishedWork, GroupWork, MessageWork
 from gangline.collectives.work import Work, WorkQueue
 
 Tensors = Tensor | Sequence[Tensor]
 
 _UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
+_NO_TIME = timedelta(0)
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -310,7 +312,7 @@ class GroupCollectives:
         return self._calls
 
     def _wait_for_pending_works(self) -> None:
-        if not self._queue.is_idle():
+        if self._queue.unfinished:
             self._queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def _finish(self) -> None:
@@ -339,26 +341,41 @@ class GroupCollectives:
         """Run ``function(communicator, *arguments)`` after all earlier calls."""
         self._calls += 1
         own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
-        has_own = own > timedelta(0)
+        has_own = own > _NO_TIME
         limit = own.total_seconds() if has_own else self._limit
+        waits_at_once = not getattr(opts, "asyncOp", True)
+        is_plain = limit is None and not is_profiled() and not has_dispatch_modes()  # modes belong to a thread
+        is_plain = is_plain and not torch.is_inference_mode_enabled()
+        if is_plain and waits_at_once and not self._queue.unfinished:
+            self._run_now(name, partial(function, self.communicator, *arguments))
+            return self._counted(FinishedWork(written))
         inner = Work(name)
         work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
         refuse = partial(self.communicator.refuse, name)
         operation = partial(work.run, partial(function, self.communicator, *arguments), refuse)
         if is_profiled():
             work.profile(begin_range(f"gangline::{name}", *_inputs_of(arguments)))
-        run = self._queue.run
-        if limit is not None or getattr(opts, "asyncOp", True) or has_dispatch_modes():  # modes belong to a thread
-            run = self._queue.submit
+        run: Callable[..., None] = self._queue.run
+        if limit is not None or not waits_at_once or has_dispatch_modes():
+            run = partial(self._queue.submit, by_waiter=is_plain)
         elif torch.is_inference_mode_enabled():  # buffers that are kept must be writable outside of it
             operation = partial(_outside_inference_mode, operation)
         run(operation, inner, keys=(self,), priority=0)
         return self._counted(work)
 
+    def _run_now(self, name: str, operation: Callable[[], object]) -> None:
+        try:
+            self._queue.run_now(operation, name)
+        except GanglineError:
+            raise
+        except BaseException as error:
+            self.communicator.refuse(name, error)
+            raise
+
     def _refuse(self, name: str, error: Exception) -> None:
         """Make ranks that make this call raise an error too, instead of waiting for this rank."""
         self._calls += 1
-        run = self._queue.run if self._queue.is_idle() else self._queue.submit
+        run = self._queue.submit if self._queue.unfinished else self._queue.run
         with suppress(RuntimeError):  # the group is closed
             run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
 

@@ -33,6 +33,7 @@ _OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_SUM = ReduceOp.SUM
 _DIRECT_BYTES = 1 << 18
 """Bytes of a tensor from which it is gathered straight into the list of outputs, without a joined tensor between."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
@@ -44,6 +45,8 @@ def op_of(reduce_op: ReduceOp | ReduceOp.RedOpType) -> Op:
     Raises:
         ValueError: if it is PREMUL_SUM, which only NCCL supports.
     """
+    if reduce_op == _SUM:  # first: the name of a pybind11 enum costs as much as a small all-reduce
+        return "sum"
     kind: Any = getattr(reduce_op, "op", reduce_op)
     name: str = kind.name
     if name not in _OPS:

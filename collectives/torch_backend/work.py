@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
@@ -98,6 +99,8 @@ class GroupWork(TorchWork):
             return True
         is_callers = timeout > _NO_LIMIT
         limit = timeout.total_seconds() if is_callers else self._limit
+        if limit is None and self._work.queued is not None and not torch.is_inference_mode_enabled():
+            self._work.queued()
         try:
             self._work.wait(limit)
         except TimeoutError as error:
@@ -197,6 +200,24 @@ class MessageWork(GroupWork):
     def _finish(self) -> None:
         with suppress(Exception):  # the future holds it
             self.run(self._work.wait)
+
+
+@run_eagerly
+class FinishedWork(GroupWork):
+    """Handle of a call that has succeeded before it is returned."""
+
+    _work = Work.finished("call")
+    _limit = _range = _give_up = _error = _over = _future = None
+    _lock = threading.Lock()  # of futures that are created
+    _is_over = True
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        TorchWork.__init__(self)
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
 
 
 @run_eagerly

@@ -63,12 +63,14 @@ def env(
 def _report() -> dict[str, dict[str, Any]]:
     import torch
 
+    from gangline.collectives import compiled_core
     from gangline.collectives.transports.shm.host_group import processor_problem
 
     return {
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in _CORE},
+            "compiled core": "used" if compiled_core.core else f"not used: {compiled_core.problem}",
             "torch built for CUDA": torch.version.cuda or "no",
             "NCCL of torch": _nccl_version(),
         },

@@ -13,6 +13,7 @@ import torch
 
 from gangline import Communicator, spawn
 from gangline.collectives.communicator import open_communicator
+from gangline.collectives.compiled_core import core, problem
 from gangline.collectives.transports.shm import cma, host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.tuner import SHARED_LIMIT
@@ -20,6 +21,7 @@ from tests.collectives.ranks import exchange_over
 
 FRAMES_TO_SEND = 5
 FRAMES_TO_READ = 8
+CALLS = 8
 ROUNDS = {"auto": 4, "shared_memory": 4, "ipc": 4, "tcp": 4}
 ROUNDS_OF_FALLBACK = 6
 
@@ -57,14 +59,37 @@ def _paths_of_a_large_all_reduce(comm: Communicator) -> dict[str, list[str]]:
         patch.setattr(SharedMemoryTransport, "send", noted_send)
         patch.setattr(cma, "read", noted_read)
         comm.all_reduce(tensor)
-    assert tensor.eq(2).all()
+    assert tensor.eq(comm.size).all()
     return longest
 
 
-def test_a_large_all_reduce_reaches_the_bytes_in_few_frames() -> None:
-    for longest in spawn(_paths_of_a_large_all_reduce, 2, transport="shared_memory", timeout=60):
+def test_a_large_all_reduce_of_three_ranks_reaches_the_bytes_in_few_frames() -> None:
+    for longest in spawn(_paths_of_a_large_all_reduce, 3, transport="shared_memory", timeout=60):
         assert 1 < len(longest["send"]) <= FRAMES_TO_SEND, longest["send"]
         assert 1 < len(longest["read"]) <= FRAMES_TO_READ, longest["read"]
+
+
+def _calls_of_an_all_reduce(comm: Communicator) -> list[int]:
+    counts = []
+    for tensor in (torch.ones(1), torch.ones(SHARED_LIMIT)):
+        comm.all_reduce(tensor)  # prepares it
+        calls: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object, calls: list[str] = calls) -> None:
+            if event == "call":
+                calls.append(frame.f_code.co_qualname)
+
+        sys.setprofile(note)
+        comm.all_reduce(tensor)
+        sys.setprofile(None)
+        counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")
+def test_an_all_reduce_through_the_compiled_core_takes_few_python_calls() -> None:
+    for counts in spawn(_calls_of_an_all_reduce, 2, transport="shared_memory", timeout=60):
+        assert max(counts) <= CALLS, counts
 
 
 class _CountingExchange:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gangline.collectives.compiled_core import core, problem
 from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.device_group import broadcast, reduce
 from gangline.kvstore import create
@@ -51,6 +52,7 @@ def test_pushpull_passes_over_memory_once_per_value_and_output(
     expected = values[0] + values[1]
     for value in values[2:]:
         expected += value
+    monkeypatch.setattr(copies, "core", None)
     with create(store) as kv:
         kv.init("w", torch.zeros(COUNT))
         passes = Passes(monkeypatch)
@@ -59,6 +61,34 @@ def test_pushpull_passes_over_memory_once_per_value_and_output(
         assert sum(passes.written["copyto"]) == contexts * COUNT * 4
         assert max(passes.written["add"] + passes.written["copyto"]) <= copies._CHUNK
         outs[0].fill_(-1.0)  # the store has a copy of its own
+        kv.pull("w", outs[0])
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")
+@pytest.mark.parametrize("contexts", [2, 4])
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
+    store: str, contexts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert core is not None
+    values = [torch.randn(COUNT) for _ in range(contexts)]
+    outs = [torch.empty(COUNT) for _ in range(contexts)]
+    expected = torch.stack(values).sum(0) if contexts == 2 else ((values[0] + values[1]) + values[2]) + values[3]
+    counts: list[tuple[int, int, int]] = []  # elements, values, outputs and the store's own copy
+
+    def counted(dtype: int, op: int, divisor: int, count: int, sources: Any, targets: Any, streams: bool) -> None:
+        counts.append((count, len(sources), len(targets)))
+        combine(dtype, op, divisor, count, sources, targets, streams)
+
+    combine = core.combine
+    monkeypatch.setattr(core, "combine", counted)
+    with create(store) as kv:
+        kv.init("w", torch.zeros(COUNT))
+        kv.pushpull("w", values, outs)
+        assert sum(count for count, *_ in counts) == COUNT
+        assert {tuple(rest) for _, *rest in counts} == {(contexts, contexts + 1)}
+        outs[0].fill_(-1.0)
         kv.pull("w", outs[0])
     assert all(torch.equal(out, expected) for out in outs)
 

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from gangline.collectives import thread_pool
+from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.compiled_core import core
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import reduction
 
 _CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
-_MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
+_MIN_THREADED = (1 if core else 8) << 20  # bytes of sums below which threads do not pay
+_MIN_STREAMED = 1 << 20  # bytes of a sum that bypasses the cache: a smaller one is read again before it leaves it
 
 _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
 _LEAST_SMALL = 8  # tensors for which joint calls pay
@@ -171,6 +174,20 @@ def _run(spans: deque[_Span]) -> None:
                 (values, total, outs), begin, end = spans.popleft()
             except IndexError:  # another thread took the last one
                 return
+            if core is not None:
+                sources, targets = (values, (total, *outs)) if values else ([total], outs)
+                offset = begin * total.itemsize
+                if targets:
+                    core.combine(
+                        DTYPES.index(total.dtype),
+                        0,
+                        1,
+                        end - begin,
+                        tuple(one.data_ptr() + offset for one in sources),
+                        tuple(one.data_ptr() + offset for one in targets),
+                        total.nbytes >= _MIN_STREAMED,
+                    )
+                continue
             step, is_apart = _CHUNK // total.itemsize, not any(_same_address(value, total) for value in values[2:])
             arrays, sums, copies = [_flat(value) for value in values], _flat(total), [_flat(out) for out in outs]
             for start in range(begin, end, step):

@@ -16,6 +16,8 @@ from gangline.collectives.transports.shm.host_group import HostGroup
 from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
+_COMPILED_SPINS = 80  # the same in `gangline._core`
+_COMPILED_YIELDS = 1_000
 _YIELDS = 5_000  # before the first sleep, at most: a virtual CPU that sleeps is slow to wake up
 _YIELDS_BETWEEN_CHECKS = 20  # of the clock
 _FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
@@ -72,6 +74,11 @@ class FutexWakeup:
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
         self._segments = segments
+        spins, yields = (_COMPILED_SPINS, _COMPILED_YIELDS) if has_cores else (0, _FEW_YIELDS)
+        self.compiled_group = (spins, yields, self._addresses[rank])
+        """For `gangline._core`: looks before the first yield, yields, and the address of this rank's futex."""
+        self.compiled_peers = [segment.address + _CACHE_LINE + 8 * rank for segment in segments]
+        """For each rank, the address of the flag that says whether it sleeps until this rank wakes it."""
 
     @staticmethod
     def nbytes(size: int) -> int:

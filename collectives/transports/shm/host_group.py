@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import torch
 
+from gangline.collectives.compiled_core import core
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered
@@ -27,6 +28,7 @@ class HostGroup:
         processes: process id of each rank.
         readable: for each rank, the ranks whose process memory it can read (`cma.read`).
         cores: CPU cores that at least one of the ranks may run on.
+        is_compiled: whether all ranks have `gangline._core`.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class HostGroup:
         processes: Sequence[int],
         readable: Sequence[set[int]],
         cores: set[int],
+        is_compiled: bool,
     ) -> None:
         self.rank, self.size = rank, len(segments)
         self.members = members
-        self.processes, self.readable, self.cores = processes, readable, cores
+        self.processes, self.readable, self.cores, self.is_compiled = processes, readable, cores, is_compiled
         self._segments = segments
         self._taken = 0  # bytes
 
@@ -108,11 +111,13 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
             except OSError as error:
                 problem = f"rank {rank} cannot open the memory of rank {members[len(segments)]}: {error}"
         readable = [index for index, one in enumerate(offers) if members[index] != rank and _is_readable(*one)]
-        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable]))]
+        outcomes = [
+            msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable, core is not None]))
+        ]
     finally:
         if offer is not None:
             offer.close()
-    problems = [reported for reported, _ in outcomes if reported]
+    problems = [reported for reported, *_ in outcomes if reported]
     if problems:
         raise OSError(problems[0])
     return HostGroup(
@@ -121,7 +126,8 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         segments,
         [process for _, process, *_ in offers],
         [set(outcomes[member][1]) for member in members],
-        {core for *_, cores in offers for core in cores},
+        {number for *_, cores in offers for number in cores},
+        all(is_compiled for *_, is_compiled in outcomes),
     )
 
 

@@ -6,18 +6,22 @@ ranks have finished reading the slot: no second synchronisation is needed.
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gangline.collectives.compiled_core import core, reduction
 from gangline.collectives.transports.base import SLOT_BYTES, WaitPolicy
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
 
 _CACHE_LINE = 64  # bytes
 _SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
+_CHUNK_BYTES = SLOT_BYTES // 2  # of tensors above SLOT_BYTES
+_BY_PART_BYTES = 1 << 16  # from which more than two ranks reduce a part each
 
 
 class SlotExchange(ABC):
@@ -89,16 +93,89 @@ class SharedSlotExchange(SlotExchange):
         own[1] = sequence
         own[2] = code
         own[0] = count  # last: a rank that sees the count sees everything written before it
-        others = self._others[parity]
-        for rank, _ in others:
+        for rank, _ in self._others[parity]:
             self._wakeup.notify(rank)
+        return parity, self._wait(count, sequence, code)
+
+    def _wait(self, count: int, sequence: int, code: int) -> dict[int, tuple[int, int]]:
+        """Wait for an exchange; return what `publish_and_wait` says of ranks in another call."""
         mismatched: dict[int, tuple[int, int]] = {}
-        for rank, marks in others:
+        for rank, marks in self._others[count & 1]:
             if marks[0] != count:
                 self._wakeup.wait(rank, partial(_has_count, marks, count))
             if marks[2] != code or marks[1] != sequence:
                 mismatched[rank] = (marks[1], marks[2])
-        return parity, mismatched
+        return mismatched
+
+
+class CompiledSlotExchange(SharedSlotExchange):
+    """The same by `gangline._core`, which also reduces. All ranks must use it.
+
+    Collective: all ranks must create it.
+
+    Raises:
+        OSError: if the ranks cannot share memory.
+    """
+
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        super().__init__(group, wait_policy)
+        words = [self.size, self.rank, SLOT_BYTES, *self._wakeup.compiled_group]
+        for segment, asleep in zip(self._segments, self._wakeup.compiled_peers, strict=True):
+            slots = segment.address + 2 * _CACHE_LINE
+            words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
+        assert core is not None
+        self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
+
+    @property
+    def parity(self) -> int:  # noqa: D102
+        assert core is not None
+        return (int(core.exchanges(self._handle)) + 1) & 1
+
+    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
+        assert core is not None
+        found = core.exchange(self._handle, sequence, code)
+        count = int(core.exchanges(self._handle))
+        return count & 1, self._wait(count, sequence, code) if found else {}
+
+    def prepare(self, count: int, dtype: torch.dtype, op: str, code: int) -> bytes | None:
+        """Return an all-reduce of ``count`` elements for `all_reduce`; None if `reduction` has none."""
+        how = reduction(dtype, op)
+        if how is None:
+            return None
+        number, operation, parts = how
+        itemsize = dtype.itemsize // parts
+        nbytes = count * dtype.itemsize
+        chunk = (nbytes if nbytes <= SLOT_BYTES else _CHUNK_BYTES) // itemsize
+        by_part = self.size > 2 and nbytes >= _BY_PART_BYTES
+        divisor = self.size if op == "mean" else 1
+        return struct.pack("7q", count * parts, number, operation, divisor, code, max(chunk, 1), by_part)
+
+    def all_reduce(
+        self, prepared: bytes, source: int, out: int, sequence: int, code: int
+    ) -> dict[int, tuple[int, int]]:
+        """Reduce over all ranks.
+
+        Args:
+            prepared: what `prepare` has returned.
+            source: address of the operand.
+            out: address for the result; may be ``source``.
+            sequence: number of the call on the communicator.
+            code: `CallSignature.code`.
+
+        Returns:
+            Rank -> (sequence, code) of ranks in another call.
+
+        Raises:
+            GanglineError: if `WaitPolicy.check` raises it.
+        """
+        assert core is not None
+        found = core.all_reduce(self._handle, prepared, source, out, sequence)
+        while found:  # a rank is late or in another call
+            elsewhere = self._wait(int(core.exchanges(self._handle)), sequence, code)
+            if elsewhere:
+                return elsewhere
+            found = core.resume(self._handle)
+        return {}
 
 
 def _has_count(marks: memoryview, count: int) -> bool:

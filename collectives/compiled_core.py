@@ -1,0 +1,40 @@
+"""`gangline._core`, the part of gangline that is written in C, if it is installed."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from gangline.collectives.call_signature import DTYPES, OPS
+
+_DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # that its functions know, in the order of their numbers
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    if os.environ.get("GANGLINE_CORE") == "0":
+        return None, "GANGLINE_CORE is 0"
+    try:
+        return import_module("gangline._core"), ""
+    except ImportError as error:
+        return None, f"{error}; it is built at installation if there is a C compiler"
+
+
+core, problem = _load()
+"""The module, or None; why it is None."""
+
+
+def reduction(dtype: torch.dtype, op: str) -> tuple[int, int, int] | None:
+    """Return how the core reduces tensors: number of a dtype, number of an operation, and elements per element.
+
+    None if it cannot: products of complex numbers.
+    """
+    if dtype.is_complex:
+        if op not in ("sum", "mean"):
+            return None
+        return _DTYPES.index(dtype.to_real()), OPS.index(op), 2
+    if dtype == torch.bool:  # a sum is a logical or, a product a logical and
+        return _DTYPES.index(torch.uint8), OPS.index("max" if op in ("sum", "max") else "min"), 1
+    return _DTYPES.index(dtype), OPS.index(op), 1

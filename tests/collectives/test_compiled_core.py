@@ -1,0 +1,199 @@
+"""`gangline._core`: the bits of Python's reductions, tensors above a slot, late ranks, sanitizers, and its absence."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gangline.collectives import compiled_core
+from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.communicator import Communicator
+from gangline.collectives.engine.reduction import combine
+from gangline.collectives.processes.spawning import spawn
+from gangline.collectives.transports.base import SLOT_BYTES
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "collectives" / "core.c"
+FLAGS = ["-std=c11", "-fwrapv", "-ffp-contract=off", "-D_GNU_SOURCE", "-shared", "-fPIC"]
+core = compiled_core.core
+needs_core = pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {compiled_core.problem}")
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+KINDS = [
+    (dtype, op)
+    for dtype in DTYPES
+    for op in OPS
+    if (op != "mean" or dtype.is_floating_point or dtype.is_complex)
+    and not (dtype.is_complex and op in ("product", "min", "max"))
+]
+
+
+def given(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + count % 97)
+    if dtype == torch.bool:
+        return torch.rand(count, generator=generator) < 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(-(2**40), 2**40, (count,), generator=generator).to(dtype)
+    numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 10.0 ** (
+        8 * torch.rand(count, generator=generator, dtype=torch.float64) - 6
+    )
+    if not dtype.is_complex:
+        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1e-7, -65504.0, 65519.0, 65520.0])
+        numbers[: count // 2 : 3] = odd[torch.randint(len(odd), (len(numbers[: count // 2 : 3]),), generator=generator)]
+    return numbers.to(dtype)
+
+
+def same_bits(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether tensors are equal, NaN to NaN of any bits, and zeros with their signs."""
+    if not (found.is_floating_point() or found.is_complex()):
+        return torch.equal(found, wanted)
+    found, wanted = (torch.view_as_real(one) if one.is_complex() else one for one in (found, wanted))
+    is_nan = wanted.isnan()
+    return (
+        bool((found.isnan() == is_nan).all())
+        and torch.equal(found[~is_nan], wanted[~is_nan])
+        and torch.equal(found[~is_nan].signbit(), wanted[~is_nan].signbit())
+    )
+
+
+@needs_core
+@pytest.mark.parametrize(("dtype", "op"), KINDS, ids=lambda value: str(value).removeprefix("torch."))
+def test_sums_have_the_bits_of_pythons(dtype: torch.dtype, op: str) -> None:
+    assert core is not None
+    how = compiled_core.reduction(dtype, op)
+    assert how is not None
+    number, operation, parts = how
+    for count in (0, 1, 7, 1024, 2050):
+        for operands in (1, 2, 3, 5):
+            sources = [given(rank, count, dtype) for rank in range(operands)]
+            divisor = operands if op == "mean" else 1
+            wanted = torch.empty_like(sources[0])
+            combine([one.clone() for one in sources], op, wanted, divisor)
+            outs = [sources[-1], torch.empty(count + 1, dtype=dtype)[1:]]
+            for streams in (False, True):
+                ins = [one.clone() for one in sources]
+                outs = [ins[-1], torch.empty(count + 1, dtype=dtype)[1:]]
+                core.combine(
+                    number,
+                    operation,
+                    divisor,
+                    count * parts,
+                    tuple(one.data_ptr() for one in ins),
+                    tuple(one.data_ptr() for one in outs[: 1 + operands % 2]),
+                    streams,
+                )
+                assert all(same_bits(out, wanted) for out in outs[: 1 + operands % 2]), (count, operands, streams)
+
+
+@needs_core
+def test_every_half_keeps_its_bits() -> None:
+    assert core is not None
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves, out = every.view(dtype), torch.empty(2**16, dtype=dtype)
+        number = DTYPES.index(dtype)
+        core.combine(number, 0, 1, 2**16, (halves.data_ptr(),), (out.data_ptr(),), False)
+        assert same_bits(out, halves)
+
+
+def _large(comm: Communicator) -> int:
+    for count, dtype, op in (
+        (SLOT_BYTES // 4, torch.float32, "sum"),
+        (SLOT_BYTES // 4 + 1, torch.float32, "mean"),
+        (3 * SLOT_BYTES, torch.bfloat16, "max"),
+        (SLOT_BYTES // 8 + 3, torch.complex128, "sum"),
+        (SLOT_BYTES // 8 + 3, torch.complex128, "product"),
+        (5 * SLOT_BYTES + 7, torch.bool, "sum"),
+        (70_001, torch.float64, "min"),  # above two ranks by parts
+    ):
+        tensors = [given(rank, count, dtype) for rank in range(comm.size)]
+        wanted = torch.empty_like(tensors[0])
+        combine([one.clone() for one in tensors], op, wanted, comm.size if op == "mean" else 1)
+        for _ in range(2):  # the second one is prepared
+            found = comm.all_reduce(tensors[comm.rank], op, torch.empty_like(wanted))
+            assert isinstance(found, Tensor)
+            assert same_bits(found, wanted) or op == "product", (count, dtype, op)
+    memory = torch.zeros(SLOT_BYTES)
+    own, out = memory[:-5], memory[5:]
+    for _ in range(2):
+        own.fill_(comm.rank + 1)
+        comm.all_reduce(own, out=out)  # of which each reads what the other's first chunk overwrites
+        assert out.eq(sum(range(1, comm.size + 1))).all()
+    return comm._engine.next_number
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_tensors_above_a_slot(size: int) -> None:
+    assert spawn(_large, size, transport="shared_memory", timeout=60) == [17] * size
+
+
+def _late(comm: Communicator) -> list[float]:
+    found = []
+    for step in range(4):
+        if comm.rank == step % 2:
+            time.sleep(0.1)  # the other has given its yields up, and sleeps
+        tensor = torch.full((1 << 19,) if step > 1 else (3,), float(comm.rank + step))
+        comm.all_reduce(tensor)
+        found.append(float(tensor.sum() / tensor.numel()))
+        comm.barrier()
+    return found
+
+
+def test_a_late_rank_is_waited_for_by_python() -> None:
+    assert spawn(_late, 2, transport="shared_memory", timeout=60) == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+@needs_core
+def test_what_does_not_fit_is_refused() -> None:
+    assert core is not None
+    with pytest.raises(ValueError, match="3 bytes describe no group of 1 to 1024 ranks"):
+        core.open_slots(b"abc")
+    with pytest.raises(ValueError, match="0 addresses were given; expected 1 to 1024"):
+        core.combine(0, 0, 1, 1, (), (1,), False)
+    with pytest.raises((ValueError, TypeError)):
+        core.exchange("no handle", 1, 1)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer: str, tmp_path: Path) -> None:
+    built = tmp_path / "core.so"
+    include = sysconfig.get_paths()["include"]
+    options = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g", f"-I{include}"]
+    subprocess.run(["gcc", *FLAGS, *options, str(SOURCE), "-o", str(built)], check=True)
+    names = {"address,undefined": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}[sanitizer]
+    libraries = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in names
+    ]
+    environment = {**os.environ, "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    program = [sys.executable, str(Path(__file__).parent / "core_program.py"), str(built)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("equal\n", 0), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_the_core_the_same_tests_pass() -> None:
+    files = [f"tests/collectives/test_{name}.py" for name in ("compiled_core", "communicator")]
+    pytest_again = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(
+        pytest_again, cwd=ROOT, env={**environment, "GANGLINE_CORE": "0"}, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_core_is_built_where_a_compiler_is() -> None:
+    if shutil.which("gcc"):
+        assert importlib.util.find_spec("gangline._core") is not None
