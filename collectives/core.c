@@ -29,6 +29,7 @@ enum { SUM, MEAN, PRODUCT, MIN, MAX };              /* call_signature.OPS */
 enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES }; /* the first of call_signature.DTYPES */
 enum { BLOCK = 1024 };                              /* elements that are reduced at a time, within the first cache */
 enum { MOST_OPERANDS = 1024 };
+enum { FIRST_LOOKS = 50 }; /* before other threads may run; a look takes some 20 ns */
 static const size_t ITEM[DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1};
 static const size_t STREAM_BYTES = 1 << 14;  /* from which a copy into a slot bypasses the cache */
 static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the process may run */
@@ -201,7 +202,7 @@ typedef struct {
 } Peer;
 
 typedef struct {
-    int64_t size, rank, slot_bytes, spins, yields; /* spins: looks before the first yield; yields: before NOT_YET */
+    int64_t size, rank, slot_bytes, looks, yields; /* looks before the first yield; yields before NOT_YET */
     _Atomic int32_t *futex;                        /* this rank's, on which the others sleep */
     Peer peers[];
 } Group;
@@ -282,13 +283,14 @@ static _Thread_local int64_t most_yields = INT64_MAX; /* of this thread */
 /* Wait a little for all ranks to publish, and compare their calls. */
 static int await(const Slots *slots, int holds_gil) {
     const Group *group = slots->group;
-    int found = look(slots, group->spins);
+    int found = look(slots, group->looks < FIRST_LOOKS ? group->looks : FIRST_LOOKS);
     if (found == NOT_YET) {
         PyThreadState *state = holds_gil ? PyEval_SaveThread() : NULL;
+        found = look(slots, group->looks);
         int64_t left = group->yields < most_yields ? group->yields : most_yields;
         for (; found == NOT_YET && left > 0; left--) {
             sched_yield();
-            found = look(slots, group->spins / 4);
+            found = look(slots, group->looks ? FIRST_LOOKS : 0);
         }
         if (holds_gil) PyEval_RestoreThread(state);
     }

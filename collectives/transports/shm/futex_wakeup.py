@@ -16,7 +16,7 @@ from gangline.collectives.transports.shm.host_group import HostGroup
 from gangline.collectives.work import is_in_background
 
 _SPINS = 300  # before the first yield, if there is a core for every rank: about 30 us
-_COMPILED_SPINS = 80  # the same in `gangline._core`
+_COMPILED_SPINS = 1_500  # the same in `gangline._core`
 _COMPILED_YIELDS = 1_000
 _YIELDS = 5_000  # before the first sleep, at most: a virtual CPU that sleeps is slow to wake up
 _YIELDS_BETWEEN_CHECKS = 20  # of the clock
