@@ -400,6 +400,21 @@ class AllReduceStore(LocalStore):
         free = self._run_in_order(call, agree)
         return free if memory is None or isinstance(memory, str) else memory
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every worker's tensor, shape (workers, *tensor.shape), on the device of this one's. Collective.
+
+        All workers must know that the others make this call, with a tensor of the same shape and dtype. The host does
+        not wait for a GPU if the communicator uses NCCL.
+        """
+        gathered = torch.empty((self.num_workers, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+        def gather() -> None:
+            with self._workers.communicator() as communicator:
+                communicator.all_gather(tensor, gathered)
+
+        self._run_after(("all_gather",), "all_gather", gather, [tensor, gathered])
+        return gathered
+
     def copy_from_owners(
         self,
         names: str,

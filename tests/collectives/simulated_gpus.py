@@ -205,12 +205,16 @@ def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
 
         current_stream(card).put(write)
         return kwargs.get("out", args[0]) if func._schema.returns else None
-    shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
+    try:
+        shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
+    except NotImplementedError:  # torch has no shapes for this operation without values
+        shapes = func(*tree_map(_copy, inner), **tree_map(_copy, options))
     made = tree_map(lambda shape: torch.empty_like(shape, device="cpu"), shapes)
 
     def run() -> bool:
         for out, value in zip(tree_leaves(made), tree_leaves(func(*inner, **options)), strict=True):
-            out.copy_(value)
+            if value.numel():  # the host's batch normalization returns nothing where that of a GPU does
+                out.copy_(value)
         return True
 
     current_stream(card).put(run)
@@ -219,6 +223,10 @@ def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
 
 def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, SimulatedGpuTensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _on_meta(value: Any) -> Any:
