@@ -169,8 +169,7 @@ def _from_host(shares: Sequence[Moments], device: torch.device) -> list[Moments]
         return list(shares)
     values = torch.cat([value for share in shares for value in (share.mean, share.squares)])
     on_device = torch.empty(values.shape, dtype=values.dtype, device=device)
-    pinned = host_staging.flat_buffer(on_device)
-    host_staging.write_back(on_device, pinned.copy_(values))
+    host_staging.copy_to_gpus(values, [on_device])
     return [
         Moments(share.size, *part.chunk(2)) for share, part in zip(shares, on_device.chunk(len(shares)), strict=True)
     ]

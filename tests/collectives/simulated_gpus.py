@@ -103,6 +103,9 @@ class Stream:
 
 
 class Event:
+    waits: ClassVar[int] = 0
+    """Number of times that the host has waited for a GPU."""
+
     def __init__(self, stream: Stream, number: int) -> None:
         self._stream, self._number = stream, number
 
@@ -110,6 +113,7 @@ class Event:
         return self._stream.reach(self._number)
 
     def synchronize(self) -> None:
+        Event.waits += 1
         until = time.monotonic() + _LIMIT
         while not self.query():
             assert time.monotonic() < until, "what a stream waits for does not come"
@@ -466,6 +470,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
     _defaults.clear()
     HostRank.calls = []
     HostRank.fails_at = {}
+    Event.waits = 0
     with ExitStack() as stack:
         for target, name, value in (
             (torch.cuda, "current_stream", current_stream),
