@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gangline.collectives.engine.host_staging import is_dense
 from gangline.kvstore.optimizer.spec import Key
 
 BUCKET_BYTES = 25 << 20
@@ -29,7 +30,7 @@ class Slot:
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, offset: int = 0) -> Slot:
         """Return a slot for tensors like ``tensor``; a dense memory format (channels_last, say) is kept."""
-        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         return cls(key, tensor.shape, tuple(stride), offset)
 
 
@@ -83,15 +84,3 @@ def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterato
         numel += math.ceil(tensor.numel() / step) * step
     if slots and dtype is not None:
         yield Bucket(tuple(slots), dtype, numel)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill a range of memory without gaps or overlap, in any order of axes."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -20,7 +20,7 @@ from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.bound_network import BoundNetwork
 from gangline.models.executor.executor import Share, is_out_of_memory
 from gangline.models.loss.accumulation import GradientAccumulation
-from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.loss_scale import LossScale, all_finite
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import OptimizerBinding
 from gangline.models.run_state import RunState
@@ -318,16 +318,14 @@ class TrainingStep:
         if self._gradients_used:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
         replicas = self._bound.replicas
-        factor = self._accumulation.factor
-        if self._loss_scale is not None:
-            factor /= self._loss_scale.value
-            if not self._loss_scale.accepts(replicas.all_gradients(), self.workers.any):
-                self._log_skipped(self._loss_scale)
-                self._gradients_used = True
-                return
+        finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
+        factor = self._accumulation.factor / self._scale
         if factor != 1.0:
             replicas.scale_gradients(factor)
+        if self._loss_scale is not None and not self._loss_scale.accepts(self.workers.any(not finite)):
+            self._log_skipped(self._loss_scale)
+            return
         try:
             self._timed(self.optimizer.update, self._weight)
         except BaseException as error:
@@ -369,6 +367,8 @@ class TrainingStep:
     def forward_backward_update(self, data: Any, label: Any) -> None:
         """Run a whole step; see `Module.forward_backward_update`."""
         data, label = self._checked(data, label)
+        # With a loss scale no bucket is pushed early. A store updates the weights of a bucket as soon as it is summed,
+        # and could not take that back when the gradient of an earlier layer, which comes later, overflows.
         push_early = self._loss_scale is None and self._gradients_used and not self._bound.executor.joins_workers
         try:
             self._forward_backward(data, label, push_early=push_early and self.optimizer is not None)

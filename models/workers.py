@@ -11,6 +11,7 @@ import torch
 
 from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
+from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
 
@@ -104,6 +105,16 @@ class Workers:
         self._clock = received[0][1]
         self.stop = self.stop or next((request for request, _, _ in received if request is not None), None)
         return [theirs for _, _, theirs in received]
+
+    @property
+    def gathers_tensors(self) -> bool:
+        """True if the store has `all_gather_tensor`."""
+        return isinstance(self._store, AllReduceStore)
+
+    def all_gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every worker's tensor as `AllReduceStore.all_gather`. Collective."""
+        assert isinstance(self._store, AllReduceStore)
+        return self._store.all_gather(tensor)
 
     def gather(self, value: Any, name: str) -> list[Any]:
         """Return every worker's data in rank order on rank 0, and an empty list on the other ranks. Collective."""

@@ -44,10 +44,7 @@ def flat_values(tensor: Tensor) -> Tensor:
     data = data_of(tensor)
     if not data.is_cuda:
         return _flat_view(data.contiguous().resolve_neg().resolve_conj())
-    flat = pinned_memory(data.numel(), data.dtype)
-    flat.copy_(data.contiguous().view(-1), non_blocking=True)
-    torch.cuda.current_stream(data.device).record_event().synchronize()
-    return flat
+    return copies_on_host([data.contiguous().view(-1)])[0]
 
 
 def flat_buffer(tensor: Tensor) -> Tensor:
@@ -72,6 +69,30 @@ def write_back(tensor: Tensor, flat: Tensor) -> None:
         data.copy_(flat.view(data.shape), non_blocking=True)
     elif flat.data_ptr() != data.data_ptr():
         data.copy_(flat.view(data.shape))
+
+
+def copies_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of GPU tensors in pinned memory, and the other tensors themselves.
+
+    All copies begin before the host waits, once for each GPU. They follow the work on the GPUs' current streams.
+    """
+    copies = [
+        pinned_like(tensor).copy_(data_of(tensor), non_blocking=True) if tensor.is_cuda else tensor
+        for tensor in tensors
+    ]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).record_event().synchronize()
+    return copies
+
+
+def copy_to_gpus(values: Tensor, outs: Sequence[Tensor]) -> None:
+    """Copy a host tensor to GPU tensors of its shape.
+
+    The host does not wait, and may change the values afterwards: the GPUs read a copy in pinned memory.
+    """
+    pinned = pinned_like(values).copy_(data_of(values))
+    for out in outs:
+        data_of(out).copy_(pinned, non_blocking=True)
 
 
 def overlap(read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
@@ -114,6 +135,24 @@ def as_rows(flat: Tensor, size: int) -> Tensor:
 def pinned_memory(count: int, dtype: torch.dtype) -> Tensor:
     """Return a 1-d host tensor that GPUs copy from and to asynchronously."""
     return torch.empty(count, dtype=dtype, pin_memory=True)
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return pinned memory for a tensor's values, in its shape, and in its strides if it is dense."""
+    memory = pinned_memory(tensor.numel(), tensor.dtype)
+    return memory.as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else memory.view(tensor.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if the elements fill a range of memory without gaps or overlap, in any order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _flat_view(data: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,17 @@ _log = logging.getLogger("gangline")
 _HOST = torch.device("cpu")
 _END = {"end": True}
 _Result = TypeVar("_Result")
+
+
+class CopyResult(NamedTuple):
+    """What the workers of a `AllReduceStore.copy_from_owners` have said."""
+
+    missing: int
+    """Their bit masks, combined with OR."""
+    weight: float
+    """Sum of their weights."""
+    has_followers: bool
+    """True if a worker is in `AllReduceStore.follow_owners`."""
 
 
 class AllReduceStore(LocalStore):
@@ -400,6 +411,21 @@ class AllReduceStore(LocalStore):
         free = self._run_in_order(call, agree)
         return free if memory is None or isinstance(memory, str) else memory
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every worker's tensor, shape (workers, *tensor.shape), on the device of this one's. Collective.
+
+        All workers must know that the others make this call, with a tensor of the same shape and dtype. The host does
+        not wait for a GPU if the communicator uses NCCL.
+        """
+        gathered = torch.empty((self.num_workers, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+        def gather() -> None:
+            with self._workers.communicator() as communicator:
+                communicator.all_gather(tensor, gathered)
+
+        self._run_after(("all_gather",), "all_gather", gather, [tensor, gathered])
+        return gathered
+
     def copy_from_owners(
         self,
         names: str,
@@ -409,7 +435,8 @@ class AllReduceStore(LocalStore):
         weight: float = 0.0,
         *,
         numbers: Sequence[int] = (),
-    ) -> tuple[int, float]:
+        async_op: bool = False,
+    ) -> Callable[[], CopyResult]:
         """Copy each tensor from the rank that owns it to all workers, in place. Collective.
 
         Args:
@@ -419,21 +446,28 @@ class AllReduceStore(LocalStore):
             missing: bit mask of at most 511 bits.
             weight: a number.
             numbers: numbers of the tensors, for workers in `follow_owners`.
+            async_op: return before the copies are made.
 
         Returns:
-            The bit masks of all workers, combined with OR, and the sum of their weights.
+            A function that waits for the copies, and returns what the workers have said.
         """
+        negotiations: list[Negotiation] = []
 
-        def copy() -> Negotiation:
+        def copy() -> None:
             call, plan = f"copy of {names} from their owners", {"copy": list(numbers)}
-            negotiation = self._negotiate(call, plan, weight=weight, dense=missing)
+            negotiations.append(self._negotiate(call, plan, weight=weight, dense=missing))
             with self._workers.communicator() as communicator:
                 for tensor, owner in zip(tensors, owners, strict=True):
                     communicator.broadcast(tensor, owner)
-            return negotiation
 
-        negotiation = self._run_after((names,), "copy_from_owners", copy, tensors)
-        return negotiation.dense or 0, sum(negotiation.weights)
+        work = self._start("copy_from_owners", copy, [(names, tensors)], 0, async_op)
+
+        def wait() -> CopyResult:
+            work.wait()
+            [negotiation] = negotiations
+            return CopyResult(negotiation.dense or 0, sum(negotiation.weights), any(negotiation.has_joined))
+
+        return wait
 
     def reduce_to_owners(
         self, names: str, tensors: Sequence[torch.Tensor], owners: Sequence[int], *, numbers: Sequence[int] = ()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gangline.collectives.engine import host_staging
 from gangline.collectives.transports.shm.segments import Segment
 from gangline.kvstore.arguments import Value
 from gangline.kvstore.compression import Codec
@@ -36,17 +37,20 @@ class ShardTarget:
     """Tensors of the whole key, of any strides and devices."""
 
     def write(self, values: Tensor) -> None:
-        """Write flat values of the shard into all tensors."""
-        shard = self.shard
+        """Write flat values of the shard into all tensors; the host does not wait for GPUs, which read a copy."""
+        shard, has_gpus = self.shard, any(out.is_cuda for out in self.outs)
+        pinned = host_staging.pinned_like(values).copy_(values) if has_gpus else values
         for out in self.outs:
+            own = pinned if out.is_cuda else values
             if shard.is_whole:
-                out.copy_(values if values.shape == out.shape else values.view(out.shape))
+                own = own if own.shape == out.shape else own.view(out.shape)
+                out.copy_(own, non_blocking=out.is_cuda)
             elif out.is_contiguous():
-                out.view(-1)[shard.begin : shard.begin + shard.numel].copy_(values)
+                out.view(-1)[shard.begin : shard.begin + shard.numel].copy_(own, non_blocking=out.is_cuda)
             else:  # shards may begin inside a row: compute the index of each element
                 elements = torch.arange(shard.begin, shard.begin + shard.numel, device=out.device)
                 index = torch.unravel_index(elements, out.shape)
-                out[index] = values.to(out.device)
+                out[index] = own.to(out.device, non_blocking=out.is_cuda)
 
 
 class PullTargets:

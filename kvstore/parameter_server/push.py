@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.device_group import reduce
+from gangline.collectives.engine.host_staging import copies_on_host
 from gangline.kvstore.arguments import Value
 from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -163,7 +165,10 @@ class PushEncoder:
         """
         encoded: list[ShardValue] = []
         to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
-        for key, values, shards in pushed:
+        pushed = list(pushed)
+        dense = [self._dense(values) for _, values, _ in pushed]
+        on_host = iter(copies_on_host([flat for flats in dense for flat in flats]))
+        for (key, values, shards), on_devices in zip(pushed, dense, strict=True):
             if not values:
                 encoded += [ShardValue(shard, ABSENT, [_EMPTY]) for shard in shards]
                 continue
@@ -171,7 +176,7 @@ class PushEncoder:
                 rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
                 encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
                 continue
-            flats = [_flat(value) for value in self._on_host(values)]
+            flats = list(islice(on_host, len(on_devices)))
             if self.compressed is None or not flats[0].is_floating_point():
                 for shard in shards:
                     span = slice(shard.begin, shard.begin + shard.numel)
@@ -208,18 +213,21 @@ class PushEncoder:
             total = torch.empty_like(flats[0])
             reduce(flats, out=total)
             flats = [total]
-        copies = [torch.empty(flat.shape, dtype=flat.dtype).copy_(flat) for flat in flats]
+        copies = copies_on_host(flats)
         if len(copies) > 1:
             reduce(copies, out=copies[0])
         return copies[0]
 
-    def _on_host(self, values: Sequence[Value]) -> list[Tensor]:
+    def _dense(self, values: Sequence[Value]) -> list[Tensor]:
+        """Return the flat values of a push to be read, where they are; none of one that is absent or row-sparse."""
+        if all(isinstance(value, RowSparse) for value in values):
+            return []
         dense = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
         if self._on_device and len(dense) > 1 and dense[0].device.type != "cpu":
             total = torch.empty_like(dense[0], memory_format=torch.contiguous_format)
             reduce(dense, out=total)
             dense = [total]
-        return [value if value.is_cpu else torch.empty(value.shape, dtype=value.dtype).copy_(value) for value in dense]
+        return [_flat(value) for value in dense]
 
 
 def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
-from gangline.kvstore.allreduce.store import with_owners
+from gangline.kvstore.allreduce.store import CopyResult, with_owners
 from gangline.kvstore.interface import KVStore
 
 _MAX_PENDING_REDUCTIONS = 2
@@ -84,6 +84,15 @@ class _PackedTensor:
     version: int
 
 
+@dataclass(frozen=True)
+class _Prefetch:
+    """A copy of weights that has begun before they are needed."""
+
+    numbers: list[int]
+    full: list[torch.Tensor]
+    wait: Callable[[], CopyResult]
+
+
 _Parts = list[tuple[_Weight, torch.Tensor]]
 """Weights, and this worker's parts of their gradients, which become the means."""
 
@@ -107,10 +116,15 @@ class ShardedWeights:
     """Divides the weights of a network, and their gradients, over the workers.
 
     Before a module's forward its parameters are copied from their owners, after it the copies are dropped, and backward
-    copies them again where autograd needs them. All workers must run the same modules in the same order. The order of
-    gradients may differ with the number of samples, so with each copy in backward the workers agree on the gradients
-    that all of them have, and these are reduced to their owners. Outside a forward, a worker sees NaN in place of the
-    weights and gradients that others own.
+    copies them again where autograd needs them. All workers must run the same modules in the same order. The copy that
+    came next in the last forward or backward begins while the module before it runs, so a forward must not change
+    weights of later modules. If another copy comes next, the one that has begun is dropped, and the pass goes on
+    without. Workers predict from passes that all of them have run, so they make the same calls in the same order; if
+    only some of them take another branch, all raise a MismatchError, as without predictions.
+
+    The order of gradients may differ with the number of samples, so with each copy in backward the workers agree on the
+    gradients that all of them have, and these are reduced to their owners. Outside a forward, a worker sees NaN in
+    place of the weights and gradients that others own.
     """
 
     def __init__(
@@ -141,6 +155,13 @@ class ShardedWeights:
         self._by_address: dict[int, tuple[_WeightGroup, _Weight]] = {}  # full weights of the modules that run now
         self._used_by_backward: list[_WeightGroup] = []
         self._read_in_backward: list[_WeightGroup] = []  # those that code, not autograd, has read
+        self._copies: list[list[int]] = []  # those of this forward or backward, in order, by the weights' numbers
+        self._graph_task = -1  # autograd's number of this backward; -1 in a forward
+        self._has_followers = False
+        self._passes: dict[tuple[bool, int], list[list[int]]] = {}  # copies by direction and first weight, of this step
+        self._expected: dict[tuple[bool, int], list[list[int]]] = {}  # of earlier steps, the same on all workers
+        self._next_copies: list[list[int]] = []  # those that are still expected in this pass, from the last to the next
+        self._prefetch: _Prefetch | None = None
         self.seconds_waiting = 0.0
         """Seconds in calls that need other workers."""
         for one in names:
@@ -226,6 +247,7 @@ class ShardedWeights:
         if not self._frames:
             if torch._C._current_graph_task_id() == -1:
                 self._end_backward()
+                self._begin_pass(-1)
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else those of a checkpoint, say
                 self._saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                 self._saved_tensors_hooks.__enter__()
@@ -294,26 +316,99 @@ class ShardedWeights:
                     "as it was when the DistributedOptimizer divided it"
                 )
             if weight.own is not None and _address(data) != _address(weight.own):
-                weight.own.copy_(data)
+                if self._prefetch is not None and self._numbers[weight] in self._prefetch.numbers:
+                    raise RuntimeError(
+                        f"{weight.name} was assigned while the network ran, and the other workers may have got its "
+                        "former value; expected assignments between two passes"
+                    )
+                weight.parameter.data = weight.own.copy_(data)
 
     def _acquire(self, group: _WeightGroup) -> None:
         missing = [weight for weight in group.weights if not weight.users]
-        for weight in missing:
-            weight.full = weight.own if weight.own is not None else _empty(weight)
         if missing:
-            not_ready, total = self._copy(missing)
+            task = torch._C._current_graph_task_id()
+            if task not in (-1, self._graph_task):
+                self._begin_pass(task)
+            try:
+                found = self._take_prefetch(missing)
+                if found is None:
+                    for weight in missing:
+                        weight.full = _full(weight)
+                    found = self._copy(missing, [weight.full for weight in missing if weight.full is not None])()
+            except BaseException:
+                self._forget_passes()
+                raise
             if self._is_syncing:
-                self._reduce_ready(not_ready, total)
+                self._reduce_ready(found.missing, found.weight)
+            if self._frames or task != -1:
+                self._has_followers |= found.has_followers
+                self._begin_next_copy(self._numbers_of(missing))
         for weight in group.weights:
             weight.users += 1
 
-    def _copy(self, weights: Sequence[_Weight]) -> tuple[int, float]:
-        flats = [weight.full.view(-1) for weight in weights if weight.full is not None]
+    def _copy(
+        self, weights: Sequence[_Weight], full: Sequence[torch.Tensor], *, async_op: bool = False
+    ) -> Callable[[], CopyResult]:
         names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
         with self._timed():
             return self._store.copy_from_owners(
-                names, flats, owners, self._not_ready, self._weight, numbers=self._numbers_of(weights)
+                names,
+                [one.view(-1) for one in full],
+                owners,
+                self._not_ready,
+                self._weight,
+                numbers=self._numbers_of(weights),
+                async_op=async_op,
             )
+
+    # Prefetches
+
+    def _begin_pass(self, graph_task: int) -> None:
+        """Begin to record the copies of a forward or backward."""
+        self._end_pass()
+        self._graph_task, self._has_followers = graph_task, False
+
+    def _end_pass(self) -> None:
+        """Keep the copies of a pass for later steps, unless a worker that has not run it would not know of them."""
+        self._drop_prefetch()
+        if self._copies and not self._has_followers:
+            self._passes[self._graph_task != -1, self._copies[0][0]] = self._copies
+        self._copies, self._next_copies = [], []
+
+    def _forget_passes(self) -> None:
+        """Forget this step's passes after an error, in which workers may have made different numbers of copies."""
+        self._passes, self._copies, self._next_copies = {}, [], []
+
+    def _begin_next_copy(self, numbers: list[int]) -> None:
+        """Record a copy, and begin the next one if it is known: one at most, so that memory holds two modules."""
+        if not self._copies:
+            self._next_copies = self._expected.get((self._graph_task != -1, numbers[0]), [])[::-1]
+        self._copies.append(numbers)
+        if self._next_copies and self._next_copies.pop() != numbers:
+            self._next_copies = []
+        if self._next_copies:
+            weights = [self._in_order[number] for number in self._next_copies[-1]]
+            self._take_assigned(weights)
+            full = [_full(weight) for weight in weights]
+            self._prefetch = _Prefetch(self._next_copies[-1], full, self._copy(weights, full, async_op=True))
+
+    def _take_prefetch(self, weights: Sequence[_Weight]) -> CopyResult | None:
+        """Return the result of the copy of these weights if it has begun, and use it; drop that of others."""
+        prefetch = self._prefetch
+        result = self._drop_prefetch()
+        if prefetch is None or prefetch.numbers != self._numbers_of(weights):
+            return None
+        for weight, full in zip(weights, prefetch.full, strict=True):
+            weight.full = full
+        return result
+
+    def _drop_prefetch(self) -> CopyResult | None:
+        """Wait for the copy that has begun, if there is one: an error of it is one of all workers."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is None:
+            return None
+        with self._timed():
+            return prefetch.wait()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -464,6 +559,7 @@ class ShardedWeights:
         while self._reductions:
             self._take_means()
         self._end_backward()
+        self._end_pass()
         if self._store.compresses:
             raise ValueError(
                 f"the {self._store.type!r} store compresses, but gradients of divided weights are not compressed; "
@@ -477,6 +573,8 @@ class ShardedWeights:
                     f"worker {rank} has gradients of {', '.join(names[:3])} that were assigned, or computed before the "
                     "DistributedOptimizer was made; expected those of backward()"
                 )
+        self._expected.update(self._passes)
+        self._passes = {}
         together = {name for _, names in gathered for name in names}
         left = [one for one in self._weights.values() if one.name in together]
         for one in left:
@@ -496,16 +594,21 @@ class ShardedWeights:
         Args:
             error: error that has ended it here; all other workers raise a MismatchError with its text.
         """
+        if error is None:
+            self._drop_prefetch()
+        else:
+            self._forget_passes()
         self._store.end_following(error)
 
     def follow(self) -> None:
         """Give the other workers what they need in a forward or backward, until their `end_pass`. Collective."""
+        self._drop_prefetch()
         self._store.follow_owners(self._copy_numbered, self._reduce_numbered)
 
     def _copy_numbered(self, numbers: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
         weights = [self._in_order[number] for number in numbers]
         self._take_assigned(weights)
-        return [((_empty(one) if one.own is None else one.own).view(-1), one.owner) for one in weights]
+        return [(_full(one).view(-1), one.owner) for one in weights]
 
     @contextmanager
     def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[list[tuple[torch.Tensor, int]]]:
@@ -565,6 +668,7 @@ class ShardedWeights:
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the network's full state on the host at rank 0, an empty dict elsewhere. Collective."""
+        self._drop_prefetch()
         with self.allow_state_dict():
             state = self._network.state_dict(keep_vars=True)
         found = {}
@@ -707,6 +811,11 @@ def _check_networks(
         },
         what,
     )
+
+
+def _full(weight: _Weight) -> torch.Tensor:
+    """Return the tensor for the full weight: the owner's, which holds it, or memory for a copy."""
+    return _empty(weight) if weight.own is None else weight.own
 
 
 def _empty(weight: _Weight) -> torch.Tensor:

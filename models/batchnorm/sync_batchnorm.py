@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gangline.collectives.engine import host_staging
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from gangline.models.batchnorm.joint_statistics import (
     Direction,
@@ -92,7 +93,8 @@ class JointBatchNorm:
                 layer = network.get_submodule(name)
                 assert isinstance(layer, _BatchNorm)
                 device = next((buffer.device for buffer in layer.buffers(recurse=False)), torch.device("cpu"))
-                update_running_statistics(layer, *combined(shares, device), sum(share.size for share in shares))
+                on_device = _from_host(shares, device)
+                update_running_statistics(layer, *combined(on_device, device), sum(share.size for share in shares))
 
 
 def copy_statistics(source: nn.Module, targets: Iterable[nn.Module]) -> None:
@@ -141,17 +143,36 @@ class _JointForward(JointCall):
         return call._exchange(direction, own)
 
     def _exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        ready, label = None, str(self.index)
-        if self.barrier.rounds is not None:
-            label = f"rank {self.barrier.rounds.rank}, replica {self.index}"
-            own = Moments(own.size, own.mean.cpu(), own.squares.cpu())
-        elif own.mean.is_cuda:  # other threads read the value on other streams
-            ready = torch.cuda.current_stream(own.mean.device).record_event()
-        received = self.barrier.exchange(self.index, (label, direction, self.name, own, ready))
+        rounds, device = self.barrier.rounds, own.mean.device
+        if rounds is not None:
+            label = f"rank {rounds.rank}, replica {self.index}"
+            given = _on_host(own) if rounds.device is None else own
+            return _from_host(_checked(self.barrier.exchange(self.index, (label, direction, self.name, given))), device)
+        ready = None
+        if own.mean.is_cuda:  # other threads read the value on other streams
+            ready = torch.cuda.current_stream(device).record_event()
+        received = self.barrier.exchange(self.index, (str(self.index), direction, self.name, own, ready))
         for *_, event in received:
             if event is not None:
                 torch.cuda.current_stream(event.device).wait_event(event)
         return _checked(received)
+
+
+def _on_host(own: Moments) -> Moments:
+    """Copy moments to the host, for which the caller waits once if they are on a GPU."""
+    return Moments(own.size, *host_staging.flat_values(torch.cat([own.mean, own.squares])).chunk(2))
+
+
+def _from_host(shares: Sequence[Moments], device: torch.device) -> list[Moments]:
+    """Copy moments to a GPU in one copy, for which the caller does not wait; others are returned as they are."""
+    if device.type != "cuda" or not shares[0].mean.is_cpu:
+        return list(shares)
+    values = torch.cat([value for share in shares for value in (share.mean, share.squares)])
+    on_device = torch.empty(values.shape, dtype=values.dtype, device=device)
+    host_staging.copy_to_gpus(values, [on_device])
+    return [
+        Moments(share.size, *part.chunk(2)) for share, part in zip(shares, on_device.chunk(len(shares)), strict=True)
+    ]
 
 
 def _checked(received: Sequence[Sequence[Any]]) -> list[Moments]:
@@ -162,4 +183,4 @@ def _checked(received: Sequence[Sequence[Any]]) -> list[Moments]:
             f"replicas are in different layers of batch normalization ({calls}); a network with synchronized batch "
             "statistics must call its layers in the same order on every share of a batch"
         )
-    return [Moments(*moments) for *_, moments, _ in received]
+    return [Moments(*moments) for _, _, _, moments, *_ in received]

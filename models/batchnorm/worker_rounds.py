@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
+
 from gangline.kvstore.group.remote_errors import error_name, error_text, make_error
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
+from gangline.models.batchnorm.joint_statistics import Moments
 from gangline.models.workers import Workers
 
 State = Literal["in a layer", "finished", "without samples", "failed"]
@@ -18,20 +22,49 @@ class WorkerRounds:
     Every worker takes part in every round. If one fails, the next round raises its error on all others.
     """
 
-    def __init__(self, workers: Workers, name: Literal["forward", "backward"]) -> None:
-        """Begin a pass of workers in step. Collective."""
+    def __init__(
+        self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
+    ) -> None:
+        """Begin a pass of workers in step. Collective.
+
+        Args:
+            workers: the workers.
+            name: what the pass is.
+            device: GPU of this worker's only replica if all workers have one, and moments are to stay there.
+        """
         self.rank = workers.rank
+        self.device = device
         self._workers, self._name = workers, name
         self._is_over = False
 
-    def exchange(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values of all workers in rank order: plain data and tensors on the host. Collective.
+    def exchange(self, values: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """Return the values of all workers in rank order: label, direction, name of the layer and moments. Collective.
+
+        Moments are on the host, or on the GPU that the rounds have.
 
         Raises:
             RuntimeError: on all workers, if another worker has finished the pass.
             Exception: the error of a worker that failed.
         """
-        return self._round("in a layer", list(values))
+        if self.device is None:
+            return self._round("in a layer", list(values))
+        ((label, direction, name, own),) = values
+        kind = [own.size, len(own.mean), name_of_dtype(own.mean.dtype)]
+        headers = self._round("in a layer", [[label, direction, name, [self.rank, *kind]]])
+        return self._with_moments(headers, torch.cat([own.mean, own.squares]))
+
+    def _with_moments(self, headers: list[Any], own: torch.Tensor | None = None) -> list[Any]:
+        """Gather the moments on the GPUs, if the headers are of one layer; None: this worker has none. Collective."""
+        if len({(direction, name) for _, direction, name, _ in headers}) > 1:
+            return headers
+        if own is None:
+            _, _, channels, dtype = headers[0][-1]
+            own = torch.zeros(2 * channels, dtype=dtype_named(dtype), device=self.device)
+        gathered = self._workers.all_gather_tensor(own)
+        return [
+            [label, direction, name, Moments(size, *gathered[rank].chunk(2))]
+            for label, direction, name, (rank, size, *_) in headers
+        ]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -44,7 +77,7 @@ class WorkerRounds:
         """Take part in a pass without samples; ``take`` receives the values of each round. Collective."""
         with self._reporting_errors():
             while values := self._round("without samples", []):
-                take(values)
+                take(values if self.device is None else self._with_moments(values))
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[None]:

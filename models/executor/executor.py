@@ -95,6 +95,7 @@ class Executor:
         self.out_of_memory: list[int] = []
         """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
         self._workers = Workers()
+        self._moments_device: torch.device | None = None  # where workers exchange moments; None: on the host
 
     def join(self, workers: Workers) -> None:
         """Take part in the steps of these workers. Collective among workers in step.
@@ -111,6 +112,9 @@ class Executor:
                     "are not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
                 )
             self._batchnorm = self._batchnorm or self._joint_batchnorm()
+            devices = [replica.context.torch_device for replica in self._replicas]
+            has_one_gpu = len(devices) == 1 and devices[0].type == "cuda" and workers.gathers_tensors
+            self._moments_device = devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
         self._workers = workers
 
     def _joint_batchnorm(self) -> JointBatchNorm:
@@ -192,7 +196,7 @@ class Executor:
             copy_statistics(self._replicas[active[0]].network, idle)
 
     def _begin_rounds(self, name: Literal["forward", "backward"]) -> WorkerRounds | None:
-        return WorkerRounds(self._workers, name) if self.joins_workers else None
+        return WorkerRounds(self._workers, name, self._moments_device) if self.joins_workers else None
 
     def _follow(self, rounds: WorkerRounds) -> None:
         assert self._batchnorm is not None

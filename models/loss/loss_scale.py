@@ -8,7 +8,7 @@ torch.amp.GradScaler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,23 @@ import torch
 _INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
 _MINIMUM = 1.0  # gradients that overflow without a scale are not helped by a smaller one
+
+
+def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return whether all gradients are finite: one flag, shape (), for all devices, on a GPU if there is one.
+
+    The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
+    work.
+    """
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            on_device.setdefault(gradient.device, []).append(gradient)
+    flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
+    if not flags:
+        return torch.tensor(True)
+    target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
+    return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
 
 
 class LossScale:
@@ -27,19 +44,9 @@ class LossScale:
         """Number of skipped steps since the last one that was not."""
         self._growth_tracker = 0
 
-    def accepts(
-        self, gradients: Iterable[torch.Tensor], any_worker: Callable[[bool], bool] = lambda overflowed: overflowed
-    ) -> bool:
-        """Return True if all gradients are finite, and adapt the scale; the step must be skipped otherwise.
-
-        ``any_worker`` is the logical or over workers, applied to this worker's overflow.
-        """
-        on_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            if gradient.numel():
-                on_device.setdefault(gradient.device, []).append(gradient)
-        largest = [torch.stack(torch._foreach_norm(tensors, math.inf)).max() for tensors in on_device.values()]
-        if not any_worker(not all(math.isfinite(float(one)) for one in largest)):
+    def accepts(self, overflowed: bool) -> bool:
+        """Adapt the scale to a step; return False if its gradients have overflowed and it must be skipped."""
+        if not overflowed:
             self._growth_tracker, self.skipped = self._growth_tracker + 1, 0
             if self._growth_tracker == _GROWTH_INTERVAL:
                 self.value, self._growth_tracker = self.value * 2, 0

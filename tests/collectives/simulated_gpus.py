@@ -103,6 +103,9 @@ class Stream:
 
 
 class Event:
+    waits: ClassVar[int] = 0
+    """Number of times that the host has waited for a GPU."""
+
     def __init__(self, stream: Stream, number: int) -> None:
         self._stream, self._number = stream, number
 
@@ -110,6 +113,7 @@ class Event:
         return self._stream.reach(self._number)
 
     def synchronize(self) -> None:
+        Event.waits += 1
         until = time.monotonic() + _LIMIT
         while not self.query():
             assert time.monotonic() < until, "what a stream waits for does not come"
@@ -205,12 +209,16 @@ def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
 
         current_stream(card).put(write)
         return kwargs.get("out", args[0]) if func._schema.returns else None
-    shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
+    try:
+        shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
+    except NotImplementedError:  # torch has no shapes for this operation without values
+        shapes = func(*tree_map(_copy, inner), **tree_map(_copy, options))
     made = tree_map(lambda shape: torch.empty_like(shape, device="cpu"), shapes)
 
     def run() -> bool:
         for out, value in zip(tree_leaves(made), tree_leaves(func(*inner, **options)), strict=True):
-            out.copy_(value)
+            if value.numel():  # the host's batch normalization returns nothing where that of a GPU does
+                out.copy_(value)
         return True
 
     current_stream(card).put(run)
@@ -219,6 +227,10 @@ def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
 
 def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, SimulatedGpuTensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _on_meta(value: Any) -> Any:
@@ -249,9 +261,21 @@ def _moved(tensor: Tensor, *args: Any, copy: bool = False, **options: Any) -> Te
     dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype)
     if tensor.device == device and tensor.dtype == dtype and not copy:
         return tensor
+    if isinstance(tensor, SimulatedGpuTensor) and tensor.device != device:
+        return _copied_between_gpus(tensor, device, dtype)
     return on_simulated_gpu(
         _to(tensor.host() if isinstance(tensor, SimulatedGpuTensor) else tensor, dtype), device.index
     )
+
+
+def _copied_between_gpus(tensor: SimulatedGpuTensor, device: torch.device, dtype: torch.dtype) -> SimulatedGpuTensor:
+    """Copy as torch does, for which the host waits in no case: in the order of both GPUs' current streams."""
+    made = on_simulated_gpu(torch.empty_like(tensor.inner, dtype=dtype), device.index)
+    source, target = current_stream(tensor.device), current_stream(device)
+    target.wait_event(source.record_event())  # type: ignore[arg-type]
+    target.put(lambda: made.inner.copy_(tensor.inner) is not None)
+    source.wait_event(target.record_event())  # type: ignore[arg-type]
+    return made
 
 
 def on_simulated_gpu(values: Tensor, index: int = 0) -> SimulatedGpuTensor:
@@ -446,6 +470,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
     _defaults.clear()
     HostRank.calls = []
     HostRank.fails_at = {}
+    Event.waits = 0
     with ExitStack() as stack:
         for target, name, value in (
             (torch.cuda, "current_stream", current_stream),

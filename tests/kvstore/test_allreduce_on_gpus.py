@@ -308,6 +308,26 @@ def test_sums_are_clipped_by_their_common_norm_on_the_gpu() -> None:
             assert value == pytest.approx(-1 / math.sqrt(len(KEYS) * math.prod(SHAPE)), rel=1e-5)
 
 
+def _begun_early(comm: Communicator) -> Any:
+    """Copy from an owner while the caller's kernels run, which write the tensor before and read it afterwards."""
+    with create("allreduce", communicator=comm) as kv:
+        assert isinstance(kv, AllReduceStore)
+        weight, out = (on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank) for _ in range(2))
+        weight.mul_(10)
+        wait = kv.copy_from_owners("weight", [weight], [1], missing=1 << comm.rank, weight=2.0, async_op=True)
+        out.mul_(0)
+        result = wait()
+        out.add_(weight)
+        return out.host().unique().tolist(), result
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_a_copy_that_begins_early_is_ordered_with_the_callers_stream(nccl: str) -> None:
+    with simulated_gpus(nccl=nccl):
+        assert in_threads(2, _begun_early) == [([20.0], (3, 4.0, False))] * 2
+
+
 # On GPUs
 
 

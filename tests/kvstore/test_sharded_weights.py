@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline import DistributedOptimizer, Trainer, create, spawn
+from gangline import Communicator, DistributedOptimizer, Trainer, Work, create, spawn
+from gangline.collectives.errors import DeadNodeError, MismatchError
+from gangline.kvstore.allreduce.store import AllReduceStore
+from tests.collectives.ranks import in_threads, outcomes_in_threads
 
 STEPS = 12
 WORDS, WIDTH = 11, 16
@@ -412,3 +415,136 @@ def test_a_trainer_resumes_with_other_owners_at_the_rate_that_it_is_given(tmp_pa
         assert not found[1]
         for name, value in network.state_dict().items():
             assert torch.allclose(found[0][name], value, rtol=0, atol=1e-11), name
+
+
+# Copies that begin before they are needed
+
+
+class Recorded(AllReduceStore):
+    """Records the calls that the workers make together, and whether they return before they are done."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__("allreduce", communicator)
+        self.copies: list[tuple[str, bool]] = []
+        self.calls: list[str] = []
+
+    def copy_from_owners(self, names: str, *arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        self.copies.append((names, async_op))
+        self.calls.append(f"copy of {names}")
+        return super().copy_from_owners(names, *arguments, async_op=async_op, **options)
+
+    def reduce_to_owners(self, names: str, *arguments: Any, **options: Any) -> Work:
+        self.calls.append(f"reduction of {names}")
+        return super().reduce_to_owners(names, *arguments, **options)
+
+
+class Branched(nn.Module):
+    """Runs its layers in the order that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            data = self.layers[number](data).tanh()
+        return data
+
+
+ORDERS = [[0, 1, 2, 3]] * 3 + [[0, 2, 1, 3]] * 2 + [[0, 1]] + [[0, 1, 2, 3]] * 2
+"""Layers of each step."""
+
+
+def branched_steps(network: Branched, optimizer: Any, after_step: Callable[[], object] = int) -> None:
+    data = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
+    for order in ORDERS:
+        network.order = order
+        optimizer.zero_grad()
+        with torch.no_grad():
+            network(data)
+        network(data).square().mean().backward()
+        optimizer.step()
+        after_step()
+
+
+def follows_branches(communicator: Communicator, networks: list[Branched]) -> Any:
+    network = networks[communicator.rank]  # made before: the threads share a random generator
+    with Recorded(communicator) as store:
+        inner = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, store, shard="weights", memory=[1, 1], network=network)
+        store.copies.clear()
+        begun_early: list[list[bool]] = []
+
+        def after_step() -> None:
+            begun_early.append([is_early for _, is_early in store.copies])
+            store.copies.clear()
+
+        branched_steps(network, optimizer, after_step)
+        return optimizer.model_state_dict(), begun_early, store.calls
+
+
+def test_the_next_modules_weights_are_copied_while_one_runs_and_other_branches_do_without() -> None:
+    torch.manual_seed(0)
+    alone = Branched()
+    branched_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.5, momentum=0.9))
+    (state, begun, calls), (_, other_begun, other_calls) = in_threads(2, follows_branches, [Branched(), Branched()])
+    for name, value in alone.state_dict().items():
+        assert torch.equal(state[name], value), name  # both workers have the same samples, so means are exact
+    assert begun == other_begun
+    assert calls == other_calls
+    known = "-eee -eee -ee"  # of two forwards, and of a backward, which does not need the first layer's weights
+    assert ["".join("-e"[is_early] for is_early in of_step) for of_step in begun] == [
+        one.replace(" ", "")
+        for one in (
+            "---- ---- ---",
+            known,
+            known,
+            "-e--- -e--- -e--",  # the second copy was in vain, and what follows is not known
+            known,
+            "-e- -e- -",
+            "-e-- -e-- -e--",
+            known,
+        )
+    ]
+
+
+def takes_its_own_branch(communicator: Communicator) -> str:
+    network = Branched()
+    with Recorded(communicator) as store:
+        optimizer = wrapped(store, network)
+        for step in range(4):
+            network.order = [0, 3, 1, 2] if step == 3 and store.rank else [0, 1, 2, 3]
+            try:
+                network(torch.ones(2, 6).double()).sum().backward()
+                optimizer.step()
+            except MismatchError as error:
+                assert step == 3
+                return str(error)
+    return ""
+
+
+def test_workers_that_take_different_branches_all_get_an_error() -> None:
+    first, second = in_threads(2, takes_its_own_branch)
+    assert first == second
+    assert "rank 0 called copy of layers.2.weight" in first
+    assert "rank 1 called copy of layers.3.weight" in first
+
+
+def assigns_late(communicator: Communicator) -> None:
+    network = Branched()
+    weight = network.layers[1].weight  # read in a forward, it would be copied first
+    with Recorded(communicator) as store:
+        optimizer = wrapped(store, network, (1, 0))
+        for step in range(2):
+            if step:
+                network.layers[0].register_forward_hook(lambda *_: setattr(weight, "data", torch.ones(6, 6).double()))
+            network(torch.ones(2, 6).double()).sum().backward()
+            optimizer.step()
+
+
+def test_a_weight_that_its_owner_assigns_after_its_copy_has_begun_is_an_error() -> None:
+    first, second = outcomes_in_threads(2, assigns_late)
+    assert "layers.1.weight was assigned while the network ran" in str(first)
+    assert isinstance(second, DeadNodeError)  # the owner has left

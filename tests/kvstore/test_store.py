@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from gangline import Work
 from gangline.kvstore import KVStore, create, register
 from gangline.kvstore import registry as stores
+from gangline.kvstore.buckets import plan
 from gangline.kvstore.local import LocalStore
+from tests.collectives.simulated_gpus import Event, on_simulated_gpu, simulated_gpus
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
 LIMIT = 20.0
@@ -473,3 +475,33 @@ def test_every_built_in_name_has_a_store() -> None:
     for place in stores._BUILT_IN.values():
         module, _, name = place.partition(":")
         assert issubclass(getattr(import_module(f"gangline.kvstore.{module}"), name), KVStore)
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_host_waits_once_for_each_gpu_in_a_push_to_the_local_store_and_never_in_a_pull(
+    is_fused: bool, memory_format: torch.memory_format
+) -> None:
+    keys, like = list(range(3)), torch.ones(2, 3, 4, 5).to(memory_format=memory_format)
+    with simulated_gpus(), create("local") as kv:
+        tensors = [(key, torch.zeros_like(like)) for key in keys]
+        (bucket,) = plan(tensors, 1 << 20)
+        kv.init(keys, [tensor for _, tensor in tensors])
+        if is_fused:
+            kv.fuse(bucket)
+
+        def push(value: float) -> None:
+            kv.push(keys, [[on_simulated_gpu(like * (value + key), card) for card in range(2)] for key in keys])
+
+        push(1.0)
+        assert Event.waits == 2
+        outs = [[on_simulated_gpu(torch.zeros_like(like), card) for card in range(2)] for _ in keys]
+        kv.pull(keys, outs)
+        flat = on_simulated_gpu(torch.zeros(bucket.numel))
+        kv.pull_bucket(bucket, [flat])
+        assert Event.waits == 2
+        push(5.0)  # the GPUs have not read the pulled values yet
+        for key, of_key in zip(keys, outs, strict=True):
+            assert all(out.host().equal(like * 2 * (1 + key)) for out in of_key)
+        assert bucket.views(flat.host())[2].equal(like * 6)

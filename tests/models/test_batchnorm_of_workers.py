@@ -10,11 +10,19 @@ import pytest
 import torch
 from measure import gangline_lines, replicas_are_equal, same_bits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import create
+from gangline.models.batchnorm.joint_statistics import Moments
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm
+from gangline.models.batchnorm.thread_barrier import ThreadBarrier
+from gangline.models.batchnorm.worker_rounds import WorkerRounds
+from gangline.models.workers import Workers
+from tests.collectives.ranks import in_threads
+from tests.collectives.simulated_gpus import SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 from tests.kvstore.parameter_server.processes import run_job
 
 SIDE, CLASSES = 5, 3
@@ -207,3 +215,81 @@ def test_random_layers_between_repeat_bit_for_bit() -> None:
             replicas_are_equal(module)
             found.append(module.get_params())
     assert same_bits(*found)
+
+
+class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the elements of each copy from a simulated GPU to the host, and of each back that the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.to_host: list[int] = []
+        self.to_gpu: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, is_on_gpu = func.overloadpacket.__name__, [isinstance(arg, SimulatedGpuTensor) for arg in args[:2]]
+        if name in ("_to_copy", "_local_scalar_dense") and is_on_gpu[0]:
+            self.to_host.append(args[0].numel())
+        if name == "copy_" and is_on_gpu == [False, True]:
+            self.to_host.append(args[0].numel())
+        if name == "copy_" and is_on_gpu == [True, False] and not (len(args) > 2 and args[2]):
+            self.to_gpu.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+PARTS = [3, 5, 0]
+"""Samples of each worker."""
+
+
+def normalized_on_gpus(comm: Communicator, stays: bool) -> dict[str, Any]:
+    """Run one layer forward on a simulated GPU of each worker, and exchange gradients of its statistics."""
+    card = torch.device("cuda", comm.rank)
+    layer = nn.BatchNorm1d(4, affine=False)
+    layer.running_mean, layer.running_var = (
+        on_simulated_gpu(one, comm.rank) for one in (torch.zeros(4), torch.ones(4))
+    )
+    networks, own = JointBatchNorm([layer]), whole_batch().split(PARTS)[comm.rank]
+    with create("allreduce", communicator=comm) as store, torch.no_grad():
+        workers = Workers(store)
+        rounds, back = (WorkerRounds(workers, name, card if stays else None) for name in ("forward", "backward"))
+        with HostWaits() as waits:
+            if not len(own):
+                rounds.follow(networks.follow)
+                back.follow(networks.follow)
+                output = own
+            else:
+                data = on_simulated_gpu(own, comm.rank)
+                with rounds.running(), networks.forward_section(ThreadBarrier([0], rounds=rounds), 0):
+                    output = layer(data)
+                with back.running(), networks.backward_section(ThreadBarrier([0], rounds=back), 0):
+                    call: Any = layer.forward
+                    moments = call.exchange("backward", Moments(len(own), data[0], data[1]))
+                    total = sum(one.mean for one in moments)
+            found = {"waits": (waits.to_host, waits.to_gpu)}
+        found |= {"output": output.host() if len(own) else own, "mean": layer.running_mean.host()}
+        return found | ({"gradient": total.host()} if len(own) else {})
+
+
+def whole_batch() -> torch.Tensor:
+    return torch.randn(sum(PARTS), 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("nccl", ["", "there is none"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_moments_stay_on_gpus_where_nccl_takes_them_and_cross_once_elsewhere(stays: bool, nccl: str) -> None:
+    whole = nn.BatchNorm1d(4, affine=False)
+    expected = whole(whole_batch()).split(PARTS)
+    with simulated_gpus(nccl=nccl):
+        found = in_threads(3, normalized_on_gpus, stays)
+    for rank, of_rank in enumerate(found):
+        torch.testing.assert_close(of_rank["output"], expected[rank])
+        torch.testing.assert_close(of_rank["mean"], whole.running_mean)
+        has_samples = PARTS[rank] > 0
+        if has_samples:
+            torch.testing.assert_close(of_rank["gradient"], whole_batch()[0] + whole_batch()[3])
+        to_host, to_gpu = of_rank["waits"]
+        assert to_gpu == []
+        if stays and not nccl:
+            assert to_host == []
+        elif not stays:
+            assert to_host == [8, 8] * has_samples  # both moments at once, in forward and in backward

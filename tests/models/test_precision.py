@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from measure import contexts, distance, labelled, same_bits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module
 from gangline.models.checkpoint import checkpoint
-from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.loss_scale import LossScale, all_finite
+from tests.collectives.simulated_gpus import on_simulated_gpu, simulated_gpus
 
 HALVES = [torch.bfloat16, torch.float16]
 FEATURES, CLASSES = 6, 3
@@ -129,15 +132,42 @@ def test_gradients_too_small_for_float16_arrive_thanks_to_the_scale(count: int) 
 
 
 def test_the_scale_doubles_after_2000_calm_steps_as_torchs_does() -> None:
-    scale, finite = LossScale(), [torch.ones(2)]
+    scale = LossScale()
     for _ in range(1999):
-        assert scale.accepts(finite)
+        assert scale.accepts(overflowed=False)
     assert scale.value == FIRST
-    assert scale.accepts(finite)
+    assert scale.accepts(overflowed=False)
     assert scale.value == 2 * FIRST
-    for bad in (math.inf, -math.inf, math.nan):
-        assert not scale.accepts([torch.ones(2), torch.tensor([1.0, bad])])
+    for _ in range(3):
+        assert not scale.accepts(overflowed=True)
     assert scale.value == FIRST / 4
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often the host reads a number from a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", range(4))
+def test_gradients_of_all_gpus_have_one_flag_which_the_host_reads_once(where: int, bad: float) -> None:
+    with simulated_gpus(), HostReads() as reads:
+        values = [torch.ones(3) for _ in range(4)]
+        values[where][1] = bad
+        gradients = [values[0], *(on_simulated_gpu(one, index % 2) for index, one in enumerate(values[1:]))]
+        finite = all_finite(gradients)
+        assert reads.count == 0
+        assert bool(finite) == math.isfinite(bad)
+        assert reads.count == 1
+
+
+def test_no_gradients_are_finite() -> None:
+    assert bool(all_finite([torch.empty(0, 2)]))
 
 
 def test_a_scale_that_never_fits_ends_at_1_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

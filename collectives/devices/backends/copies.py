@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from gangline.collectives import thread_pool
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.compiled_core import core
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
-from gangline.collectives.engine import reduction
+from gangline.collectives.engine import host_staging, reduction
 
 _CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
 _MIN_THREADED = (1 if core else 8) << 20  # bytes of sums below which threads do not pay
@@ -63,6 +64,9 @@ class Copies(Backend):
 def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     """Run `Backend.move` for values and outs on any devices, in any number."""
     transfers = [(values, total, [out for out in outs if out is not total]) for values, total, outs in transfers]
+    if any(total.is_cpu and any(one.is_cuda for one in (*values, *outs)) for values, total, outs in transfers):
+        _move_by_the_host(transfers, op)
+        return
     if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
         transfers = _run_in_chunks(transfers)
     if op == "sum" and len(transfers) >= _LEAST_SMALL:
@@ -72,6 +76,23 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
             _combine(values, total, op)
         for out in outs:
             out.copy_(total, non_blocking=total.is_cuda and out.is_cuda)
+
+
+def _move_by_the_host(transfers: Sequence[Transfer], op: str) -> None:
+    """Combine values of GPUs on the host, for which it waits once for each GPU, and copy totals to GPUs without a wait.
+
+    Copies use pinned memory: from and to other memory each one makes the host wait, and is several times slower.
+    """
+    by_host = [transfer for transfer in transfers if transfer[1].is_cpu]
+    copies = iter(host_staging.copies_on_host([value for values, _, _ in by_host for value in values]))
+    on_host: list[Transfer] = [
+        (list(islice(copies, len(values))), total, [out for out in outs if out.is_cpu])
+        for values, total, outs in by_host
+    ]
+    move(on_host + [transfer for transfer in transfers if not transfer[1].is_cpu], op)
+    for _, total, outs in by_host:
+        if gpus := [out for out in outs if out.is_cuda]:
+            host_staging.copy_to_gpus(total, gpus)
 
 
 def _run_in_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.collectives.simulated_gpus import Stream, current_stream, on_simulated_gpu, simulated_gpus
+from tests.collectives.simulated_gpus import Event, Stream, current_stream, on_simulated_gpu, simulated_gpus
 from tests.kvstore.parameter_server.in_process import Job
 
 pytestmark = pytest.mark.timeout(110)
@@ -44,6 +44,24 @@ def test_a_pull_writes_the_weights_between_the_callers_kernels(kv: DistStore, as
         assert current_stream(CARD) is not kv._streams._streams[CARD]
         assert before.host().unique().tolist() == [1.0]
         assert after.host().unique().tolist() == [5.0]
+
+
+@pytest.mark.parametrize("shape", [(NUMEL,), (4, 5)])
+def test_the_host_waits_once_for_a_push_of_several_keys_and_never_for_a_pull(
+    kv: DistStore, shape: tuple[int, ...]
+) -> None:
+    keys, begun = ["b", "c", "d"], Event.waits
+    kv.init(keys, [torch.zeros(shape) for _ in keys])
+    kv.push(keys, [on_simulated_gpu(torch.full(shape, number + 1.0)) for number in range(3)])
+    assert Event.waits == begun + 1
+    outs = [on_simulated_gpu(torch.zeros(shape)) for _ in keys]
+    transposed = on_simulated_gpu(torch.zeros(shape[::-1]))
+    kv.pull(keys, outs)
+    kv.pull("d", transposed.t() if len(shape) > 1 else transposed)
+    assert Event.waits == begun + 1
+    kv.push(keys, [torch.full(shape, 9.0) for _ in keys])  # the GPU has not read the pulled values yet
+    assert [out.host().unique().tolist() for out in outs] == [[1.0], [2.0], [3.0]]
+    assert transposed.host().unique().tolist() == [3.0]
 
 
 @pytest.mark.gpu
