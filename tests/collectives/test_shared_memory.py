@@ -31,6 +31,7 @@ from gangline.collectives.transports.shm import cma, futex_wakeup, segments, tra
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
+from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 from gangline.collectives.work import Work
 from tests.collectives.ranks import (
     LARGE,
@@ -136,7 +137,12 @@ def _ways(comm: Communicator) -> dict[str, Any]:
     return found
 
 
-def test_registered_memory_is_read_in_place_other_memory_by_cma_or_staged() -> None:
+def test_registered_memory_is_read_in_place_other_memory_by_cma_or_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [Rule(SHARED_LIMIT, Choice("shared")), Rule(None, Choice("two_shot"))]
+    Table({TableKey("all_reduce", "shared_memory", 2, 1): rules}).dump(tmp_path / "tuning.json")
+    monkeypatch.setenv("GANGLINE_TUNING", str(tmp_path / "tuning.json"))  # the core would take all through slots
     nbytes, half = COUNT * 4, COUNT * 2
     for rank, found in enumerate(spawn(_ways, 2, transport="shared_memory", timeout=60)):
         nothing = (0, 0, 0, 0)
