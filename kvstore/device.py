@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gangline.collectives.devices.device_group import require
-from gangline.kvstore.arguments import Value, check_memory, free_memory
+from gangline.kvstore.arguments import Value, check_memory, free_memory, keys_of
 from gangline.kvstore.buckets import Bucket
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer.spec import Key
@@ -46,8 +46,10 @@ class DeviceStore(LocalStore):
     def _initial_device(self, value: torch.Tensor) -> torch.device:
         return value.device
 
-    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
-        new = {key: values for key, values in pairs if key not in self._owners}
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]], *, pulled: bool = False) -> None:
+        if self._owners.keys() >= {*keys_of(pairs)}:
+            return
+        new = {key: values for key, values in pairs if key not in self._owners and len(values) > pulled}
         for key, values in sorted(new.items(), key=lambda pair: -self._entries[pair[0]].stored.nbytes):
             if len(values) == 1:  # a bare tensor: the key moves to its device, and its owner stays undecided
                 self._move(key, values[0].device)
@@ -92,7 +94,7 @@ class DeviceStore(LocalStore):
         if entry.stored.device == device:
             return
         self._unfuse(key)
-        entry.stored = entry.stored.to(device)
+        self._entries[key] = entry = type(entry)(entry.stored.to(device))
         if self._optimizer is not None:
             self._optimizer.add(key, entry.stored)
 
@@ -108,9 +110,9 @@ class NcclStore(DeviceStore):
         super().__init__(name)
         self._checked: set[tuple[torch.device, ...]] = set()
 
-    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]], *, pulled: bool = False) -> None:
         for devices in {tuple(value.device for value in values) for _, values in pairs if len(values) > 1}:
             if devices not in self._checked:
                 require(devices, "nccl")
                 self._checked.add(devices)
-        super()._place(pairs)
+        super()._place(pairs, pulled=pulled)

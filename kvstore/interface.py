@@ -22,14 +22,15 @@ from gangline.kvstore.arguments import (
     RowPulls,
     Value,
     by_key,
+    by_position,
     check_flat,
     check_like,
     check_mean,
     check_shard,
     check_weight,
     checked_priority,
+    keys_of,
     outs,
-    plain,
     pushed,
     pushed_or_none,
     row_pulls,
@@ -45,7 +46,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_Parsed = TypeVar("_Parsed", bound=list[Any])
+_Parsed = TypeVar("_Parsed", bound=Sequence[Any])
 _Result = TypeVar("_Result")
 
 Updater = Callable[[Key, Any, torch.Tensor], None]
@@ -326,7 +327,7 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = self._checked_pairs(pushed, key, value)
         priority = checked_priority(priority)
-        keys = self._check_pushed_once([one for one, _ in pairs])
+        keys = self._check_pushed_once(keys_of(pairs))
         return self._note_pending(keys, self._push(pairs, priority, async_op))
 
     def pull(
@@ -357,7 +358,7 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = self._checked_pairs(outs, key, out)
-        self._check_not_pending([one for one, _ in pairs])
+        self._check_not_pending(keys_of(pairs))
         return self._pull(pairs, checked_priority(priority), async_op)
 
     @refused_on_all_ranks
@@ -885,7 +886,7 @@ class KVStore(abc.ABC):
 
     def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
         """Return keys with their values by `pushed` or `outs`, after all checks."""
-        pairs = cast("_Parsed | None", plain(key, value, self._layout))
+        pairs = cast("_Parsed | None", by_position(key, value, self._layout, written=parse is outs))
         if pairs is None:
             pairs = parse(key, value)
             self._check(pairs)

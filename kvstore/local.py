@@ -6,14 +6,27 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
 
+from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged, tensors_of
+from gangline.kvstore.arguments import (
+    ByPosition,
+    Pairs,
+    Pushed,
+    RowPulls,
+    Value,
+    by_key,
+    keys_of,
+    merged,
+    tensors_of,
+)
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -23,6 +36,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
+_stored, _is_small, _is_cpu = attrgetter("stored"), attrgetter("is_small"), attrgetter("is_cpu")
 _Result = TypeVar("_Result")
 
 
@@ -32,6 +46,9 @@ class _Entry:
 
     stored: torch.Tensor
     sum: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.is_small = self.stored.is_cpu and copies.is_small(self.stored)
 
 
 @dataclass
@@ -56,6 +73,7 @@ class LocalStore(KVStore):
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
         self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
+        self._is_shared = False  # stored values may be in memory that the user has
         self._queue = WorkQueue(in_order=in_order)
         weakref.finalize(self, self._queue.close)
         self._streams = SideStreams()
@@ -71,6 +89,7 @@ class LocalStore(KVStore):
 
     def _use(self, updater: Updater | None, optimizer: KeyedOptimizer | None) -> None:
         self._updater, self._optimizer = updater, optimizer
+        self._is_shared |= updater is not None
         self._pending_sums.clear()
 
     @property
@@ -170,14 +189,18 @@ class LocalStore(KVStore):
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
             replaces = self._updater is None and self._optimizer is None and self._compressed is None
-            if replaces and _are_apart(values, outs):
+            if replaces:
                 self._place(values)
-                self._replace(values, dict(outs))
+                if self._moved_jointly(values, outs):
+                    return
+            pushed, targets = [*values], [*outs]  # made by each loop over a `ByPosition`
+            if replaces and _are_apart(pushed, targets):
+                self._replace(pushed, dict(targets))
             else:
                 self._merge(values)
                 self._copy_out(outs)
 
-        return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
+        return self._start("pushpull", pushpull, values, priority, async_op, outs)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         def pull() -> None:
@@ -203,6 +226,7 @@ class LocalStore(KVStore):
                 if self._optimizer is not None:
                     self._optimizer.add(key, view)
             self._flats[bucket] = flat
+            self._is_shared |= flat.stored is given
 
         self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
 
@@ -261,18 +285,21 @@ class LocalStore(KVStore):
         pairs: Sequence[tuple[Key, Sequence[Value]]],
         priority: int,
         async_op: bool,
+        outs: Pairs = (),
     ) -> Work:
         """Run the operation after earlier ones that use the same keys; on GPUs, on the store's own streams."""
         self._calls_begun += 1
-        tensors = tensors_of(values for _, values in pairs)
-        tensors += [self._entries[key].stored for key, _ in pairs if key in self._entries]
+        keys = [*dict.fromkeys([*keys_of(pairs), *keys_of(outs)])]
+        tensors: list[torch.Tensor] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            tensors = tensors_of(values for _, values in chain(pairs, outs))
+            tensors += [self._entries[key].stored for key in keys if key in self._entries]
         section = self._streams.behind_caller(tensors)
 
         def run() -> None:
             with torch.no_grad(), section:
                 operation()
 
-        keys = [key for key, _ in pairs]
         work = Work(f"{name} of {_shown(keys)}", section.join)
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
@@ -305,7 +332,7 @@ class LocalStore(KVStore):
             for pair in pairs:  # one by one: an updater may call the store, and change the next key
                 [(key, total)] = self._sums([pair], own=True)
                 self._updater(key, total, self._entries[key].stored)
-        else:
+        elif not self._moved_jointly(pairs, []):
             self._replace(pairs, {})
 
     def _merge_bucket(
@@ -349,6 +376,33 @@ class LocalStore(KVStore):
             transfers.append((dense or (), stored, outs.get(key, ())))
         move(transfers)
 
+    def _moved_jointly(self, values: Pushed, outs: Pairs) -> bool:
+        """Replace small values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
+
+        Args:
+            values: values of distinct keys; none: nothing is replaced.
+            outs: outputs of the same keys; none: nothing is copied.
+        """
+        if len(values or outs) < copies.LEAST_JOINT:
+            return False
+        given = [pairs for pairs in (values, outs) if type(pairs) is ByPosition]
+        keys = keys_of(values or outs)
+        if [pairs.key_list for pairs in given] != [keys] * (bool(values) + bool(outs)) or len({*keys}) < len(keys):
+            return False
+        entries = [*map(self._entries.__getitem__, keys)]
+        if not all(map(_is_small, entries)):
+            return False
+        totals, copied = [*map(_stored, entries)], given[-1].tensors if outs else ()
+        summed = given[0].tensors if values else ()
+        if torch.cuda.is_initialized() and not all(map(_is_cpu, chain(*summed, *copied))):  # type: ignore[no-untyped-call]
+            return False
+        if self._is_shared:
+            read = {tensor.data_ptr() for tensor in chain(*summed)}
+            if not read.isdisjoint(total.data_ptr() for total in totals):
+                return False
+        copies.move_jointly(summed, totals, copied)
+        return True
+
     def _sums(self, pairs: Pushed, own: bool) -> list[tuple[Key, torch.Tensor | RowSparse]]:
         """Return the sums, each on its key's device; with ``own``, in buffers that may be changed."""
         transfers: list[Transfer] = []
@@ -368,14 +422,15 @@ class LocalStore(KVStore):
         return sums
 
     def _copy_out(self, pairs: Pairs) -> None:
-        self._place([(key, outs) for key, outs in pairs if len(outs) > 1])
-        move([((), self._entries[key].stored, outs) for key, outs in pairs])
+        self._place(pairs, pulled=True)
+        if not self._moved_jointly([], pairs):
+            move([((), self._entries[key].stored, outs) for key, outs in pairs])
 
     def _initial_device(self, value: torch.Tensor) -> torch.device:  # noqa: ARG002  other stores use it
         """Return the device that stores a key until `_place` moves it."""
         return _HOST
 
-    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
+    def _place(self, pairs: Sequence[tuple[Key, Sequence[Value]]], *, pulled: bool = False) -> None:
         """Choose the device that stores each key from now on; in this store always the host."""
 
     def _device_of(self, bucket: Bucket) -> torch.device:  # noqa: ARG002  other stores use it
@@ -396,14 +451,14 @@ class LocalStore(KVStore):
 
 
 def _shown(keys: Sequence[Any]) -> str:
-    return f"key {keys[0]!r}" if len(set(keys)) == 1 else f"{len(set(keys))} keys"
+    return f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys"
 
 
 def _dense(values: Sequence[Value]) -> Sequence[torch.Tensor] | None:
     """Return the values as dense tensors; None if all are row-sparse."""
-    rows = [isinstance(value, RowSparse) for value in values]
-    if True not in rows and values:
+    if RowSparse not in map(type, values) and values:
         return cast(Sequence[torch.Tensor], values)
+    rows = [isinstance(value, RowSparse) for value in values]
     if False not in rows:
         return None
     return [value.to_dense() if isinstance(value, RowSparse) else value for value in values]

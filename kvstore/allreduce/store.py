@@ -190,7 +190,7 @@ class AllReduceStore(LocalStore):
             self._merge(values)
             self._copy_out(outs)
 
-        return self._start("pushpull", pushpull, [*values, *outs], priority, async_op)
+        return self._start("pushpull", pushpull, values, priority, async_op, outs)
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
         keys = list(dict.fromkeys(key for key, _ in pairs))

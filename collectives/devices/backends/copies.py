@@ -8,9 +8,10 @@ core's cache.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ _MIN_THREADED = (1 if core else 8) << 20  # bytes of sums below which threads do
 _MIN_STREAMED = 1 << 20  # bytes of a sum that bypasses the cache: a smaller one is read again before it leaves it
 
 _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
-_LEAST_SMALL = 8  # tensors for which joint calls pay
+LEAST_JOINT = 8  # tensors for which joint calls pay
 
 _SPAN = 2 << 20  # bytes that a thread takes at once: few enough that no thread waits long for the last one
 
+_is_cpu = attrgetter("is_cpu")
 _Array = np.ndarray[Any, Any]
 _Span = tuple[Transfer, int, int]
 """A transfer, and the first element and the end of the part of it."""
@@ -69,7 +71,7 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
         return
     if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
         transfers = _run_in_chunks(transfers)
-    if op == "sum" and len(transfers) >= _LEAST_SMALL:
+    if op == "sum" and len(transfers) >= LEAST_JOINT:
         transfers = _run_small_jointly(transfers)
     for values, total, outs in transfers:
         if values:
@@ -111,21 +113,39 @@ def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
     left: list[Transfer] = []
     for transfer in transfers:
         values, total, outs = transfer
-        is_small = total.nbytes <= _MOST_SMALL and total.dtype not in reduction.HALVES
-        is_small = is_small and all(tensor.is_cpu for tensor in (total, *values, *outs))
-        (alike[len(values), len(outs)] if is_small else left).append(transfer)
+        (alike[len(values), len(outs)] if is_small(total) else left).append(transfer)
     for some in alike.values():
-        columns = [list(column) for column in zip(*(values for values, _, _ in some), strict=True)]
         totals = [total for _, total, _ in some]
-        read = {value.data_ptr() for column in columns for value in column}
-        if len(some) < _LEAST_SMALL or not read.isdisjoint([total.data_ptr() for total in totals]):
+        columns = [*zip(*(values for values, _, _ in some), strict=True)]
+        copied = [*zip(*(outs for _, _, outs in some), strict=True)]
+        on_host = all(map(_is_cpu, chain(totals, *columns, *copied)))
+        read = {*map(Tensor.data_ptr, chain(*columns))}
+        if len(some) < LEAST_JOINT or not on_host or not read.isdisjoint(map(Tensor.data_ptr, totals)):
             left += some
-            continue
-        for number, column in enumerate(columns):
-            (torch._foreach_add_ if number else torch._foreach_copy_)(totals, column)
-        for outs in zip(*(outs for _, _, outs in some), strict=True):
-            torch._foreach_copy_(list(outs), totals)
+        else:
+            move_jointly(columns, totals, copied)
     return left
+
+
+def move_jointly(
+    values: Iterable[tuple[Tensor, ...]], totals: list[Tensor], outs: Iterable[tuple[Tensor, ...]]
+) -> None:
+    """Run transfers with a call for all of them in place of one for each.
+
+    Args:
+        values: the first value of every transfer, then the second of every one, and so on; all on the CPU.
+        totals: of dtypes other than float16 and bfloat16, on the CPU, none in the memory of a value.
+        outs: the first output of every transfer, and so on.
+    """
+    for number, of_position in enumerate(values):
+        (torch._foreach_add_ if number else torch._foreach_copy_)(totals, of_position)
+    for of_position in outs:
+        torch._foreach_copy_(of_position, totals)
+
+
+def is_small(total: Tensor) -> bool:
+    """Return whether joint calls pay for transfers like this one, and can be used."""
+    return total.nbytes <= _MOST_SMALL and total.dtype not in reduction.HALVES
 
 
 def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:

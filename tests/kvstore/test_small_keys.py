@@ -1,0 +1,144 @@
+"""Calls with many small keys, which are summed and copied by one operation for all: as each key alone, and checked."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from gangline.kvstore import KVStore, create
+from gangline.kvstore.buckets import plan
+
+KEYS = [f"key {number}" for number in range(40)]
+Tensors = list[list[torch.Tensor]]
+
+
+@pytest.fixture(params=["local", "device"])
+def kv(request: pytest.FixtureRequest) -> Any:
+    with create(request.param) as store:
+        store.init(KEYS, [torch.zeros(2, 3) for _ in KEYS])
+        yield store
+
+
+def tensors(value: float, count: int = 2) -> Tensors:
+    return [[torch.full((2, 3), value + place) for place in range(count)] for _ in KEYS]
+
+
+def all_are(outs: Tensors, expected: float) -> bool:
+    return all(out.tolist() == [[expected] * 3] * 2 for of_key in outs for out in of_key)
+
+
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull", "in place"])
+def test_no_python_function_runs_for_each_key(kv: KVStore, call: str) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    kv.pushpull(KEYS, values, outs)  # a device store chooses the keys' devices
+
+    def calls(count: int) -> list[str]:
+        keys, of_keys, into = KEYS[:count], values[:count], outs[:count]
+        run = {
+            "push": lambda: kv.push(keys, of_keys),
+            "pull": lambda: kv.pull(keys, into),
+            "pushpull": lambda: kv.pushpull(keys, of_keys, into),
+            "in place": lambda: kv.pushpull(keys, of_keys),
+        }[call]
+        called: list[str] = []
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return called
+
+    assert calls(40) == calls(20)
+
+
+@pytest.mark.parametrize("name", ["value", "out"])
+def test_a_tensor_that_changed_since_the_last_call_is_checked_again(kv: KVStore, name: str) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    changed = (values if name == "value" else outs)[7][1]
+    kv.pushpull(KEYS, values, outs)
+    for data, error in (
+        (torch.ones(3, 2), r"key 'key 7' has shape \(2, 3\), but got a tensor of shape \(3, 2\)"),
+        (torch.ones(1, 3), "shape"),
+        (torch.ones(2, 3, dtype=torch.int32), "key 'key 7' has dtype torch.float32, but got a tensor of torch.int32"),
+    ):
+        changed.data = data
+        with pytest.raises(ValueError, match=error):
+            kv.pushpull(KEYS, values, outs)
+    changed.data = torch.full((2, 3), 2.0)
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, 3.0)
+    changed.resize_(4, 3)
+    with pytest.raises(ValueError, match="shape"):
+        kv.pushpull(KEYS, values, outs)
+    changed.resize_(2, 3).t_()
+    with pytest.raises(ValueError, match="shape"):
+        kv.pushpull(KEYS, values, outs)
+    changed.t_()
+    for of_key in values:
+        of_key[0].data = torch.full((2, 3), 5.0)  # other memory
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, 7.0)
+
+
+def test_an_output_that_became_expanded_is_refused(kv: KVStore) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    kv.pushpull(KEYS, values, outs)
+    outs[3][0].data = torch.zeros(1, 3).expand(2, 3)
+    with pytest.raises(ValueError, match="expanded"):
+        kv.pushpull(KEYS, values, outs)
+
+
+def test_an_updater_or_optimizer_set_between_two_calls_applies(kv: KVStore) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    for _ in range(2):
+        kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, 3.0)
+    kv.set_updater(lambda _, summed, stored: stored.sub_(summed, alpha=2.0))
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, -3.0)
+    kv.set_optimizer(("sgd", {"lr": 1.0}))
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, -6.0)
+
+
+def test_values_that_autograd_records_are_pushed_and_pulled_into(kv: KVStore) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    values[0][0].requires_grad_()
+    outs[1][1].requires_grad_()
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, 3.0)
+    assert outs[1][1].is_leaf
+
+
+def test_a_key_that_occurs_twice_is_one_push_of_the_sum(kv: KVStore) -> None:
+    values, outs = tensors(1.0), tensors(0.0)
+    kv.pushpull([*KEYS, KEYS[0]], [*values, values[0]], [*outs, outs[0]])
+    assert all_are(outs[1:], 3.0)
+    assert all_are(outs[:1], 6.0)
+
+
+@pytest.mark.parametrize("lender", ["fuse", "updater"])
+def test_a_value_in_the_stores_own_memory_is_summed(kv: KVStore, lender: str) -> None:
+    """The second value of each key is its stored value, which the sum must not overwrite before it is read."""
+    values, stored = tensors(1.0), {}
+    kv.push(KEYS, tensors(1.0))
+    if lender == "fuse":
+        [bucket] = plan([(key, torch.zeros(2, 3)) for key in KEYS], 1 << 20)
+        flat = torch.zeros(bucket.numel)
+        kv.fuse(bucket, flat)
+        stored.update(bucket.views(flat))
+    else:
+        kv.set_updater(lambda key, _, memory: stored.update({key: memory}))
+        kv.push(KEYS, tensors(0.0))
+    given = [[of_key[0], stored[key]] for key, of_key in zip(KEYS, values, strict=True)]
+    if lender == "fuse":
+        outs = tensors(0.0)
+        kv.pushpull(KEYS, given, outs)
+        assert all_are(outs, 4.0)
+    else:
+        kv.set_optimizer(("sgd", {"lr": 1.0}))
+        kv.push(KEYS, given)
+        assert all_are([[stored[key]] for key in KEYS], -1.0)
