@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__SSE2__)
@@ -31,7 +32,10 @@ enum { BLOCK = 1024 };                              /* elements that are reduced
 enum { MOST_OPERANDS = 1024 };
 enum { FIRST_LOOKS = 50 }; /* before other threads may run; a look takes some 20 ns */
 static const size_t ITEM[DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1};
-static const size_t STREAM_BYTES = 1 << 14;  /* from which a copy into a slot bypasses the cache */
+static const size_t STREAM_BYTES = 1 << 14;  /* from which a copy into a slot may bypass the cache */
+enum { WRITE, READ };                        /* uses of a slot whose time is measured */
+enum { SIZES = 6 };                          /* kinds of such copies, by the logarithm of their bytes */
+enum { TRIAL_CALLS = 32 };                   /* copies after which the slower kind is tried again */
 static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the process may run */
 
 /* ---- Arithmetic ---- */
@@ -47,8 +51,8 @@ static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the 
         break;                                                     \
     }
 /* out may be a or b. NaN wins, as in numpy and torch. */
-#define FOLD(T)                                                                                   \
-    static void fold_##T(void *out, const void *a, const void *b, size_t n, int op) {             \
+#define FOLD(T, NAME, TARGET)                                                                     \
+    TARGET static void NAME##_##T(void *out, const void *a, const void *b, size_t n, int op) {    \
         switch (op) {                                                                             \
         case PRODUCT: LOOP(T, u *v)                                                               \
         case MIN: LOOP(T, u < v || u != u ? u : v)                                                \
@@ -56,16 +60,19 @@ static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the 
         default: LOOP(T, u + v)                                                                   \
         }                                                                                         \
     }
-FOLD(float)
-FOLD(double)
-FOLD(int8_t)
-FOLD(int16_t)
-FOLD(int32_t)
-FOLD(int64_t)
-FOLD(uint8_t)
+#define FOLDS(NAME, TARGET)                                                                       \
+    FOLD(float, NAME, TARGET) FOLD(double, NAME, TARGET) FOLD(int8_t, NAME, TARGET)               \
+    FOLD(int16_t, NAME, TARGET) FOLD(int32_t, NAME, TARGET) FOLD(int64_t, NAME, TARGET)           \
+    FOLD(uint8_t, NAME, TARGET)                                                                   \
+    static Fold *const NAME[DTYPES] = {                                                           \
+        NAME##_float, NAME##_double, NAME##_float, NAME##_float, NAME##_int8_t,                   \
+        NAME##_int16_t, NAME##_int32_t, NAME##_int64_t, NAME##_uint8_t};
 typedef void Fold(void *, const void *, const void *, size_t, int);
-static Fold *const FOLDS[DTYPES] = {fold_float,   fold_double,  fold_float,   fold_float,  fold_int8_t,
-                                    fold_int16_t, fold_int32_t, fold_int64_t, fold_uint8_t};
+FOLDS(portable, )
+#if defined(__x86_64__)
+FOLDS(wide, __attribute__((target("arch=haswell"))))
+#endif
+static Fold *const *folds = portable; /* by dtype; those of this processor after PyInit__core */
 
 static inline float float_of(uint32_t bits) {
     float value;
@@ -162,7 +169,7 @@ static void divide(void *values, size_t n, const Reduction *how) {
 static void reduce(const Reduction *how, const char *const *in, size_t p, char *const *out, size_t m, size_t n,
                    int streams) {
     const size_t item = ITEM[how->dtype];
-    Fold *fold = FOLDS[how->dtype];
+    Fold *fold = folds[how->dtype];
     const int is_half = how->dtype == F16 || how->dtype == BF16;
     if (p == 2 && m == 1 && !streams && !is_half) {
         fold(out[0], in[0], in[1], n, how->op);
@@ -196,7 +203,7 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
 /* ---- Slots ---- */
 
 typedef struct {
-    _Atomic int64_t *marks[2]; /* by parity: count, sequence, code */
+    _Atomic int64_t *marks[2]; /* by parity: count, sequence, code, whether the slot was written past the cache */
     char *slots[2];
     _Atomic int64_t *asleep; /* 1 while the rank sleeps until this one wakes it */
 } Peer;
@@ -221,6 +228,9 @@ typedef struct {
     char *out;
     int64_t sequence, done; /* elements */
     int is_second;          /* the parts' results have been published, in place of the operands */
+    int streams;            /* whether the slot was written past the cache */
+    float costs[SIZES][2][2]; /* by size, by that, and by use: ns per byte; 0: not known */
+    unsigned copies;
     Group *group;
 } Slots;
 
@@ -256,6 +266,7 @@ static void publish(Slots *slots) {
     _Atomic int64_t *mark = group->peers[group->rank].marks[count & 1];
     atomic_store_explicit(mark + 1, slots->sequence, memory_order_relaxed);
     atomic_store_explicit(mark + 2, slots->prepared.code, memory_order_relaxed);
+    atomic_store_explicit(mark + 3, slots->streams, memory_order_relaxed);
     atomic_store_explicit(mark, count, memory_order_seq_cst); /* before "asleep" is read */
     for (int64_t r = 0; r < group->size; r++)
         if (r != group->rank && atomic_load_explicit(group->peers[r].asleep, memory_order_seq_cst)) {
@@ -308,15 +319,54 @@ static size_t chunk_of(const Slots *slots) {
     return (size_t)(left < slots->prepared.chunk ? left : slots->prepared.chunk);
 }
 
+/* Cores that share a cache exchange data fastest through it, others past it, by factors of 2 to 5; and virtual cores
+   move. So each rank measures how fast it reads slots of both kinds, and writes its own of the faster kind: the bits are
+   the same. */
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int size_of(size_t nbytes) {
+    int size = 0;
+    while (size < SIZES - 1 && nbytes >= STREAM_BYTES << (size + 1)) size++;
+    return size;
+}
+
+static int should_stream(Slots *slots, size_t nbytes) {
+    if (nbytes < STREAM_BYTES || slots->group->size == 1) return 0;
+    float(*costs)[2] = slots->costs[size_of(nbytes)];
+    int is_trial = ++slots->copies % TRIAL_CALLS == 0;
+    return (costs[1][WRITE] + costs[1][READ] < costs[0][WRITE] + costs[0][READ]) != is_trial;
+}
+
+static void note(Slots *slots, size_t nbytes, int streams, int use, int64_t began) {
+    float found = (float)(nanoseconds() - began) / (float)nbytes, *cost = &slots->costs[size_of(nbytes)][streams][use];
+    if (*cost == 0 || found < *cost) *cost = found;
+    else *cost += ((found < 2 * *cost ? found : 2 * *cost) - *cost) / 8; /* one that was interrupted counts little */
+}
+
+static void note_read(Slots *slots, size_t nbytes, int64_t began) {
+    const Group *group = slots->group;
+    int64_t streamed = 0, parity = slots->exchanges & 1;
+    for (int64_t r = 0; r < group->size; r++)
+        if (r != group->rank) streamed += atomic_load_explicit(group->peers[r].marks[parity] + 3, memory_order_relaxed);
+    if (nbytes >= STREAM_BYTES && (streamed == 0 || streamed == group->size - 1))
+        note(slots, nbytes, streamed > 0, READ, began);
+}
+
 /* Publish the next chunk of the operand. All ranks have read this rank's slot of the same parity: they have published
    the exchange in between. */
 static void publish_chunk(Slots *slots) {
     const Group *group = slots->group;
     const size_t item = ITEM[slots->prepared.dtype], nbytes = chunk_of(slots) * item;
-    const int streams = nbytes >= STREAM_BYTES;
+    slots->streams = should_stream(slots, nbytes);
     char *slot = group->peers[group->rank].slots[(slots->exchanges + 1) & 1];
-    copy(slot, slots->source + (size_t)slots->done * item, nbytes, streams);
-    if (streams) fence();
+    int64_t began = nbytes < STREAM_BYTES ? 0 : nanoseconds();
+    copy(slot, slots->source + (size_t)slots->done * item, nbytes, slots->streams);
+    if (slots->streams) fence();
+    if (nbytes >= STREAM_BYTES) note(slots, nbytes, slots->streams, WRITE, began);
     slots->is_second = 0;
     publish(slots);
 }
@@ -339,7 +389,9 @@ static int proceed(Slots *slots, int holds_gil) {
             size_t begin = n * (size_t)group->rank / p, end = n * ((size_t)group->rank + 1) / p;
             for (size_t r = 0; r < p; r++) in[r] += begin * item;
             char *result = group->peers[group->rank].slots[!parity] + begin * item;
-            reduce(&how, in, p, &result, 1, end - begin, (end - begin) * item >= STREAM_BYTES);
+            int64_t began = nanoseconds();
+            reduce(&how, in, p, &result, 1, end - begin, slots->streams);
+            note_read(slots, n * item, began);
             slots->is_second = 1;
             publish(slots);
             continue;
@@ -351,7 +403,9 @@ static int proceed(Slots *slots, int holds_gil) {
             }
         } else {
             in[group->rank] = slots->source + offset; /* in this core's cache, as the slot is not */
+            int64_t began = n * item < STREAM_BYTES ? 0 : nanoseconds();
             reduce(&how, in, p, &out, 1, n, 0);
+            note_read(slots, n * item, began);
         }
         slots->done += (int64_t)n;
         if (slots->done >= prepared->count) return DONE;
@@ -471,4 +525,9 @@ static PyMethodDef functions[] = {
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", NULL, 0, functions, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__core(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__core(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) folds = wide;
+#endif
+    return PyModule_Create(&definition);
+}

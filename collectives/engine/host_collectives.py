@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import encode_signature, nbytes_of
-from gangline.collectives.engine.engine import Engine
+from gangline.collectives.engine.engine import Engine, Plan
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
     as_rows,
@@ -31,6 +32,7 @@ from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
 
+_TRIAL_CALLS = 16  # of which one tries the slower way, if that is nearly as fast
 _MOST_PREPARED = 4096
 _MOST_ADDRESSES = 64  # whose arrays are kept, for each prepared all-reduce
 _MOST_SLOT_VIEWS = 4096
@@ -52,6 +54,7 @@ class HostCollectives:
         self._transport = resources.transport
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
+        self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
 
     def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce over all ranks; ``result`` may be ``tensor``."""
@@ -66,12 +69,15 @@ class HostCollectives:
             prepared(flat, flat)
         else:
             with self._engine.call(code) as message_tag:
-                values = as_sent(flat, op)
-                chunks = EqualChunks(values, plan.chunks)
-                run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
-                if values is not flat:
-                    flat.copy_(values)
+                self._by_schedule(flat, op, plan, message_tag)
         write_back(result, flat)
+
+    def _by_schedule(self, flat: Tensor, op: str, plan: Plan, message_tag: MessageTag) -> None:
+        values = as_sent(flat, op)
+        chunks = EqualChunks(values, plan.chunks)
+        run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
+        if values is not flat:
+            flat.copy_(values)
 
     def reduce(self, code: int, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
         """Reduce to the root, whose ``result`` may be ``tensor``; on the other ranks ``result`` is None."""
@@ -243,8 +249,14 @@ class HostCollectives:
         code = encode_signature("all_reduce", flat.numel(), flat.dtype, op, None)
         if isinstance(slot_exchange, CompiledSlotExchange):
             prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
-            if prepared is not None:
+            if prepared is not None and flat.nbytes <= SLOT_BYTES:
                 return CompiledAllReduce(self._engine, slot_exchange, prepared, code)
+            if prepared is not None:
+                plan = self._engine.plan("all_reduce", flat.nbytes)
+                assert plan is not None
+                way = partial(self._by_schedule, op=op, plan=plan)
+                costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
+                return LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
         return SmallAllReduce(self._engine, slot_exchange, flat, op, code) if flat.nbytes <= SLOT_BYTES else None
 
     def _divisor(self, op: str) -> int:
@@ -293,7 +305,7 @@ class SlotAllReduce(ABC):
 
 
 class CompiledAllReduce(SlotAllReduce):
-    """The same in C, for tensors of any size."""
+    """The same in C."""
 
     def __init__(self, engine: Engine, slot_exchange: CompiledSlotExchange, prepared: bytes, code: int) -> None:
         super().__init__(engine, code)
@@ -311,6 +323,68 @@ class CompiledAllReduce(SlotAllReduce):
                     raise engine.mismatch(sequence, code, elsewhere)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
+
+
+class Costs:
+    """Measured seconds of two ways to do the same, and the choice between them: the faster one, with some trials."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        self._calls = 0
+
+    def choose(self) -> int:
+        """Return the way of the next call, 0 or 1."""
+        best = int(self._seconds[1] < self._seconds[0])
+        self._calls += 1
+        if not self._seconds[best]:
+            return best
+        period = _TRIAL_CALLS * self._seconds[1 - best] / self._seconds[best]  # the worse a way, the rarer its trials
+        return 1 - best if self._calls % int(period) == 0 else best
+
+    def note(self, way: int, seconds: float) -> None:
+        """Count a call's time; a single slow one counts little."""
+        known = self._seconds[way]
+        self._seconds[way] = seconds if not known or seconds < known else known + (min(seconds, 2 * known) - known) / 4
+
+
+class LargeAllReduce(CompiledAllReduce):
+    """The same for a tensor above a slot: in chunks through the slots, or by the schedule, as rank 0 chooses.
+
+    Chunks are two to three times as fast on idle cores, and slower where ranks wait for a core after each chunk. For
+    two ranks, which add in either order, both ways have the same bits.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        slot_exchange: CompiledSlotExchange,
+        prepared: bytes,
+        code: int,
+        by_schedule: Callable[..., None],
+        costs: Costs,
+    ) -> None:
+        super().__init__(engine, slot_exchange, prepared, code)
+        self._by_schedule, self._costs = by_schedule, costs
+        self._slot_exchange = slot_exchange
+        self._choices = [[slot.numpy() for slot in slots] for slots in slot_exchange.slots(1, torch.uint8)]
+
+    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
+        target = out.data_ptr()
+        source = target if out is tensor else tensor.data_ptr()
+        slot_exchange = self._slot_exchange
+        with self._engine.call(self._code) as message_tag:
+            if slot_exchange.rank == 0:
+                self._choices[slot_exchange.parity][0][0] = self._costs.choose()
+            way = int(self._choices[self._engine.exchange_slots(*message_tag)][0][0])
+            began = time.perf_counter()
+            if way:
+                flat = data_of(out).view(-1)
+                if out is not tensor:
+                    copy_values(flat, tensor.reshape(-1))
+                self._by_schedule(flat, message_tag=message_tag)
+            elif elsewhere := self._all_reduce(source, target, *message_tag):
+                raise self._engine.mismatch(*message_tag, elsewhere)
+            self._costs.note(way, time.perf_counter() - began)
 
 
 class SmallAllReduce(SlotAllReduce):

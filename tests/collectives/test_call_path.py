@@ -19,8 +19,8 @@ from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.tuner import SHARED_LIMIT
 from tests.collectives.ranks import exchange_over
 
-FRAMES_TO_SEND = 5
-FRAMES_TO_READ = 8
+FRAMES_TO_SEND = 6
+FRAMES_TO_READ = 9
 CALLS = 8
 ROUNDS = {"auto": 4, "shared_memory": 4, "ipc": 4, "tcp": 4}
 ROUNDS_OF_FALLBACK = 6
@@ -69,27 +69,25 @@ def test_a_large_all_reduce_of_three_ranks_reaches_the_bytes_in_few_frames() -> 
         assert 1 < len(longest["read"]) <= FRAMES_TO_READ, longest["read"]
 
 
-def _calls_of_an_all_reduce(comm: Communicator) -> list[int]:
-    counts = []
-    for tensor in (torch.ones(1), torch.ones(SHARED_LIMIT)):
-        comm.all_reduce(tensor)  # prepares it
-        calls: list[str] = []
+def _calls_of_an_all_reduce(comm: Communicator) -> list[str]:
+    tensor = torch.ones(SHARED_LIMIT // 4)
+    comm.all_reduce(tensor)  # prepares it
+    calls: list[str] = []
 
-        def note(frame: FrameType, event: str, _: object, calls: list[str] = calls) -> None:
-            if event == "call":
-                calls.append(frame.f_code.co_qualname)
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
 
-        sys.setprofile(note)
-        comm.all_reduce(tensor)
-        sys.setprofile(None)
-        counts.append(len(calls))
-    return counts
+    sys.setprofile(note)
+    comm.all_reduce(tensor)
+    sys.setprofile(None)
+    return calls
 
 
 @pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")
 def test_an_all_reduce_through_the_compiled_core_takes_few_python_calls() -> None:
-    for counts in spawn(_calls_of_an_all_reduce, 2, transport="shared_memory", timeout=60):
-        assert max(counts) <= CALLS, counts
+    for calls in spawn(_calls_of_an_all_reduce, 2, transport="shared_memory", timeout=60):
+        assert len(calls) <= CALLS, calls
 
 
 class _CountingExchange:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gangline.collectives import compiled_core
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.communicator import Communicator
+from gangline.collectives.engine.host_collectives import Costs
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import SLOT_BYTES
@@ -197,3 +198,17 @@ def test_without_the_core_the_same_tests_pass() -> None:
 def test_the_core_is_built_where_a_compiler_is() -> None:
     if shutil.which("gcc"):
         assert importlib.util.find_spec("gangline._core") is not None
+
+
+def test_the_faster_way_is_taken_and_the_slower_one_tried_rarely() -> None:
+    costs = Costs()
+    taken = []
+    for call in range(1000):
+        way = costs.choose()
+        taken.append(way)
+        seconds = (1.0, 3.0) if call < 500 else (9.0, 3.0)
+        costs.note(way, 100.0 if call == 20 else seconds[way])  # a single late call changes nothing
+    assert taken[:2] == [0, 1]
+    assert sum(taken[2:500]) <= 498 // (16 * 3) + 1
+    assert sum(taken[520:]) >= 480 - 480 // 16
+    assert 0 in taken[520:]

@@ -19,8 +19,8 @@ from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
 
 _CACHE_LINE = 64  # bytes
-_LARGEST_SLOT = 4 * SLOT_BYTES  # of `CompiledSlotExchange`, which sends larger tensors in chunks of that size
-_SEGMENT_BYTES = 2 * (_CACHE_LINE + _LARGEST_SLOT)  # pages that are never touched take no memory
+_SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
+_CHUNK_BYTES = 1 << 19  # of a larger tensor: what two ranks write and read stays in their caches
 _BY_PART_BYTES = 1 << 16  # from which more than two ranks reduce a part each
 
 
@@ -83,7 +83,7 @@ class SharedSlotExchange(SlotExchange):
         return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
 
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
-        offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + _LARGEST_SLOT]
+        offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
         return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
@@ -119,10 +119,10 @@ class CompiledSlotExchange(SharedSlotExchange):
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         super().__init__(group, wait_policy)
-        words = [self.size, self.rank, _LARGEST_SLOT, *self._wakeup.compiled_group]
+        words = [self.size, self.rank, SLOT_BYTES, *self._wakeup.compiled_group]
         for segment, asleep in zip(self._segments, self._wakeup.compiled_peers, strict=True):
             slots = segment.address + 2 * _CACHE_LINE
-            words += [segment.address, segment.address + _CACHE_LINE, slots, slots + _LARGEST_SLOT, asleep]
+            words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
         assert core is not None
         self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
 
@@ -144,7 +144,7 @@ class CompiledSlotExchange(SharedSlotExchange):
             return None
         number, operation, parts = how
         nbytes = count * dtype.itemsize
-        chunk = min(nbytes, _LARGEST_SLOT) // (dtype.itemsize // parts)
+        chunk = (nbytes if nbytes <= SLOT_BYTES else _CHUNK_BYTES) // (dtype.itemsize // parts)
         by_part = self.size > 2 and nbytes >= _BY_PART_BYTES
         divisor = self.size if op == "mean" else 1
         return struct.pack("7q", count * parts, number, operation, divisor, code, max(chunk, 1), by_part)
