@@ -109,6 +109,8 @@ class NcclSelection:
                 getattr(nccl, name)(*arguments)
             self._watch_call(code)
         except BaseException as error:  # noqa: BLE001  raised again
+            if isinstance(error, Exception):
+                self._engine.check_open()  # an abort is the reason for NCCL's error
             raise self._engine.failed(error, code) from None
 
     def _watch_call(self, code: int) -> None:

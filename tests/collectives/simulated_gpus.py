@@ -5,8 +5,15 @@ without waiting for it gets the old one. Those on side streams run late too, or 
 either, by chance: a section that does not wait for the caller's stream then reads what is not written yet. Tests run in
 several orders by the fixture `stream_order`.
 
-What this cannot show: speed, memory that a kernel writes outside its tensors, and the order of kernels on one stream of
-different libraries.
+Memory that is freed is poisoned after the work of its own stream and of those that `record_stream` named, and must not
+be written afterwards. The first call of NCCL between ranks waits until both are in it. A graph's capture forbids waits
+and queries, events have times, and `counted` counts what a step has the host do.
+
+What this cannot show: speed, and whether kernels and copies overlap; memory that a kernel writes outside its tensors,
+or that is too little; freed memory that other work happens to read before it is poisoned; host memory that changes
+while a ``non_blocking`` `Tensor.to` copies from it, because that takes the values at once; kernels of one stream from
+different libraries; the replay of a graph, whose kernels run once; contexts of CUDA on other GPUs; times between two
+streams; and operations whose results' sizes depend on values.
 """
 
 from __future__ import annotations
@@ -16,17 +23,20 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gangline.collectives.devices import device_group, nccl_selection
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine import host_staging
 
@@ -36,11 +46,20 @@ FUNCTIONS = {0: torch.add, 1: torch.mul, 2: torch.maximum, 3: torch.minimum}
 """Dtypes and operations by their numbers in NCCL."""
 _MEAN = 4
 aten = torch.ops.aten
-_LIMIT = 20.0
+LIMIT_SECONDS = 20.0
+GPUS = 4
+POISON = 77
+"""Value of memory that nothing has written yet, and byte of freed memory."""
 _lock = threading.RLock()
 _here = threading.local()
 _defaults: dict[torch.device, Stream] = {}
 _streams: dict[int, Stream] = {}
+_captured: dict[Stream, Stream] = {}
+"""Streams that graphs are captured from, each with the first one of its graph."""
+_refused: list[str] = []
+"""Threads that made a call which is forbidden meanwhile."""
+_memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
+_freed: list[torch.UntypedStorage] = []
 _AT_ONCE = {aten.detach.default, aten.view.default, aten.as_strided.default, aten.new_empty.default, aten.t.default}
 _FOR_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default}
 _AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind.int, aten.alias.default}
@@ -76,48 +95,170 @@ class Stream:
 
     def put(self, operation: Callable[[], bool]) -> None:
         with _lock:
+            self.append(operation)
+            is_side = all(self is not default for default in _defaults.values())
+            if is_side and not self._is_running and _is_early():
+                self.reach(self._put)
+
+    def append(self, operation: Callable[[], bool]) -> None:
+        """Put an operation that does not run yet, whatever the order."""
+        with _lock:
             self._operations.append(operation)
             self._put += 1
-            is_side = all(self is not default for default in _defaults.values())
-            if is_side and not self._is_running and _is_early():  # not when an operation frees a tensor
-                self.reach(self._put)
 
     def reach(self, number: int) -> bool:
         with _lock:
-            before, self._is_running = self._is_running, True
+            if self._is_running:
+                return self._done >= number
+            self._is_running = True
             try:
                 while self._done < number:
                     if not self._operations[0]():
                         return False
-                    self._operations.popleft()
                     self._done += 1
+                    self._operations.popleft()
                 return True
             finally:
-                self._is_running = before
+                self._is_running = False
 
     def record_event(self) -> Event:
-        return Event(self, self._put)
+        event = Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
-        self.put(event.query)
+        stream, number = event._stream, event._number
+        if stream in _captured:  # the capture goes on here
+            _captured[self] = _captured[stream]
+        self.put(lambda: stream.reach(number))
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def drop(self) -> None:
+        self._operations.clear()
+        self._done = self._put
 
 
 class Event:
+    """Event whose time, in milliseconds, is the number of operations that its stream has got before it."""
+
     waits: ClassVar[int] = 0
     """Number of times that the host has waited for a GPU."""
 
-    def __init__(self, stream: Stream, number: int) -> None:
-        self._stream, self._number = stream, number
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._is_timed = enable_timing
+
+    device = property(lambda self: self._stream.device)
+
+    def record(self, stream: Any) -> None:
+        self._stream: Stream = stream
+        self._number = stream._put
+        self._is_complete = False
 
     def query(self) -> bool:
-        return self._stream.reach(self._number)
+        _refuse_in_capture()
+        self._is_complete = self._stream.reach(self._number)
+        return self._is_complete
 
     def synchronize(self) -> None:
         Event.waits += 1
-        until = time.monotonic() + _LIMIT
-        while not self.query():
-            assert time.monotonic() < until, "what a stream waits for does not come"
-            time.sleep(0.001)
+        if not self._is_complete:  # as far as the host knows
+            _count(self.device).waits.append(threading.current_thread().name)
+        _wait_until(self.query, f"an event on {self.device}")
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._is_timed and end._is_timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        assert self._stream is end._stream, "times are simulated on one stream only"
+        return float(end._number - self._number)
+
+
+def _wait_until(is_true: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + LIMIT_SECONDS
+    while not is_true():
+        if time.monotonic() > until:
+            raise RuntimeError(f"a simulated GPU waited {LIMIT_SECONDS:g} s for {what}, which does not come")
+        time.sleep(0.001)
+
+
+@dataclass
+class Counts:
+    """What a GPU had the host do: waits, by the waiting thread's name, and elements of copies."""
+
+    waits: list[str] = field(default_factory=list)
+    to_host: list[int] = field(default_factory=list)
+    to_gpu: list[int] = field(default_factory=list)
+
+
+_counts: dict[torch.device, Counts] = {}
+
+
+@contextmanager
+def counted(index: int = 0) -> Iterator[Counts]:
+    """Count from here on what a GPU has the host do, in all threads."""
+    _counts[torch.device("cuda", index)] = counts = Counts()
+    yield counts
+    del _counts[torch.device("cuda", index)]
+
+
+def _count(card: torch.device) -> Counts:
+    return _counts.get(card) or Counts()
+
+
+@contextmanager
+def capture(stream: Any) -> Iterator[None]:
+    """Capture a stream as `torch.cuda.graph` does: until the end no thread may query or wait, unless it is relaxed.
+
+    What is captured runs once, as if the graph was replayed once.
+    """
+    _captured[stream], refused = stream, len(_refused)
+    try:
+        with _on(stream):
+            yield
+    finally:
+        for joined in [one for one, first in _captured.items() if first is stream]:
+            del _captured[joined]
+    if len(_refused) > refused:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def _is_capturing() -> bool:
+    return current_stream(torch.device("cuda", _current_device())) in _captured
+
+
+def _refuse_in_capture() -> None:
+    if _captured and not getattr(_here, "is_relaxed", False):
+        _refused.append(threading.current_thread().name)
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def _relax() -> None:
+    _here.is_relaxed = True
+
+
+class _Memory:
+    """Memory of tensors; once there are none, other tensors may get it when its streams have done their work."""
+
+    def __init__(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        self.storage, self.streams = storage, {stream}
+
+    def __del__(self) -> None:
+        """Poison the memory after the earlier operations of all its streams."""
+        storage, left = self.storage, len(self.streams)
+
+        def free() -> bool:
+            nonlocal left
+            left -= 1
+            if not left:
+                storage.fill_(POISON)
+                _freed.append(storage)
+            return True
+
+        for stream in self.streams:
+            stream.append(free)
 
 
 class SimulatedGpuTensor(torch.Tensor):
@@ -125,8 +266,7 @@ class SimulatedGpuTensor(torch.Tensor):
 
     inner: Tensor
     card: torch.device
-    streams: set[Stream]
-    """Streams that may still use the memory: the one on which it was allocated, and recorded ones."""
+    memory: _Memory
 
     @staticmethod
     def __new__(cls, inner: Tensor, card: torch.device) -> SimulatedGpuTensor:
@@ -138,33 +278,47 @@ class SimulatedGpuTensor(torch.Tensor):
             dtype=inner.dtype,
             device="meta",
         )
-        made.inner, made.card, made.streams = inner, card, {current_stream(card)}
+        made.inner, made.card = inner, card
+        storage = inner.untyped_storage()
+        with _lock:
+            made.memory = _memories.get(storage.data_ptr()) or _Memory(storage, current_stream(card))
+            if storage.nbytes():
+                _memories[storage.data_ptr()] = made.memory
         return made
-
-    def __del__(self) -> None:
-        """Free the memory after the streams' earlier operations, as the allocator of CUDA does."""
-        inner = self.inner
-        for stream in self.streams:
-            stream.put(lambda: inner is not None)
 
     device = property(lambda self: self.card)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: SimulatedGpuTensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.inner, self.card, self.memory = value.inner, value.card, value.memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.detach().clone()
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
     def record_stream(self, stream: Any) -> None:
         assert stream.device == self.card
-        self.streams.add(stream)
+        self.memory.streams.add(stream)
 
     def host(self) -> Tensor:
-        """Return the values after the current stream's earlier operations."""
-        current_stream(self.card).record_event().synchronize()
+        """Return the values after the current stream's earlier operations, for a test: it is not counted."""
+        event = current_stream(self.card).record_event()
+        _wait_until(event.query, f"the values on {self.card}")
         return self.inner.clone()
 
     def tolist(self) -> Any:
-        return self.host().tolist()
+        current_stream(self.card).synchronize()
+        return self.inner.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +328,8 @@ class SimulatedGpuTensor(torch.Tensor):
         inner = [_inner(arg) for arg in args]
         stream = current_stream(card)
         if func in _FOR_THE_HOST or (func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")):
-            stream.record_event().synchronize()
+            stream.synchronize()
+            _count(card).to_host.append(inner[0].numel())
             return func(*inner, **kwargs)
         if func in _AT_ONCE or func.is_view:
             made = func(*inner, **{name: value for name, value in kwargs.items() if name == "dtype"})
@@ -190,10 +345,18 @@ class SimulatedGpuTensor(torch.Tensor):
             return SimulatedGpuTensor(made, card)
         if func is not aten.copy_.default:
             return _kernel(func, args, kwargs, card)
+        on_gpu = [isinstance(arg, SimulatedGpuTensor) for arg in args[:2]]
+        if all(on_gpu) and args[1].card != card:  # as torch: on the source's stream, between both streams' work
+            source = current_stream(args[1].card)
+            source.wait_event(stream.record_event())
+            source.put(lambda: func(*inner) is not None)
+            stream.wait_event(source.record_event())
+            return args[0]
         stream.put(lambda: func(*inner) is not None)
-        waits = func is aten.copy_.default and not (len(args) > 2 and args[2])
-        if waits and not all(isinstance(arg, SimulatedGpuTensor) for arg in args[:2]):
-            stream.record_event().synchronize()
+        if not all(on_gpu):
+            (_count(card).to_gpu if on_gpu[0] else _count(card).to_host).append(args[0].numel())
+            if not (len(args) > 2 and args[2]):
+                stream.synchronize()
         return args[0]
 
 
@@ -211,13 +374,13 @@ def _kernel(func: Any, args: Any, kwargs: Any, card: torch.device) -> Any:
         return kwargs.get("out", args[0]) if func._schema.returns else None
     try:
         shapes = func(*tree_map(_on_meta, inner), **tree_map(_on_meta, options))
-    except NotImplementedError:  # torch has no shapes for this operation without values
-        shapes = func(*tree_map(_copy, inner), **tree_map(_copy, options))
+    except NotImplementedError:  # the operation has no kernel that gives shapes alone
+        shapes = func(*tree_map(_as_ones, inner), **tree_map(_as_ones, options))
     made = tree_map(lambda shape: torch.empty_like(shape, device="cpu"), shapes)
 
     def run() -> bool:
         for out, value in zip(tree_leaves(made), tree_leaves(func(*inner, **options)), strict=True):
-            if value.numel():  # the host's batch normalization returns nothing where that of a GPU does
+            if value.numel():  # a CPU kernel may leave out what a GPU's gives
                 out.copy_(value)
         return True
 
@@ -229,12 +392,12 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, SimulatedGpuTensor) else value
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _as_ones(value: Any) -> Any:
+    return torch.ones_like(value) if isinstance(value, Tensor) else value
 
 
 def _made_there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -243,17 +406,25 @@ def _made_there(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, device: Any = None, **options: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
             return make(*args, device=device, **options)
-        values = make(*[_inner(arg) for arg in args], device="cpu", **options)
-        return on_simulated_gpu(values, torch.device(device).index)
+        values, card = make(*[_inner(arg) for arg in args], device="cpu", **options), torch.device(device)
+        if make is _tensor:
+            _count_upload(values, card)
+        return on_simulated_gpu(values, card.index)
 
     return made
 
 
-_to = Tensor.to
+_tensor, _to = torch.tensor, Tensor.to
+
+
+def _count_upload(values: Tensor, card: torch.device, *, waits: bool = True) -> None:
+    _count(card).to_gpu.append(values.numel())
+    if waits:
+        current_stream(card).synchronize()
 
 
 def _moved(tensor: Tensor, *args: Any, copy: bool = False, **options: Any) -> Tensor:
-    """Run `Tensor.to`, which may name a simulated GPU."""
+    """Run `Tensor.to`, which may name a simulated GPU; the result has no autograd history."""
     given = [arg for arg in args if isinstance(arg, torch.device)]
     device = given[0] if given else options.get("device")
     if not isinstance(device, torch.device) or device.type != "cuda":
@@ -263,9 +434,11 @@ def _moved(tensor: Tensor, *args: Any, copy: bool = False, **options: Any) -> Te
         return tensor
     if isinstance(tensor, SimulatedGpuTensor) and tensor.device != device:
         return _copied_between_gpus(tensor, device, dtype)
-    return on_simulated_gpu(
-        _to(tensor.host() if isinstance(tensor, SimulatedGpuTensor) else tensor, dtype), device.index
-    )
+    if isinstance(tensor, SimulatedGpuTensor):
+        return on_simulated_gpu(torch.empty_like(tensor.inner, dtype=dtype), device.index).copy_(tensor.detach())
+    waits = not (options.get("non_blocking") or any(arg is True for arg in args))
+    _count_upload(tensor, device, waits=waits)
+    return on_simulated_gpu(_to(tensor, dtype), device.index)
 
 
 def _copied_between_gpus(tensor: SimulatedGpuTensor, device: torch.device, dtype: torch.dtype) -> SimulatedGpuTensor:
@@ -281,10 +454,9 @@ def _copied_between_gpus(tensor: SimulatedGpuTensor, device: torch.device, dtype
 def on_simulated_gpu(values: Tensor, index: int = 0) -> SimulatedGpuTensor:
     """Return a tensor on a simulated GPU; a kernel on the current stream writes its values."""
     card = torch.device("cuda", index)
-    made = SimulatedGpuTensor(torch.full_like(values, 77 if values.dtype != torch.bool else True), card)
-    kept = values.clone()
-    current_stream(card).put(lambda: made.inner.copy_(kept) is not None)
-    return made
+    inner, kept = torch.full_like(values, POISON if values.dtype != torch.bool else True), values.clone()
+    current_stream(card).put(lambda: inner.copy_(kept) is not None)
+    return SimulatedGpuTensor(inner, card)
 
 
 def current_stream(device: torch.device) -> Stream:
@@ -295,15 +467,25 @@ def current_stream(device: torch.device) -> Stream:
         return chosen.get(str(device)) or _defaults[device]  # type: ignore[call-overload,no-any-return]
 
 
+def _current_device() -> int:
+    return getattr(_here, "index", 0)
+
+
+def _set_device(device: Any) -> None:
+    _here.index = torch.device("cuda", device).index if isinstance(device, int) else device.index
+
+
 @contextmanager
 def _on(stream: Stream) -> Iterator[None]:
-    chosen = _here.__dict__
+    chosen, index = _here.__dict__, _current_device()
     before = chosen.get(str(stream.device))
     chosen[str(stream.device)] = stream
+    _here.index = stream.device.index
     try:
         yield
     finally:
         chosen[str(stream.device)] = before
+        _here.index = index
 
 
 def reduced(values: Sequence[Tensor], op: int) -> Tensor:
@@ -366,6 +548,10 @@ class HostRank(NcclCalls):
         return cls(device, unique_id, rank, size)
 
     @classmethod
+    def for_gpus(cls, gpus: Sequence[int]) -> HostGpus:
+        return HostGpus(gpus)
+
+    @classmethod
     def unique_id(cls) -> bytes:
         return next(cls._ids).to_bytes(128, "little")
 
@@ -378,6 +564,7 @@ class HostRank(NcclCalls):
         group, self._group = self._group, None
         if not group:
             return
+        self._connect({peer for _, _, _, peer, _ in group})
         posted: list[None] = []
         taken = [one for one in group if one[0] == "receive"]
         given = [one for one in group if one[0] == "send"]
@@ -400,6 +587,17 @@ class HostRank(NcclCalls):
 
         _streams[group[0][4]].put(messages)
 
+    def _connect(self, peers: Iterable[int]) -> None:
+        """Block until these ranks are in a call with this one too, as NCCL does in the first call of two ranks."""
+        reached = self._table["connections"]
+        reached.update({(self._rank, peer): None for peer in peers})
+        _wait_until(
+            lambda: self.is_aborted or all((peer, self._rank) in reached for peer in peers),
+            f"ranks {sorted(peers)} to be in a call of NCCL with rank {self._rank}",
+        )
+        if self.is_aborted:
+            raise RuntimeError("NCCL's call was aborted")
+
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         assert self._group is not None
         self._group.append(("send", source, nbytes, to, stream))
@@ -417,14 +615,18 @@ class HostRank(NcclCalls):
         self.is_destroyed = True
 
     def _call(self, name: str, *arguments: int) -> None:
+        if self.fails_at.get(self._rank) == name:
+            raise RuntimeError(f"NCCL has had enough of {name}")
+        self._connect(range(self._size))
+        self.launch(name, *arguments)
+
+    def launch(self, name: str, *arguments: int) -> None:
         _, source, target, count, dtype, op, root, stream = arguments
         given = count * self._size if name == "reduce_scatter" else count
         taken = count * self._size if name == "all_gather" else count
-        if self.fails_at.get(self._rank) == name:
-            raise RuntimeError(f"NCCL has had enough of {name}")
         self._number += 1
         with _lock:
-            there = self._table["call", self._number]
+            there, streams = self._table["call", self._number], self._table["streams", self._number]
         own: list[Tensor] = []
 
         def kernel() -> bool:
@@ -434,6 +636,8 @@ class HostRank(NcclCalls):
                 own.append(at(source, given, dtype).clone())
                 there[self._rank] = (own[0], (name, given, taken, dtype, op, root))
                 HostRank.calls.append((name, len(there)))
+            for other, number in list(streams.items()):  # other GPUs run too while this one waits
+                other.reach(number)
             if len(there) < self._size:
                 return False
             assert len({said for _, said in there.values()}) == 1
@@ -447,7 +651,32 @@ class HostRank(NcclCalls):
                 at(target, taken, dtype).copy_(reduced(values, op)[first : first + taken])
             return True
 
-        _streams[stream].put(kernel)
+        with _lock:
+            streams[_streams[stream]] = _streams[stream]._put + 1
+            _streams[stream].put(kernel)
+
+
+class HostGpus(NcclCalls):
+    """NCCL for the GPUs of one process, whose calls meet at the end of a group."""
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        unique_id, size = HostRank.unique_id(), len(gpus)
+        self._ranks = [HostRank(torch.device("cuda", gpu), unique_id, index, size) for index, gpu in enumerate(gpus)]
+        self._group: list[Any] | None = None
+
+    def start(self) -> None:
+        assert self._group is None
+        self._group = []
+
+    def end(self) -> None:
+        assert self._group is not None
+        group, self._group = self._group, None
+        for position, call in group:
+            self._ranks[position].launch(*call)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        assert self._group is not None, f"{name} outside of a group waits for the other GPUs for ever"
+        self._group.append((arguments[0], (name, *arguments)))
 
 
 def at(address: int, count: int, dtype: int) -> Tensor:
@@ -468,6 +697,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
         nccl: reason why NCCL cannot be used; "" if it can.
     """
     _defaults.clear()
+    _freed.clear()
     HostRank.calls = []
     HostRank.fails_at = {}
     Event.waits = 0
@@ -475,17 +705,31 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
         for target, name, value in (
             (torch.cuda, "current_stream", current_stream),
             (torch.cuda, "Stream", Stream),
+            (torch.cuda, "Event", Event),
             (torch.cuda, "stream", _on),
-            (torch.cuda, "set_device", lambda device: None),
-            (torch.cuda, "current_device", lambda: 0),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "set_device", _set_device),
+            (torch.cuda, "current_device", _current_device),
+            (torch.cuda, "is_current_stream_capturing", _is_capturing),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
+            (torch.cuda, "device_count", lambda: GPUS),
+            (torch.cuda, "can_device_access_peer", lambda one, other: True),
+            (torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(GPUS))),
+            (device_group, "_groups", {}),
             (host_staging, "pinned_memory", _host_memory),
             (nccl_bindings, "missing", lambda name: nccl),
+            (nccl_selection, "_allow_queries_during_capture", _relax),
         ):
             stack.enter_context(patch.object(target, name, value))
-        for name in ("empty", "empty_like", "zeros"):
+        for name in ("empty", "empty_like", "zeros", "tensor"):
             stack.enter_context(patch.object(torch, name, _made_there(getattr(torch, name))))
         stack.enter_context(patch.object(Tensor, "to", _moved))
         stack.enter_context(patch.dict(nccl_bindings.BINDINGS, dict.fromkeys(nccl_bindings.BINDINGS, HostRank)))
         yield
+        with _lock:
+            for stream in _streams.values():
+                stream.reach(stream._put)
+            for stream in _streams.values():
+                stream.drop()
+        for storage in _freed:
+            values = torch.tensor([], dtype=torch.uint8).set_(storage)
+            assert (values == POISON).all(), "freed memory was written: record_stream() lacks the stream that writes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Communicator, Context, Module, cpu, gpu, num_gpus, spawn
 from gangline.collectives import context
@@ -22,29 +22,11 @@ from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.interface import KVStore
 from tests.collectives.ranks import in_threads
-from tests.collectives.simulated_gpus import HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
+from tests.collectives.simulated_gpus import HostRank, counted, on_simulated_gpu, simulated_gpus
 
 KEYS = [f"key {number}" for number in range(7)]
 SHAPE = (5, 3)
 NO_NCCL = "nothing to reduce by"
-
-
-class HostCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the numbers of elements that are copied from simulated GPUs to the host, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.to_host: list[int] = []
-        self.to_gpu: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        on_gpu = [isinstance(arg, SimulatedGpuTensor) for arg in args[:2]]
-        if name in ("_to_copy", "_local_scalar_dense") and on_gpu[0]:
-            self.to_host.append(args[0].numel())
-        if name == "copy_" and on_gpu[0] != on_gpu[1]:
-            (self.to_gpu if on_gpu[0] else self.to_host).append(args[0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 def fused(kv: KVStore, located: Callable[[Tensor], Tensor]) -> Bucket:
@@ -83,7 +65,7 @@ def _trained(comm: Communicator, weighted: bool) -> Any:
         bucket = fused(kv, on_card(comm))
         kv.set_optimizer(("sgd", {"learning_rate": 0.5, "momentum": 0.5}))
         calls = len(HostRank.calls)
-        with HostCopies() as copies:
+        with counted(comm.rank) as copies:
             for step in (1.0, 2.0):
                 flat = on_simulated_gpu(torch.full((bucket.numel,), step * (comm.rank + 1)), comm.rank)
                 weight = comm.rank + 1.0 if weighted else None
@@ -176,7 +158,7 @@ def _compressed(comm: Communicator) -> Any:
         bucket = fused(kv, on_card(comm))
         kv.set_gradient_compression({"type": "fp16"})
         flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
-        with HostCopies() as copies:
+        with counted(comm.rank) as copies:
             kv.push_bucket(bucket, [flat])
         return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()
 
@@ -231,7 +213,7 @@ def _mixed(comm: Communicator) -> Any:
     with create("allreduce", communicator=comm) as kv:
         bucket = fused(kv, located)
         kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        with HostCopies() as copies:
+        with counted(comm.rank) as copies:
             kv.push_bucket(bucket, [located(torch.full((bucket.numel,), comm.rank + 1.0))])
         return devices(kv), copies.to_host, bucket.numel, torch.stack(pulled(kv, KEYS)).unique().tolist()
 
@@ -264,6 +246,24 @@ def test_calls_are_ordered_with_the_callers_stream(nccl: str) -> None:
         assert in_threads(2, _late) == [[50.0], [50.0]]
 
 
+def _dropped(comm: Communicator) -> Any:
+    with create("allreduce", communicator=comm) as kv:
+        kv.init("a", on_simulated_gpu(torch.zeros(SHAPE), comm.rank))
+        work = kv.push("a", on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.001)
+        on_simulated_gpu(torch.zeros(SHAPE), comm.rank).host()  # later work of the stream that owned the memory
+        work.wait()
+        return torch.stack(pulled(kv, ["a"])).unique().tolist()
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_a_value_that_the_caller_drops_keeps_its_memory_until_it_is_pushed(nccl: str) -> None:
+    with simulated_gpus(nccl=nccl):
+        assert in_threads(2, _dropped) == [[3.0], [3.0]]
+
+
 def _saved(comm: Communicator, path: str) -> Any:
     """Save the state of a store on GPUs, and load it into another one."""
     found = []
@@ -294,7 +294,7 @@ def _clipped(comm: Communicator) -> Any:
         bucket = fused(kv, on_card(comm))
         kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
         flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
-        with HostCopies() as copies:
+        with counted(comm.rank) as copies:
             kv.push_bucket(bucket, [flat], weight=1.0)
             kv.update()
         return copies.to_host, torch.stack(pulled(kv, KEYS)).unique().tolist()

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import create
 from gangline.kvstore.buckets import plan
-from tests.collectives.simulated_gpus import SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
+from tests.collectives.simulated_gpus import counted, on_simulated_gpu, simulated_gpus
 from tests.kvstore.parameter_server.processes import run_job
 
 KEYS = 7
-
-
-class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts copies from a simulated GPU to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name == "_to_copy" and isinstance(args[0], SimulatedGpuTensor):
-            self.sizes.append(args[0].numel())
-            return args[0].host()
-        if name == "copy_" and isinstance(args[1], SimulatedGpuTensor) and not isinstance(args[0], SimulatedGpuTensor):
-            self.sizes.append(args[1].numel())
-        return func(*args, **(kwargs or {}))
 
 
 def pushed() -> None:
@@ -40,11 +20,11 @@ def pushed() -> None:
         kv.fuse(bucket)
         flat = torch.full((bucket.numel,), kv.rank + 1.0)
         for devices in (1, 2):
-            with simulated_gpus(), Copies() as copies:
+            with simulated_gpus(), counted(0) as first, counted(1) as second:
                 kv.push_bucket(bucket, [on_simulated_gpu(flat, index) for index in range(devices)], weight=1.0)
                 outs = [torch.empty(5, 3) for _ in tensors]
                 kv.pull(bucket.keys, outs)
-            assert copies.sizes == [bucket.numel] * devices
+            assert first.to_host + second.to_host == [bucket.numel] * devices
             assert torch.cat(outs).unique().tolist() == [1.5 * devices]
 
 
