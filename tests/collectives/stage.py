@@ -239,7 +239,7 @@ def _holdings() -> list[str]:
 def _all_holdings() -> set[str]:
     """Return names of all processes' sockets and shared memory."""
     memory = {name for process in os.listdir("/proc") if process.isdecimal() for name in _memory(process)}
-    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("unix", "tcp", "tcp6")]
+    tables = [Path("/proc/net", name).read_text(errors="replace").splitlines()[1:] for name in ("unix", "tcp", "tcp6")]
     unix, *internet = tables
     sockets = {f"socket:[{line.split()[6]}]" for line in unix}
     sockets |= {f"socket:[{line.split()[9]}]" for table in internet for line in table}
