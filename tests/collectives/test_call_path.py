@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import platform
 import sys
@@ -78,9 +79,11 @@ def _calls_of_an_all_reduce(comm: Communicator) -> list[str]:
         if event == "call":
             calls.append(frame.f_code.co_qualname)
 
+    gc.disable()  # other packages' callbacks are Python functions
     sys.setprofile(note)
     comm.all_reduce(tensor)
     sys.setprofile(None)
+    gc.enable()
     return calls
 
 
