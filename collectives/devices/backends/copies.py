@@ -25,7 +25,7 @@ from gangline.collectives.devices.backends.base import Backend, Transfer, even_s
 from gangline.collectives.engine import host_staging, reduction
 
 _CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
-_MIN_THREADED = (1 if core else 8) << 20  # bytes of sums below which threads do not pay
+_MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
 _MIN_STREAMED = 1 << 20  # bytes of a sum that bypasses the cache: a smaller one is read again before it leaves it
 
 _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
