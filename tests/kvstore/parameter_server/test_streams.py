@@ -17,7 +17,7 @@ NUMEL = 20_000
 
 
 @pytest.fixture
-def kv() -> Iterator[DistStore]:
+def kv(stream_order: None) -> Iterator[DistStore]:
     with simulated_gpus(), Job(1) as job, job.stores()[0] as store:
         store.init("a", torch.full((NUMEL,), 5.0))
         yield store

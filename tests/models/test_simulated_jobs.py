@@ -1,0 +1,166 @@
+"""Jobs on two simulated GPUs: the weights of one device, and how often a step has the host wait and copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gangline import Communicator, DistributedOptimizer, Module, Trainer, gpu
+from gangline.kvstore import create
+from gangline.kvstore.interface import KVStore
+from tests.collectives.ranks import in_threads
+from tests.collectives.simulated_gpus import Counts, HostRank, counted, simulated_gpus
+from tests.kvstore.parameter_server.in_process import Job
+
+STEPS = 5
+SHARES = slice(0, 4), slice(4, None)
+NO_NCCL = "nothing to reduce by"
+Step = Callable[[Tensor, Tensor], None]
+Result = tuple[dict[str, Tensor], Counts]
+
+
+def _network(*, with_batchnorm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), *([nn.BatchNorm1d(8)] if with_batchnorm else []), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-2, 2, 60).double().sin().view(10, 6), torch.arange(10) % 3
+
+
+def _plain(network: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    data, label = _batch()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        cross_entropy(network(data), label).backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+def _check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+
+
+def _trainer(network: nn.Module, kv: KVStore) -> Step:
+    trainer = Trainer(network, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv)
+
+    def step(data: Tensor, label: Tensor) -> None:
+        trainer.zero_grad()
+        trainer.backward(cross_entropy(network(data), label), len(label))
+        trainer.step(len(label))
+
+    return step
+
+
+def _distributed_optimizer(network: nn.Module, kv: KVStore) -> Step:
+    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9), kv)
+
+    def step(data: Tensor, label: Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.weight = len(label)
+        cross_entropy(network(data), label).backward()
+        optimizer.step()
+
+    return step
+
+
+def _trained(kv: KVStore, network: nn.Module, make: Callable[[nn.Module, KVStore], Step]) -> Result:
+    """Train a rank's share on its GPU; return the weights, and the counts of the last step."""
+    card, (data, label) = torch.device("cuda", kv.rank), _batch()
+    network = copy.deepcopy(network).to(card)
+    data, label = data[SHARES[kv.rank]].to(card), label[SHARES[kv.rank]].to(card)
+    step = make(network, kv)
+    for _ in range(STEPS - 1):
+        step(data, label)
+    with counted(kv.rank) as counts:
+        step(data, label)
+    return {name: value.cpu() for name, value in network.state_dict().items()}, counts
+
+
+def _by_allreduce(comm: Communicator, *arguments: Any) -> Result:
+    with create("allreduce", communicator=comm) as kv:
+        return _trained(kv, *arguments)
+
+
+def _results(store: str, *arguments: Any) -> list[Result]:
+    if store == "allreduce":
+        return in_threads(2, _by_allreduce, *arguments)
+    with Job(2) as job:
+        stores = job.stores(store)
+        try:
+            return job.each(stores, lambda kv: _trained(kv, *arguments))
+        finally:
+            job.each(stores, lambda kv: kv.close())
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize(
+    ("make", "store", "nccl", "waits", "copies"),
+    [
+        (_trainer, "allreduce", "", 0, 0),
+        (_distributed_optimizer, "allreduce", "", 0, 0),
+        (_trainer, "allreduce", NO_NCCL, 1, 1),
+        (_distributed_optimizer, "allreduce", NO_NCCL, 1, 1),
+        (_trainer, "dist_sync", "", 1 + 4, 1),  # a pull copies each of the 4 keys to the GPU, and waits for it
+        (_distributed_optimizer, "dist_sync", "", 1 + 5, 1),  # and the flags
+    ],
+)
+def test_waits_and_copies_of_a_workers_step(
+    make: Callable[[nn.Module, KVStore], Step], store: str, nccl: str, waits: int, copies: int
+) -> None:
+    """For the only bucket of the network."""
+    network = _network()
+    expected = _plain(copy.deepcopy(network))
+    with simulated_gpus(nccl=nccl):
+        for weights, counts in _results(store, network, make):
+            _check(weights, expected)
+            assert len(counts.waits) <= waits, counts
+            assert len(counts.to_host) == copies, counts
+
+
+@contextmanager
+def _module(network: nn.Module, **options: Any) -> Iterator[Module]:
+    with Module(network, nn.CrossEntropyLoss(), [gpu(0), gpu(1)], **options) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+        yield module
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+@pytest.mark.parametrize("with_batchnorm", [False, True])
+def test_a_step_of_a_module_on_two_gpus_has_no_wait_and_no_copy_to_the_host(nccl: str, with_batchnorm: bool) -> None:
+    network = _network(with_batchnorm=with_batchnorm)
+    expected = _plain(copy.deepcopy(network))
+    with simulated_gpus(nccl=nccl), _module(network, sync_batchnorm=with_batchnorm) as module:
+        for _ in range(STEPS - 1):
+            module.forward_backward_update(*_batch())
+        with counted(0) as first, counted(1) as second:
+            module.forward_backward_update(*_batch())
+        for counts in first, second:
+            assert (counts.waits, counts.to_host, counts.to_gpu) == ([], [], [30, 5])  # data and labels
+        _check(module.get_params(), expected)
+        assert bool(HostRank.calls) == (not nccl)
+
+
+@pytest.mark.usefixtures("stream_order")
+def test_a_module_measures_its_gpus_without_waits() -> None:
+    network = _network()
+    with simulated_gpus(), _module(network, work_load_list="auto") as module:
+        for _ in range(STEPS):
+            with counted(0) as first, counted(1) as second:
+                module.forward_backward_update(*_batch())
+            assert first.waits == second.waits == []
+        assert module.load_balancer is not None
+        [(step, samples, seconds)] = module.load_balancer.message(wait=True)  # earlier steps have been taken in
+        assert (step, samples) == (STEPS, [5, 5])
+        assert min(seconds) > 0
