@@ -162,5 +162,5 @@ def test_a_module_measures_its_gpus_without_waits() -> None:
             assert first.waits == second.waits == []
         assert module.load_balancer is not None
         [(step, samples, seconds)] = module.load_balancer.message(wait=True)  # earlier steps have been taken in
-        assert (step, samples) == (STEPS, [5, 5])
+        assert (step, sum(samples)) == (STEPS, 10)  # threads interleave as they like, and so do the times
         assert min(seconds) > 0
