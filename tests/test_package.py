@@ -48,6 +48,12 @@ if __name__ == "__main__":
     print(gangline.spawn(main, 2))
 """
 
+NOT_EDITABLE = """import sys
+
+sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "__name__", "") != "_EditableFinder"]
+"""
+"""Keeps Python from finding the core of this checkout, which is installed in editable mode."""
+
 
 class Installed(NamedTuple):
     """A wheel installed into its own folder, and a user's project."""
@@ -163,6 +169,7 @@ def test_a_wheel_is_built_without_a_compiler_and_works(
         wheel,
     ]
     subprocess.run(command, check=True)
+    (tmp_path / "site" / "sitecustomize.py").write_text(NOT_EDITABLE)
     one = Installed([sys.executable], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     assert "compiled core: not used: No module named 'gangline._core'" in one.run("-m", "gangline", "env")
     (tmp_path / "sums.py").write_text(SUMS)
