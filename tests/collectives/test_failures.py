@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gangline import Communicator
-from gangline.collectives.transports.shm.slots import SharedSlotExchange
+from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, ramp
@@ -77,9 +77,12 @@ def _signal_oneself_midway(number: int) -> None:
 
         return signalled
 
-    for owner, name in product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")):
+    for owner, name in (
+        *product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")),
+        *((one, "publish_and_wait") for one in (SharedSlotExchange, CompiledSlotExchange)),
+        (CompiledSlotExchange, "all_reduce"),
+    ):
         setattr(owner, name, signalling(getattr(owner, name)))
-    SharedSlotExchange.publish_and_wait = signalling(SharedSlotExchange.publish_and_wait)  # type: ignore[method-assign]
 
 
 def _check_errors(errors: list[Said | None], size: int, victim: int, situation: str, way: str, why: str) -> None:
