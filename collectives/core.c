@@ -1,7 +1,7 @@
 /* gangline._core: exchanges through the slots of a host, and sums of several arrays in one pass over memory.
  *
  * Optional. Without it Python does the same, with the same bits. The slots and their marks are those of
- * collectives/transports/shm/slots.py. No function allocates memory or waits for long: after some yields of the
+ * collectives/transports/shm/slots.py. No exchange and no sum allocates memory or waits for long: after some yields of the
  * processor, an exchange returns NOT_YET, Python waits with its deadlines, and `resume` goes on.
  */
 #define Py_LIMITED_API 0x030B0000
@@ -152,6 +152,10 @@ typedef struct {
     int dtype, op;
     int64_t divisor; /* of the result; 1: none */
 } Reduction;
+
+static int is_valid(int64_t dtype, int64_t divisor) { /* integers are not divided */
+    return dtype >= 0 && dtype < DTYPES && (divisor == 1 || (divisor > 1 && dtype <= BF16));
+}
 
 static void divide(void *values, size_t n, const Reduction *how) {
     if (how->divisor == 1) return;
@@ -434,7 +438,7 @@ static PyObject *all_reduce(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (PyErr_Occurred()) return NULL;
     Prepared *prepared = &slots->prepared;
     memcpy(prepared, packed, sizeof *prepared);
-    if (prepared->dtype < 0 || prepared->dtype >= DTYPES || prepared->count < 0 || prepared->chunk < 1 ||
+    if (!is_valid(prepared->dtype, prepared->divisor) || prepared->count < 0 || prepared->chunk < 1 ||
         prepared->chunk > slots->group->slot_bytes / (int64_t)ITEM[prepared->dtype])
         return PyErr_Format(PyExc_ValueError, "%lld elements of a chunk do not fit the slot", (long long)prepared->chunk);
     size_t nbytes = (size_t)prepared->count * ITEM[prepared->dtype];
@@ -501,7 +505,8 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     Py_ssize_t p = addresses(args[4], in), m = p < 0 ? -1 : addresses(args[5], out);
     int streams = PyObject_IsTrue(args[6]);
     if (p < 0 || m < 0 || streams < 0) return NULL;
-    if (how.dtype < 0 || how.dtype >= DTYPES || count < 0) return PyErr_Format(PyExc_ValueError, "dtype or count");
+    if (!is_valid(how.dtype, how.divisor) || count < 0)
+        return PyErr_Format(PyExc_ValueError, "dtype %d, divisor %lld, %lld elements", how.dtype, (long long)how.divisor, count);
     if ((size_t)count * ITEM[how.dtype] < RELEASE_BYTES) {
         reduce(&how, (const char *const *)in, (size_t)p, out, (size_t)m, (size_t)count, streams);
     } else {

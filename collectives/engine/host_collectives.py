@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import encode_signature, nbytes_of
+from gangline.collectives.compiled_core import reduction
 from gangline.collectives.engine.engine import Engine, Plan
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
@@ -61,12 +62,11 @@ class HostCollectives:
         if result is not tensor:
             copy_values(result, tensor)
         flat = flat_values(result)
-        prepared = self._through_slots(flat, op)
-        plan = self._engine.plan("all_reduce", flat.nbytes, streams=isinstance(prepared, CompiledAllReduce))
+        slot_exchange = self._engine.resources.slot_exchange
+        streams = isinstance(slot_exchange, CompiledSlotExchange) and reduction(flat.dtype, op) is not None
+        plan = self._engine.plan("all_reduce", flat.nbytes, streams=streams)
         if plan is None:
-            assert prepared is not None
-            self.all_reduces_through_slots[flat.dtype, flat.numel(), op] = prepared
-            prepared(flat, flat)
+            self._through_slots(flat, op, code)(flat, flat)
         else:
             with self._engine.call(code) as message_tag:
                 self._by_schedule(flat, op, plan, message_tag)
@@ -237,27 +237,30 @@ class HostCollectives:
     def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
         self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
 
-    def _through_slots(self, flat: Tensor, op: str) -> SlotAllReduce | None:
-        """Return an all-reduce through slots; None if there are none, or the tensor does not fit."""
+    def _through_slots(self, flat: Tensor, op: str, code: int) -> SlotAllReduce:
+        """Return the prepared all-reduce of tensors like this one."""
         key = (flat.dtype, flat.numel(), op)
-        known = self.all_reduces_through_slots.get(key)
+        if key not in self.all_reduces_through_slots:
+            if len(self.all_reduces_through_slots) >= _MOST_PREPARED:
+                self.all_reduces_through_slots.clear()
+            self.all_reduces_through_slots[key] = self._prepare(flat, op, code)
+        return self.all_reduces_through_slots[key]
+
+    def _prepare(self, flat: Tensor, op: str, code: int) -> SlotAllReduce:
         slot_exchange = self._engine.resources.slot_exchange
-        if known is not None or slot_exchange is None:
-            return known
-        if len(self.all_reduces_through_slots) >= _MOST_PREPARED:
-            self.all_reduces_through_slots.clear()
-        code = encode_signature("all_reduce", flat.numel(), flat.dtype, op, None)
-        if isinstance(slot_exchange, CompiledSlotExchange):
-            prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
-            if prepared is not None and flat.nbytes <= SLOT_BYTES:
-                return CompiledAllReduce(self._engine, slot_exchange, prepared, code)
-            if prepared is not None:
-                plan = self._engine.plan("all_reduce", flat.nbytes)
-                assert plan is not None
-                way = partial(self._by_schedule, op=op, plan=plan)
-                costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
-                return LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
-        return SmallAllReduce(self._engine, slot_exchange, flat, op, code) if flat.nbytes <= SLOT_BYTES else None
+        assert slot_exchange is not None
+        if not isinstance(slot_exchange, CompiledSlotExchange):
+            return SmallAllReduce(self._engine, slot_exchange, flat, op, code)
+        prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
+        if prepared is None:
+            return SmallAllReduce(self._engine, slot_exchange, flat, op, code)
+        if flat.nbytes <= SLOT_BYTES:
+            return CompiledAllReduce(self._engine, slot_exchange, prepared, code)
+        plan = self._engine.plan("all_reduce", flat.nbytes)
+        assert plan is not None
+        way = partial(self._by_schedule, op=op, plan=plan)
+        costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
+        return LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
 
     def _divisor(self, op: str) -> int:
         return self._size if op == "mean" else 1

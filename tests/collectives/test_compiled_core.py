@@ -160,6 +160,8 @@ def test_what_does_not_fit_is_refused() -> None:
         core.open_slots(b"abc")
     with pytest.raises(ValueError, match="0 addresses were given; expected 1 to 1024"):
         core.combine(0, 0, 1, 1, (), (1,), False)
+    with pytest.raises(ValueError, match="dtype 6, divisor 2, 1 elements"):
+        core.combine(6, 0, 2, 1, (1,), (1,), False)
     with pytest.raises((ValueError, TypeError)):
         core.exchange("no handle", 1, 1)
 
