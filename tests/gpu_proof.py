@@ -1,6 +1,7 @@
 """`make gpu-proof`: what only a real GPU can show, in ten minutes: right results, no waits, and speed.
 
 Each step runs in a process of its own under a time limit and prints one line; the last line is "N passed, N failed".
+Steps that measure no time run side by side if the machine has processors for them.
 ``--json FILE`` keeps every figure. With ``--simulate`` the same steps run where there is no GPU: tests of simulated
 GPUs in the place of those of real ones, and everything else in small on the CPU. That shows that the proof itself
 works, and nothing about a GPU.
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -498,6 +500,8 @@ STEPS: dict[str, tuple[int, Step]] = {
     "sanitizer": (90, sanitizer),
 }
 """Steps by name, with the seconds that each may take."""
+_TIMED = {"balance", "speed", "benches"}
+"""Steps that measure time: nothing runs beside them."""
 
 
 def _small_network(width: int, layers: int) -> nn.Module:
@@ -542,8 +546,8 @@ def _run_step(name: str, *, simulate: bool, result: Path) -> int:
     return int(bool(error))
 
 
-def _start_step(name: str, *, simulate: bool, folder: Path) -> tuple[bool, dict[str, Any]]:
-    """Run a step in a child under its limit; return whether it passed, and what it found."""
+def _start_step(name: str, *, simulate: bool, folder: Path) -> dict[str, Any]:
+    """Run a step in a child under its limit; print its line, and return what it found."""
     limit, _ = STEPS[name]
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "tests.gpu_proof", "--step", name, "--result", str(result)]
@@ -567,9 +571,11 @@ def _start_step(name: str, *, simulate: bool, folder: Path) -> tuple[bool, dict[
     if is_late:
         found["error"] = f"not done within {limit} s"
     found["seconds"] = round(time.monotonic() - began, 1)
-    if found["error"]:
-        sys.stdout.write(log.read_text() + "\n")
-    return not found["error"], found
+    line = "; ".join([*found["said"], *filter(None, [found["error"]])])
+    report = f"{'FAIL' if found['error'] else 'ok  '} {found['seconds']:6.1f} s  {name}: {line}\n"
+    sys.stdout.write((log.read_text() + "\n" if found["error"] else "") + report)
+    sys.stdout.flush()
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -584,17 +590,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_step(given.step, simulate=given.simulate, result=given.result)
     if not given.simulate and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; expected one, or --simulate")
-    passed, found = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in given.only.split(","):
-            passed[name], found[name] = _start_step(name, simulate=given.simulate, folder=Path(folder))
-            line = "; ".join([*found[name]["said"], *filter(None, [found[name]["error"]])])
-            sys.stdout.write(f"{'ok  ' if passed[name] else 'FAIL'} {found[name]['seconds']:6.1f} s  {name}: {line}\n")
-            sys.stdout.flush()
-            if given.json is not None:
-                given.json.write_text(json.dumps(found, indent=1))
-    failed = [name for name, is_ok in passed.items() if not is_ok]
-    sys.stdout.write(f"{len(passed) - len(failed)} passed, {len(failed)} failed\n")
+    names = given.only.split(",")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+        start = partial(_start_step, simulate=given.simulate, folder=Path(folder))
+        beside_others = [name for name in names if name not in _TIMED]
+        found = dict(zip(beside_others, pool.map(start, beside_others), strict=True))
+        found |= {name: start(name) for name in names if name in _TIMED}
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1))
+    failed = [name for name, one in found.items() if one["error"]]
+    sys.stdout.write(f"{len(found) - len(failed)} passed, {len(failed)} failed\n")
     return int(bool(failed))
 
 

@@ -145,8 +145,10 @@ class Processes:
             yield f"{role} {number}", argv, address.environment(candidate, role, number), host
 
     def _start(self, argv: Sequence[str], env: Mapping[str, str], interpreter: Path | None) -> int:
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        path = {} if interpreter else {"PYTHONPATH": str(_ROOT)}  # another interpreter must not find our packages
+        env = {**os.environ, **env}
+        own = env.pop("PYTHONPATH", "")
+        if interpreter is None:  # another interpreter must not find our packages
+            env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [own])])
         ends_itself = str(_SERVE) in argv
         process = subprocess.Popen(
             argv,
@@ -154,7 +156,7 @@ class Processes:
             stdout=self._log,
             stderr=self._log,
             cwd="/",  # where `python -c` finds no package of ours
-            env={**inherited, **path, **env},
+            env=env,
             start_new_session=True,  # Ctrl-C stops the driver, which then stops these
             preexec_fn=None if ends_itself else partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )

@@ -84,6 +84,16 @@ def test_a_process_prepares_measures_and_checks(tiny: str, log: Path) -> None:
     assert log.read_text().endswith("b\nb\n")
 
 
+def test_packages_of_pythonpath_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages may be installed there, with `pip install --target`."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "somebodys.py").write_text("name = 'somebody'")
+    (tmp_path / "peer.py").write_text("from somebodys import name\n" + TINY.replace('"tiny 1"', "name"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    with RankGroup(Candidate(str(tmp_path / "peer"))) as group:
+        assert group.who == "somebody"
+
+
 def test_a_step_that_can_be_undone_is_undone_before_the_next(tiny: str, log: Path) -> None:
     with RankGroup(Candidate(tiny)) as group:
         assert group.prepare({"name": "a", "log": str(log), "work": 0.001, "undo": True}) >= 0.001

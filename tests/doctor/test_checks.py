@@ -339,7 +339,8 @@ def test_gpus_of_this_machine_are_healthy() -> None:
         pytest.skip("needs a CUDA GPU; torch sees none here")
     findings = gpus.gpus()
     count = torch.cuda.device_count()
-    assert len(findings) == count + count * (count - 1)
+    libraries = [one for one in findings if one.name == "NCCL library"]  # only where cupy is installed
+    assert len(findings) - len(libraries) == count + count * (count - 1)
     assert not [one for one in findings if one.status == Status.BROKEN]
     result = gpus.nccl(60)
     assert result["ranks"] == count
