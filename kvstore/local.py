@@ -293,7 +293,6 @@ class LocalStore(KVStore):
         tensors: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = tensors_of(values for _, values in chain(pairs, outs))
-            tensors += [self._entries[key].stored for key in keys if key in self._entries]
         section = self._streams.behind_caller(tensors)
 
         def run() -> None:

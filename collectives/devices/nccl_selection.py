@@ -40,6 +40,8 @@ _PROPOSED, _ALL_PROPOSED = PROPOSALS, PROPOSALS << 1
 _NUMBERS = _PROPOSED - 1
 _PAUSE_SECONDS = 0.001
 _CHECK_SECONDS = 0.01
+_IDLE_SECONDS = 1.0
+"""Time without a call after which the thread that watches calls ends: to start one costs as much as a call."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class NcclSelection:
         self._calling = threading.Lock()  # held in calls of the binding, of which NCCL allows one at a time
         self._running: list[_Running] = []
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def choose(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
@@ -136,6 +139,7 @@ class NcclSelection:
 
     def close(self) -> None:
         """Wait for running calls and release all resources."""
+        self._closing.set()
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -262,12 +266,17 @@ class NcclSelection:
             self._engine.check_open()
             watchdog.check(())
 
+        ends_at = time.monotonic() + _IDLE_SECONDS
         while True:
             with self._lock:
-                if not self._running:
+                oldest = self._running[0] if self._running else None
+                if oldest is None and (self._closing.is_set() or time.monotonic() > ends_at):
                     self._thread = None
                     return
-                oldest = self._running[0]
+            if oldest is None:
+                self._closing.wait(_CHECK_SECONDS)
+                continue
+            ends_at = time.monotonic() + _IDLE_SECONDS
             watchdog.begin(0, oldest.code)
             try:
                 wait_until(oldest.event.query, lambda _: time.sleep(_CHECK_SECONDS), check)

@@ -159,8 +159,18 @@ def _filled(part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, t
             if key not in part.values:
                 part.buffer(key).zero_()
     else:
-        return {key: _filled_buffer(part, key, factor) for key in keys}
+        copied = _copied_jointly(part, keys) if factor == 1.0 else set()
+        return {key: part.buffer(key) if key in copied else _filled_buffer(part, key, factor) for key in keys}
     return {key: part.buffer(key) for key in keys}
+
+
+def _copied_jointly(part: BucketPart, keys: Sequence[Key]) -> set[Key]:
+    """Copy dense values into their buffers, all in one kernel; return their keys."""
+    values = {key: value for key in keys if isinstance(value := part.values.get(key), torch.Tensor)}
+    copied = [(buffer, value) for key, value in values.items() if (buffer := part.buffer(key)) is not value]
+    if copied:
+        torch._foreach_copy_([buffer for buffer, _ in copied], [value for _, value in copied])
+    return set(values)
 
 
 def _filled_buffer(part: BucketPart, key: Key, factor: float) -> torch.Tensor:

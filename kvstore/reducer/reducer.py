@@ -562,6 +562,7 @@ def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
 def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], keys: Iterable[Key]) -> None:
     """Copy gradients into their views of a bucket, all in one kernel; the view of one that is missing becomes 0."""
     copied, gradients = [], []
+    stream: torch.cuda.Stream | None = None  # all gradients are on one device
     for key in keys:
         parameter, view = parameters[key], views[key]
         gradient = parameter.grad
@@ -571,7 +572,8 @@ def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], k
             copied.append(view)
             gradients.append(gradient)
             if gradient.is_cuda:  # it may be of another stream, which must not use its memory before the copy
-                gradient.record_stream(torch.cuda.current_stream(gradient.device))
+                stream = stream or torch.cuda.current_stream(gradient.device)
+                gradient.record_stream(stream)
             parameter.grad = view.detach()  # a separate tensor: a user's ``grad.data = ...`` must not move the view
     if copied:
         torch._foreach_copy_(copied, gradients)
