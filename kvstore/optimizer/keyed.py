@@ -30,6 +30,7 @@ class KeyedOptimizer:
         self._learning_rate = float(spec.arguments["lr"])
         self._weights: dict[Key, torch.Tensor] = {}
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
+        self._group_of: dict[Key, dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
         self._starts: dict[Key, dict[str, float]] = {}  # by key: initial values of row state
 
@@ -66,6 +67,7 @@ class KeyedOptimizer:
             if "weight_decay" in group:
                 group["weight_decay"] *= factors[1]
         self._weights[key] = weight
+        self._group_of[key] = self._groups[factors]
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
         elif weight in probe.state:  # of an optimizer that creates state when it gets a weight, as Adagrad up to 2.12
@@ -105,8 +107,9 @@ class KeyedOptimizer:
             return
         optimizer = self._optimizer
         assert optimizer is not None, "add() comes before update()"
-        for key, gradient in gradients:
-            self.check_kind(key, rows=isinstance(gradient, RowSparse))
+        if RowSparse in map(type, (gradient for _, gradient in gradients)) or not self.spec.takes_dense:
+            for key, gradient in gradients:
+                self.check_kind(key, rows=isinstance(gradient, RowSparse))
         for group in self._groups.values():
             group["params"] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -122,7 +125,7 @@ class KeyedOptimizer:
                     weight = rows.weight
                 before.append((weight, weight.grad))
                 weight.grad = self._for_torch(gradient, values)
-                self._groups[self.spec.factors(key)]["params"].append(weight)
+                self._group_of[key]["params"].append(weight)
             optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
             if optimizer.param_groups:
                 optimizer.step()
@@ -176,9 +179,8 @@ class KeyedOptimizer:
                 values.append(gradient.values.clone() if self.modifies_gradient else gradient.values)
             else:
                 values.append(gradient)
-        if self.spec.rescale_grad != 1.0:
-            for value in values:
-                value.mul_(self.spec.rescale_grad)
+        if self.spec.rescale_grad != 1.0 and values:
+            torch._foreach_mul_(values, self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
             clipping.clip_values_(values, self.spec.clip_gradient)
         elif self.spec.clip_norm is not None:
