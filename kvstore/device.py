@@ -50,10 +50,11 @@ class DeviceStore(LocalStore):
         if self._owners.keys() >= {*keys_of(pairs)}:
             return
         new = {key: values for key, values in pairs if key not in self._owners and len(values) > pulled}
+        for key in [key for key, values in new.items() if len(values) == 1]:  # a bare tensor: no owner is chosen
+            device = new.pop(key)[0].device
+            if self._entries[key].stored.device != device:
+                self._move(key, device)
         for key, values in sorted(new.items(), key=lambda pair: -self._entries[pair[0]].stored.nbytes):
-            if len(values) == 1:  # a bare tensor: the key moves to its device, and its owner stays undecided
-                self._move(key, values[0].device)
-                continue
             if key in self._owners:  # decided just now, with another key of its bucket
                 continue
             self._devices[: len(values)] = [value.device for value in values]

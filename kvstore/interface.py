@@ -695,7 +695,10 @@ class KVStore(abc.ABC):
         check_flat(bucket, values)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
-        present = bucket.keys if keys is None else [key for key in bucket.keys if key in keys]
+        present = bucket.keys
+        if keys is not None and keys != present:
+            chosen = set(keys)
+            present = [key for key in present if key in chosen]
         priority = checked_priority(priority)
         if weight is not None:
             check_weight(weight)

@@ -106,7 +106,9 @@ class LocalStore(KVStore):
         """Update with sums, or keep them until `update`; ``sums`` are in the store's own memory in that case."""
         assert self._optimizer is not None
         for key, _ in sums:
-            self._optimizer.add(key, self._entries[key].stored)
+            stored = self._entries[key].stored
+            if self._optimizer.weights.get(key) is not stored:
+                self._optimizer.add(key, stored)
         if self.updates_wait:
             self._pending_sums.update(sums)
         else:
@@ -321,8 +323,7 @@ class LocalStore(KVStore):
         self._place(pairs)
         pairs = merged(pairs)
         if self._optimizer is not None:
-            for key, values in pairs:
-                self._optimizer.check_kind(key, rows=all(isinstance(value, RowSparse) for value in values))
+            self._optimizer.check_kinds(pairs)
         if self._compressed is not None:
             pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
         if self._optimizer is not None:
@@ -406,8 +407,10 @@ class LocalStore(KVStore):
         """Return the sums, each on its key's device; with ``own``, in buffers that may be changed."""
         transfers: list[Transfer] = []
         sums: list[tuple[Key, torch.Tensor | RowSparse]] = []
+        has_rows = RowSparse in map(type, chain.from_iterable([values for _, values in pairs]))
         for key, values in pairs:
-            entry, dense = self._entries[key], _dense(values)
+            entry = self._entries[key]
+            dense: Sequence[torch.Tensor] | None = _dense(values) if has_rows else values  # type: ignore[assignment]
             if dense is None:
                 sums.append((key, summed(_rows(values), entry.stored.device)))
             elif len(dense) == 1 and not own and dense[0].device == entry.stored.device:

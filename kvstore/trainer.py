@@ -527,8 +527,11 @@ class Trainer:
         if not isinstance(self._reducer, Reducer):  # it holds the weights itself
             return
         changed = []
+        places = self._places()
+        if places == self._known:
+            return
         for key, parameter in self._parameters.items():
-            before, now = self._known[key], self._place(parameter)
+            before, now = self._known[key], places[key]
             if before[0] != now[0]:
                 self._reducer.expect_moved(key)
             if before[1:] != now[1:] or (before[0] != now[0] and not self._is_stored(key, parameter)):
@@ -556,14 +559,18 @@ class Trainer:
             return
         self._sums_bits = self.kvstore.num_workers > 1 and (self._steps < _CHECKED_STEPS or self._writes_data)
         self._steps += 1
-        self._known = {key: self._place(parameter) for key, parameter in self._parameters.items()}
+        self._known = self._places()
 
-    def _place(self, parameter: torch.Tensor) -> tuple[int, int, int]:
-        """Return a parameter's address, its version, and in the first steps the sum of its bits.
+    def _places(self) -> dict[Key, tuple[int, int, int]]:
+        """Return each parameter's address, its version, and in the first steps the sum of its bits.
 
         Writes in place through ``.data`` leave no other trace. If there are some, the bits are summed in every step.
         """
-        return parameter.data_ptr(), parameter._version, _sum_of_bits(parameter) if self._sums_bits else 0
+        sums = self._sums_bits
+        return {
+            key: (parameter.data_ptr(), parameter._version, _sum_of_bits(parameter) if sums else 0)
+            for key, parameter in self._parameters.items()
+        }
 
     def _drop_stale_gradients(self) -> None:
         for key, parameter in self._parameters.items():

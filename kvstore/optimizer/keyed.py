@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class KeyedOptimizer:
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
         self._learning_rate = float(spec.arguments["lr"])
-        self._weights: dict[Key, torch.Tensor] = {}
+        self.weights: dict[Key, torch.Tensor] = {}
+        """The tensors that `add` was called with last."""
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
         self._group_of: dict[Key, dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
@@ -54,7 +56,7 @@ class KeyedOptimizer:
         Raises:
             ValueError: if the optimizer does not support the tensor (Muon, for example, requires two axes).
         """
-        before = self._weights.get(key)
+        before = self.weights.get(key)
         if before is weight:
             return
         probe = self.check(key, weight)
@@ -66,7 +68,7 @@ class KeyedOptimizer:
             group["lr"] = self._learning_rate * factors[0]
             if "weight_decay" in group:
                 group["weight_decay"] *= factors[1]
-        self._weights[key] = weight
+        self.weights[key] = weight
         self._group_of[key] = self._groups[factors]
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
@@ -76,7 +78,7 @@ class KeyedOptimizer:
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the state of a key that was added, which updates change: tensors and plain values by name."""
         assert self._optimizer is not None, "add() comes before state_of()"
-        state: dict[str, Any] = self._optimizer.state[self._weights[key]]
+        state: dict[str, Any] = self._optimizer.state[self.weights[key]]
         return state
 
     def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
@@ -107,9 +109,7 @@ class KeyedOptimizer:
             return
         optimizer = self._optimizer
         assert optimizer is not None, "add() comes before update()"
-        if RowSparse in map(type, (gradient for _, gradient in gradients)) or not self.spec.takes_dense:
-            for key, gradient in gradients:
-                self.check_kind(key, rows=isinstance(gradient, RowSparse))
+        self.check_kinds([(key, (gradient,)) for key, gradient in gradients])
         for group in self._groups.values():
             group["params"] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -118,13 +118,16 @@ class KeyedOptimizer:
             for (key, gradient), values in zip(gradients, self._clipped([one for _, one in gradients]), strict=True):
                 if is_wanted is not None and not is_wanted(key):
                     continue
-                weight = self._weights[key]
+                weight = self.weights[key]
+                for_torch = values
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
                     rows = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
                     sparse.append(rows)
                     weight = rows.weight
+                elif isinstance(gradient, RowSparse):
+                    for_torch = RowSparse(gradient.indices, values, gradient.shape).to_coo()._coalesced_(True)
                 before.append((weight, weight.grad))
-                weight.grad = self._for_torch(gradient, values)
+                weight.grad = for_torch
                 self._group_of[key]["params"].append(weight)
             optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
             if optimizer.param_groups:
@@ -136,6 +139,13 @@ class KeyedOptimizer:
                 rows.write_back(optimizer)
             for group in self._groups.values():  # hold no tensor that the store has released
                 group["params"] = []
+
+    def check_kinds(self, pairs: Iterable[tuple[Key, Sequence[torch.Tensor | RowSparse]]]) -> None:
+        """Raise ValueError unless the optimizer supports the kinds of these gradients: row-sparse or dense."""
+        if self.spec.takes_dense and RowSparse not in map(type, chain.from_iterable([one for _, one in pairs])):
+            return
+        for key, values in pairs:
+            self.check_kind(key, rows=all(isinstance(value, RowSparse) for value in values))
 
     def check_kind(self, key: Key, *, rows: bool) -> None:
         """Raise ValueError unless the optimizer supports gradients of this kind: row-sparse or dense."""
@@ -154,7 +164,7 @@ class KeyedOptimizer:
         """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""
         if key not in self._starts:
             factors = self.spec.factors(key)
-            probe = torch.zeros_like(self._weights[key].detach().flatten()[:1])
+            probe = torch.zeros_like(self.weights[key].detach().flatten()[:1])
             probe.grad = torch.zeros_like(probe)
             group = {name: value for name, value in self._groups[factors].items() if name != "params"}
             optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)
@@ -173,12 +183,11 @@ class KeyedOptimizer:
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
         """Return the rescaled and clipped gradients; of a row-sparse one its rows."""
-        values: list[torch.Tensor] = []
-        for gradient in gradients:
-            if isinstance(gradient, RowSparse):
-                values.append(gradient.values.clone() if self.modifies_gradient else gradient.values)
-            else:
-                values.append(gradient)
+        is_changed = self.modifies_gradient
+        values = [
+            (one.values.clone() if is_changed else one.values) if isinstance(one, RowSparse) else one
+            for one in gradients
+        ]
         if self.spec.rescale_grad != 1.0 and values:
             torch._foreach_mul_(values, self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
@@ -189,17 +198,12 @@ class KeyedOptimizer:
             clipping.clip_norm_(values, self.spec.clip_global_norm)
         return values
 
-    def _for_torch(self, gradient: torch.Tensor | RowSparse, values: torch.Tensor) -> torch.Tensor:
-        if isinstance(gradient, RowSparse) and not self.spec.takes_dense:
-            return RowSparse(gradient.indices, values, gradient.shape).to_coo()._coalesced_(True)
-        return values
-
     def state(self) -> OptimizerState:
         """Return a copy of all state, on the host."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, Any] = {}
-        shapes = {json.dumps(key): list(weight.shape) for key, weight in self._weights.items()}
-        for key, weight in self._weights.items():
+        shapes = {json.dumps(key): list(weight.shape) for key, weight in self.weights.items()}
+        for key, weight in self.weights.items():
             of_key = self._optimizer.state.get(weight, {}) if self._optimizer else {}
             for name, value in of_key.items():
                 place = f"{json.dumps(key)}/{name}"
@@ -222,8 +226,8 @@ class KeyedOptimizer:
         Raises:
             ValueError: if the state belongs to another optimizer, to an unknown key, or to a tensor of another shape.
         """
-        state.check(self.spec.name, {key: weight.shape for key, weight in self._weights.items()})
-        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self._weights}
+        state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
+        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
             of_keys[json.loads(encoded)][name] = value
@@ -232,7 +236,7 @@ class KeyedOptimizer:
 
     def _restore(self, key: Key, state: dict[str, Any]) -> None:
         assert self._optimizer is not None
-        weight = self._weights[key]
+        weight = self.weights[key]
         group = self._groups[self.spec.factors(key)]
         step_on_host = not (group.get("capturable") or group.get("fused"))
         restored = {}

@@ -230,7 +230,7 @@ class Reducer:
                 "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
                 "instead of forward_backward_update(), or checkpoint with use_reentrant=False"
             )
-        if parameter.grad is None or is_sparse(parameter.grad):
+        if not state.pending or parameter.grad is None or is_sparse(parameter.grad):
             return
         with self._lock:
             pending = state.pending.get(index)
@@ -355,14 +355,11 @@ class Reducer:
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
         self._make_dense(state.keys)
-        present = [key for key in state.keys if self._has_gradient(key)]
+        by_replica = [{key for key in state.keys if of[key].grad is not None} for of in self._parameters]
+        on_any = set().union(*by_replica)
+        present = [key for key in state.keys if key in on_any]
         if present or self._in_step:
-            used = [
-                index
-                for index, of_replica in enumerate(self._parameters)
-                if any(of_replica[key].grad is not None for key in present)
-            ]
-            self._push(state, used, present)
+            self._push(state, [index for index, found in enumerate(by_replica) if found], present)
 
     def _has_gradient(self, key: Key) -> bool:
         return any(of_replica[key].grad is not None for of_replica in self._parameters)
@@ -438,10 +435,10 @@ class Reducer:
 
     def _make_dense(self, keys: Iterable[Key]) -> None:
         """Convert sparse gradients of parameters whose first gradient was dense."""
-        for key in keys:
-            for of_replica in self._parameters:
+        for of_replica in self._parameters:
+            for key in keys:
                 gradient = of_replica[key].grad
-                if gradient is not None and is_sparse(gradient):
+                if gradient is not None and gradient.layout != torch.strided:
                     of_replica[key].grad = gradient.to_dense()
                     self._warn_once(key, "the gradient of parameter %r became sparse; it is sent dense")
 
