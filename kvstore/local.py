@@ -105,14 +105,18 @@ class LocalStore(KVStore):
     def _apply(self, sums: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
         """Update with sums, or keep them until `update`; ``sums`` are in the store's own memory in that case."""
         assert self._optimizer is not None
-        for key, _ in sums:
-            stored = self._entries[key].stored
-            if self._optimizer.weights.get(key) is not stored:
-                self._optimizer.add(key, stored)
+        self._add_to_optimizer([key for key, _ in sums])
         if self.updates_wait:
             self._pending_sums.update(sums)
         else:
             self._optimizer.update(sums, self._is_updated_here)
+
+    def _add_to_optimizer(self, keys: Iterable[Key]) -> None:
+        assert self._optimizer is not None
+        for key in keys:
+            stored = self._entries[key].stored
+            if self._optimizer.weights.get(key) is not stored:
+                self._optimizer.add(key, stored)
 
     _is_updated_here: Callable[[Key], bool] | None = None
     """Whether this worker updates a key; None: it updates all."""

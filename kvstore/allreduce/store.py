@@ -30,7 +30,6 @@ from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
-from gangline.kvstore.sparse import RowSparse
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
@@ -236,9 +235,8 @@ class AllReduceStore(LocalStore):
 
     def _check_part(self, part: BucketPart) -> None:
         if self._optimizer is not None:
-            for key, value in part.values.items():
-                self._optimizer.add(key, self._entries[key].stored)
-                self._optimizer.check_kind(key, rows=isinstance(value, RowSparse))
+            self._add_to_optimizer(part.values)
+            self._optimizer.check_kinds([(key, [value]) for key, value in part.values.items()])
         if self._compressed is not None:
             for key, value in part.values.items():
                 self._compressed.check(key, value)

@@ -145,20 +145,17 @@ class KeyedOptimizer:
         if self.spec.takes_dense and RowSparse not in map(type, chain.from_iterable([one for _, one in pairs])):
             return
         for key, values in pairs:
-            self.check_kind(key, rows=all(isinstance(value, RowSparse) for value in values))
-
-    def check_kind(self, key: Key, *, rows: bool) -> None:
-        """Raise ValueError unless the optimizer supports gradients of this kind: row-sparse or dense."""
-        if rows and not self.spec.takes_rows:
-            raise ValueError(
-                f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is row-sparse; "
-                "expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
-            )
-        if not rows and not self.spec.takes_dense:
-            raise ValueError(
-                f"optimizer {self.spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
-                "expected adam, or nn.Embedding(sparse=True)"
-            )
+            is_sparse = all(isinstance(value, RowSparse) for value in values)
+            if is_sparse and not self.spec.takes_rows:
+                raise ValueError(
+                    f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is "
+                    "row-sparse; expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
+                )
+            if not is_sparse and not self.spec.takes_dense:
+                raise ValueError(
+                    f"optimizer {self.spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
+                    "expected adam, or nn.Embedding(sparse=True)"
+                )
 
     def _start_values(self, key: Key) -> dict[str, float]:
         """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""

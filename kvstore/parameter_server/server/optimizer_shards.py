@@ -119,7 +119,7 @@ class ShardOptimizers:
         if not self.keeps_sums:
             self._update(shard, total, learning_rate)
             return
-        self._optimizer_of(shard).check_kind(shard.number, rows=isinstance(total, RowSparse))
+        self._optimizer_of(shard).check_kinds([(shard.number, [total])])
         self.keep_sum(shard, total)
 
     def keep_sum(self, shard: Shard, total: Tensor | RowSparse) -> None:
