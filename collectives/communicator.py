@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
-from gangline.collectives.devices.nccl_selection import NcclSelection
+from gangline.collectives.devices.nccl_selection import NcclSelection, is_for_nccl
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
@@ -206,12 +206,17 @@ class Communicator:
         Returns:
             The tensor that holds the result at the root, else None.
         """
+        code, arguments = self._call_of_reduce(tensor, root, op, out)
+        return self._dispatcher.call("reduce", code, arguments, arguments[1], async_op)
+
+    def _call_of_reduce(
+        self, tensor: Tensor, root: int, op: str, out: Tensor | None
+    ) -> tuple[int, tuple[Tensor, Tensor | None, int, str]]:
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
         check_rank("root", root, self.size)
         result = result_or_in_place(out, tensor) if self.rank == root else None
-        code = encode_signature("reduce", tensor.numel(), tensor.dtype, op, root)
-        return self._dispatcher.call("reduce", code, (tensor, result, root, op), result, async_op)
+        return encode_signature("reduce", tensor.numel(), tensor.dtype, op, root), (tensor, result, root, op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Copy the root's tensor to all ranks.
@@ -224,12 +229,31 @@ class Communicator:
         Returns:
             ``tensor``.
         """
+        return self._dispatcher.call(
+            "broadcast", self._code_of_broadcast(tensor, root), (tensor, root), tensor, async_op
+        )
+
+    def _code_of_broadcast(self, tensor: Tensor, root: int) -> int:
         check_tensor(tensor)
         check_rank("root", root, self.size)
         if self.rank != root:
             check_written(tensor)
-        code = encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
-        return self._dispatcher.call("broadcast", code, (tensor, root), tensor, async_op)
+        return encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
+
+    def broadcast_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
+        """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once, and one group launches all.
+
+        Args:
+            tensors: tensors on one device.
+            roots: root of each.
+        """
+        pairs = list(zip(tensors, roots, strict=True))
+        self._dispatcher.call_each("broadcast", [self._code_of_broadcast(*pair) for pair in pairs], pairs)
+
+    def reduce_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
+        """Run `reduce` for the sum of each tensor, in place at its root; as `broadcast_each`."""
+        calls = [self._call_of_reduce(*pair, "sum", None) for pair in zip(tensors, roots, strict=True)]
+        self._dispatcher.call_each("reduce", [code for code, _ in calls], [arguments for _, arguments in calls])
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Gather every rank's tensor on all ranks.
@@ -513,8 +537,23 @@ class _Dispatcher:
         if nccl is None:
             getattr(self._host, name)(code, *arguments)
         else:
-            self._gpus.run(nccl, name, code, arguments)
+            self._gpus.run(nccl, name, code, [arguments])
         return result
+
+    def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
+        """Run a collective for several tensors, the first of the arguments; see `call`."""
+        tensors = [arguments[0] for arguments in calls]
+        if len(calls) < 2 or not all(is_for_nccl(one) and one.is_contiguous() for one in tensors):
+            for code, arguments in zip(codes, calls, strict=True):
+                self.call(name, code, arguments, None, async_op=False)
+            return
+        self._engine.settle()
+        nccl = self._gpus.choose(codes[0], tensors[0])
+        if nccl is None:
+            for code, arguments in zip(codes, calls, strict=True):
+                getattr(self._host, name)(code, *arguments)
+        else:
+            self._gpus.run(nccl, name, codes[0], calls)
 
     def _submit(
         self, name: str, code: int, arguments: tuple[object, ...], tensors: list[Tensor], result: object

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,18 @@ class NcclCommunicator:
             flat = flattened.written(tensor)
             address = flat.data_ptr()
             self._binding.broadcast(0, address, address, len(flat), DTYPES[flat.dtype], root, self._stream())
+
+    def launch(self, name: str, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Run a method of this class for each tuple of arguments, as one group; tensors of several are contiguous."""
+        if len(calls) == 1:
+            getattr(self, name)(*calls[0])
+            return
+        self._binding.start()
+        try:
+            for arguments in calls:
+                getattr(self, name)(*arguments)
+        finally:
+            self._binding.end()
 
     def all_gather(self, tensor: Tensor, result: Tensor) -> None:
         """Run `Communicator.all_gather`."""

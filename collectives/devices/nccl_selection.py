@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import torch
@@ -92,14 +93,14 @@ class NcclSelection:
                 return None
         return self.nccl if self._all_on_agreed_gpus(code, tensor.device == self._device) else None
 
-    def run(self, nccl: NcclCommunicator, name: str, code: int, arguments: Sequence[object]) -> None:
-        """Start a collective with NCCL on the current stream of this rank's GPU.
+    def run(self, nccl: NcclCommunicator, name: str, code: int, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU.
 
         Args:
             nccl: the communicator that `choose` returned.
             name: name of a method of `NcclCommunicator`.
             code: `CallSignature.code`.
-            arguments: arguments of the method.
+            calls: arguments of the method, for each call.
         """
         try:
             if torch.cuda.is_current_stream_capturing():
@@ -109,7 +110,7 @@ class NcclSelection:
                 )
             with self._calling:
                 self._engine.check_open()  # an abort in another thread has ended the binding
-                getattr(nccl, name)(*arguments)
+                nccl.launch(name, calls)
             self._watch_call(code)
         except BaseException as error:  # noqa: BLE001  raised again
             if isinstance(error, Exception):
@@ -300,6 +301,11 @@ def _allow_queries_during_capture() -> None:
 
 
 _warned: set[str] = set()
+
+
+def is_for_nccl(tensor: Tensor) -> bool:
+    """Return whether NCCL can send a tensor: elements of a dtype that it knows, on a GPU."""
+    return tensor.is_cuda and tensor.dtype in NCCL_DTYPES and tensor.numel() > 0
 
 
 def _reason(reports: list[list[str | int]]) -> str:

@@ -119,8 +119,8 @@ def reduce_over_workers(
                 if runs is None:
                     communicator.all_reduce(part.flat)
                 else:
-                    for run in runs:
-                        communicator.reduce(part.flat[run.begin : run.end], run.owner)
+                    parts = [part.flat[run.begin : run.end] for run in runs]
+                    communicator.reduce_each(parts, [run.owner for run in runs])
             else:
                 for key in dense:
                     if key not in sent:

@@ -274,11 +274,11 @@ class AllReduceStore(LocalStore):
         assert self._owners is not None
         with self._workers.communicator() as communicator:
             if flat is not None and runs is not None:
-                for run in runs:
-                    communicator.broadcast(flat[run.begin : run.end], run.owner)
-                return
-            for key in keys:
-                communicator.broadcast(self._entries[key].stored, self._owners.of(key))
+                parts = [flat[run.begin : run.end] for run in runs]
+                communicator.broadcast_each(parts, [run.owner for run in runs])
+            else:
+                owners = [self._owners.of(key) for key in keys]
+                communicator.broadcast_each([self._entries[key].stored for key in keys], owners)
 
     def _take_part(self, negotiation: Negotiation) -> None:
         """Take part in the others' call by its plan, without values."""
@@ -455,8 +455,7 @@ class AllReduceStore(LocalStore):
             call, plan = f"copy of {names} from their owners", {"copy": list(numbers)}
             negotiations.append(self._negotiate(call, plan, weight=weight, dense=missing))
             with self._workers.communicator() as communicator:
-                for tensor, owner in zip(tensors, owners, strict=True):
-                    communicator.broadcast(tensor, owner)
+                communicator.broadcast_each(tensors, owners)
 
         work = self._start("copy_from_owners", copy, [(names, tensors)], 0, async_op)
 
@@ -475,8 +474,7 @@ class AllReduceStore(LocalStore):
         def reduce() -> None:
             self._negotiate(f"reduction of the gradients of {names} to their owners", {"reduce": list(numbers)})
             with self._workers.communicator() as communicator:
-                for tensor, owner in zip(tensors, owners, strict=True):
-                    communicator.reduce(tensor, owner)
+                communicator.reduce_each(tensors, owners)
 
         return self._start("reduce_to_owners", reduce, [(names, tensors)], 0, True)
 
@@ -496,12 +494,10 @@ class AllReduceStore(LocalStore):
             while isinstance(result := self._workers.join(), Negotiation) and result.plan != _END:
                 if "copy" in result.plan:
                     with self._workers.communicator() as communicator:
-                        for tensor, owner in copied(result.plan["copy"]):
-                            communicator.broadcast(tensor, owner)
+                        communicator.broadcast_each(*_apart(copied(result.plan["copy"])))
                 elif "reduce" in result.plan:
                     with reduced(result.plan["reduce"]) as parts, self._workers.communicator() as communicator:
-                        for tensor, owner in parts:
-                            communicator.reduce(tensor, owner)
+                        communicator.reduce_each(*_apart(parts))
                 else:
                     raise RuntimeError(
                         f"this worker has no samples and follows a forward or backward of the others, but they call "
@@ -631,6 +627,10 @@ def _broadcast_state(workers: Negotiator, state: OptimizerState | None, root: in
         with workers.communicator() as communicator:
             communicator.broadcast(tensors[name].view(-1).view(torch.uint8), root)
     return OptimizerState.from_parts(header, tensors)
+
+
+def _apart(owned: Sequence[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], list[int]]:
+    return [tensor for tensor, _ in owned], [owner for _, owner in owned]
 
 
 def _kind(weight: float | None) -> str:

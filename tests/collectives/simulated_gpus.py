@@ -546,6 +546,7 @@ class HostRank(NcclCalls):
             self._table = self._shared[unique_id]
         self._number = 0
         self._group: list[tuple[str, int, int, int, int]] | None = None
+        self._grouped: list[tuple[Any, ...]] = []  # collective calls since the group's start
 
     @classmethod
     def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> HostRank:
@@ -566,6 +567,9 @@ class HostRank(NcclCalls):
     def end(self) -> None:
         assert self._group is not None
         group, self._group = self._group, None
+        grouped, self._grouped = self._grouped, []
+        for name, *arguments in grouped:
+            self._call(name, *arguments)
         if not group:
             return
         self._connect({peer for _, _, _, peer, _ in group})
@@ -621,6 +625,9 @@ class HostRank(NcclCalls):
     def _call(self, name: str, *arguments: int) -> None:
         if self.fails_at.get(self._rank) == name:
             raise RuntimeError(f"NCCL has had enough of {name}")
+        if self._group is not None:
+            self._grouped.append((name, *arguments))
+            return
         self._connect(range(self._size))
         self.launch(name, *arguments)
 

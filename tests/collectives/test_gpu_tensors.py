@@ -174,6 +174,31 @@ def test_missing_requirements_are_logged_once(caplog: pytest.LogCaptureFixture) 
     assert said == [text]
 
 
+@pytest.mark.parametrize("cards", [(0, 1, 2), (0, 0, 0), (None, 0, 1), (None, None, None)])
+def test_several_tensors_with_a_root_each(machine: None, cards: tuple[int | None, ...]) -> None:
+    """By NCCL, through the host, and where NCCL lacks a tensor's dtype or it is not contiguous."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int16)
+
+    def run(comm: Communicator) -> None:
+        for kinds, step in ((dtypes[:1] * 4, 1), (dtypes[:3], 1), (dtypes, 1), (dtypes[:3], 2)):
+            whole = [located(torch.full((9,), comm.rank + 1, dtype=dtype), cards[comm.rank]) for dtype in kinds]
+            tensors, roots = [one[::step] for one in whole], [number % comm.size for number in range(len(kinds))]
+            comm.reduce_each(tensors, roots)
+            for tensor, root in zip(tensors, roots, strict=True):
+                want = 6.0 if root == comm.rank else comm.rank + 1
+                assert values_of(tensor).tolist() == [want] * tensor.numel()
+            comm.broadcast_each(tensors, roots)
+            assert {value for tensor in tensors for value in values_of(tensor).tolist()} == {6.0}
+            if step == 2:
+                assert {value for one in whole for value in values_of(one)[1::2].tolist()} == {comm.rank + 1}
+        comm.broadcast_each([], [])
+        with pytest.raises(ValueError, match="shorter"):
+            comm.broadcast_each([located(torch.ones(2), cards[comm.rank])], [])
+
+    in_threads(3, run)
+    assert bool(HostRank.calls) == (cards == (0, 1, 2))
+
+
 def test_non_contiguous_tensors_and_outs(machine: None) -> None:
     def run(comm: Communicator) -> None:
         for card in (0, comm.rank):  # through the host on the first communicator, by NCCL on the second

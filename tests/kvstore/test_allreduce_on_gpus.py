@@ -119,6 +119,26 @@ def test_with_nccl_a_bucket_costs_two_exchanges_on_the_host(monkeypatch: pytest.
         assert in_threads(2, _exchanges) == [2, 2]
 
 
+def _exchanges_of_a_module(comm: Communicator) -> tuple[int, int]:
+    with create("allreduce", communicator=comm) as kv:
+        tensors = [on_simulated_gpu(torch.full((4,), comm.rank + 1.0), comm.rank) for _ in range(6)]
+        owners = [number % 2 for number in range(6)]
+        kv.copy_from_owners("weights", tensors, owners)()
+        assert [tensor.host().tolist() for tensor in tensors] == [[owner + 1.0] * 4 for owner in owners]
+        before = CountedGather.of_rank[comm.rank]
+        kv.copy_from_owners("weights", tensors, owners)()
+        copied = CountedGather.of_rank[comm.rank] - before
+        kv.reduce_to_owners("weights", tensors, owners).wait()
+        return copied, CountedGather.of_rank[comm.rank] - before - copied
+
+
+def test_with_nccl_the_weights_of_a_module_cost_two_exchanges_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: 7 each for 6 weights if they were sent one by one."""
+    monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
+    with simulated_gpus():
+        assert in_threads(2, _exchanges_of_a_module) == [(2, 2), (2, 2)]
+
+
 @pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_without_nccl_a_bucket_is_copied_to_the_host_and_back_once(weighted: bool) -> None:
