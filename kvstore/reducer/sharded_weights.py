@@ -5,6 +5,7 @@ As the third stage of ZeRO (Rajbhandari and others, 2020) and PyTorch's FSDP, bu
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -269,9 +270,13 @@ class ShardedWeights:
     def _drop(self, weights: Sequence[_Weight]) -> None:
         """Put the placeholders of weights that others own back."""
         for weight in weights:
-            del self._by_address[_address(weight.parameter)]
+            assert weight.full is not None
+            found = self._by_address.pop(_address(weight.full), None)
+            is_assigned = found is not None and _address(weight.parameter) != _address(weight.full)
             if weight.own is None:
                 weight.parameter.data = weight.placeholder
+            if is_assigned and sys.exc_info()[0] is None:  # else the forward has failed, and its error is raised
+                raise _assigned_in_forward(weight)
 
     def _use(self, parameter: nn.Parameter) -> None:
         if self._frames:
@@ -297,6 +302,9 @@ class ShardedWeights:
         group = _WeightGroup([weight for weight in weights if _address(weight.parameter) not in self._by_address])
         if not group.weights:
             return
+        for weight in group.weights:
+            if weight.full is not None and _address(weight.full) in self._by_address:
+                raise _assigned_in_forward(weight)
         self._take_assigned(group.weights)
         self._acquire(group)
         self._frames[-1].append(group)
@@ -810,6 +818,13 @@ def _check_networks(
             for one, name in names.items()
         },
         what,
+    )
+
+
+def _assigned_in_forward(weight: _Weight) -> RuntimeError:
+    return RuntimeError(
+        f"{weight.name}.data was assigned in a forward that had read it, and the other workers have its former value; "
+        "expected assignments between two steps"
     )
 
 

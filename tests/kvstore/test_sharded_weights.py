@@ -544,6 +544,34 @@ def assigns_late(communicator: Communicator) -> None:
             optimizer.step()
 
 
+class Assigning(nn.Module):
+    """Assigns a weight in a forward that has read it, before or after the weight's own module has run."""
+
+    def __init__(self, runs_after: bool) -> None:
+        super().__init__()
+        self.inner, self.runs_after = nn.Linear(3, 3).double(), runs_after
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        total = self.inner.weight.sum()
+        self.inner.weight.data = torch.ones(3, 3).double()
+        out: torch.Tensor = self.inner(data) if self.runs_after else data
+        return out * total
+
+
+def assigns_what_it_reads(communicator: Communicator, runs_after: bool) -> None:
+    network = Assigning(runs_after)
+    with create("allreduce", communicator=communicator) as store:
+        wrapped(store, network, (1, 0))
+        network(torch.ones(2, 3).double())
+
+
+@pytest.mark.parametrize("runs_after", [False, True])
+def test_a_weight_that_is_assigned_in_a_forward_that_has_read_it_is_an_error(runs_after: bool) -> None:
+    for error in outcomes_in_threads(2, assigns_what_it_reads, runs_after):
+        assert isinstance(error, RuntimeError)
+        assert "inner.weight.data was assigned in a forward that had read it" in str(error)
+
+
 def test_a_weight_that_its_owner_assigns_after_its_copy_has_begun_is_an_error() -> None:
     first, second = outcomes_in_threads(2, assigns_late)
     assert "layers.1.weight was assigned while the network ran" in str(first)
