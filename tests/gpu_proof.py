@@ -596,6 +596,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         beside_others = [name for name in names if name not in _TIMED]
         found = dict(zip(beside_others, pool.map(start, beside_others), strict=True))
         found |= {name: start(name) for name in names if name in _TIMED}
+    found = {name: found[name] for name in names}
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1))
     failed = [name for name, one in found.items() if one["error"]]

@@ -400,7 +400,8 @@ def by_trainer(case: Case, store: str | KVStore, rank: int) -> State:
 def _loss_of_share(case: Case, networks: nn.Module, data: Tensor, label: Tensor, weight: float = 0.0) -> Tensor:
     """Return the loss of the share, or 0 of a made-up sample: divided weights need every worker's backward."""
     if not case.count(label) or not len(label):
-        return cast("Tensor", networks(torch.zeros(1, FEATURES, dtype=case.dtype)).sum() * 0)
+        output = networks(torch.zeros(1, FEATURES, dtype=case.dtype))
+        return cast("Tensor", output.to(case.dtype).sum() * 0)  # in float16 a scale of 65536 would be infinite
     if weight:
         return case.sum_of(networks(data), label) / weight
     return case.loss_of(networks(data), label)
