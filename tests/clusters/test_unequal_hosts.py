@@ -25,10 +25,18 @@ def test_measured_loads_are_those_of_the_quotas_and_the_weights_those_of_one_pro
     expected = [quota / sum(QUOTAS) for quota in QUOTAS]
     assert [load / sum(loads) for load in loads] == pytest.approx(expected, abs=0.1)
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        alone = weights_of_one_process(len(reports[0]["epochs"]))
+    finally:
+        torch.set_num_threads(threads)
+    assert max(deviation(report["weights"], alone) for report in reports) < 1e-9
+
+
+def weights_of_one_process(epochs: int) -> dict[str, list[float]]:
     module, data = problem(BATCH, BATCHES)
     with module:
         module.init_optimizer(None, "sgd", OPTIMIZER)
-        module.fit(data, batch_size=BATCH, num_epoch=len(reports[0]["epochs"]))
-        alone = {name: value.flatten().tolist() for name, value in module.get_params().items()}
-    assert max(deviation(report["weights"], alone) for report in reports) < 1e-9
+        module.fit(data, batch_size=BATCH, num_epoch=epochs)
+        return {name: value.flatten().tolist() for name, value in module.get_params().items()}
