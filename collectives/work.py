@@ -22,9 +22,6 @@ from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
-_POLL_SECONDS = 0.0002
-_POLLS = 25
-"""Times that an idle thread looks for calls before it sleeps: a thread that is woken competes with `Work.wait`."""
 _BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
 _forks = 0  # between the first process and this one
@@ -153,7 +150,6 @@ class WorkQueue:
         """Number of submitted operations that are not over."""
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
-        self._sleeps = False  # whether the thread waits until it is notified
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
         """Run an operation after all earlier operations with one of its keys, and return when it is over.
@@ -229,8 +225,7 @@ class WorkQueue:
                 gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
                 self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
                 self._thread.start()
-            if self._sleeps or not by_waiter:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _is_inside(self) -> bool:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
@@ -287,14 +282,10 @@ class WorkQueue:
             torch.cuda.set_device(gpu)
         while True:
             with self._changed:
-                polls = 0
                 while not self._ready:
                     if self._closed and not self.unfinished:
                         return
-                    self._sleeps = polls >= _POLLS
-                    self._changed.wait(None if self._sleeps else _POLL_SECONDS)
-                    polls = 0 if self._sleeps else polls + 1
-                self._sleeps = False
+                    self._changed.wait()
                 call = heapq.heappop(self._ready)
             call.work.queued = None
             self._execute(call.operation, call.work)
@@ -313,7 +304,8 @@ class WorkQueue:
                 follower.blockers -= 1
                 if not follower.blockers:
                     heapq.heappush(self._ready, follower)
-            self._changed.notify_all()
+            if self._ready or self._closed:
+                self._changed.notify_all()
 
 
 def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
