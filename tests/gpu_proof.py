@@ -336,7 +336,7 @@ def _ways(
     proof: Proof, network: nn.Module, loss: nn.Module, autocast: torch.dtype | None, *, peers: bool = False
 ) -> Iterator[tuple[str, Callable[[Tensor, Tensor], None]]]:
     """Yield the ways to train a network, each with a copy of its own and a function that makes a step."""
-    lr = {"lr": 0.01, "momentum": 0.9}
+    lr = {"lr": 0.01, "momentum": 0.9, "fused": True}
     cuda = not proof.simulate
 
     def plain(model: nn.Module, optimizer: Any, steps: Callable[[int], Any], data: Tensor, label: Tensor) -> None:
@@ -350,7 +350,7 @@ def _ways(
         return copy.deepcopy(network).to(proof.device)
 
     def torch_way(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
-        optimizer = torch.optim.SGD(model.parameters(), **lr, fused=True)
+        optimizer = torch.optim.SGD(model.parameters(), **lr)
         return partial(plain, model, optimizer, lambda _: optimizer.step())
 
     if peers:
@@ -384,7 +384,7 @@ def _ways(
     weights = {name: one.detach() for name, one in model.named_parameters()}
     store.broadcast(list(weights), list(weights.values()), list(weights.values()))
     reducer = GradientReducer(dict(model.named_parameters()), store)  # of a DistributedOptimizer of several workers
-    optimizer = torch.optim.SGD(model.parameters(), **lr, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), **lr)
 
     def reduced(count: int) -> None:
         reducer.finish(float(count))
