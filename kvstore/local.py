@@ -226,6 +226,8 @@ class LocalStore(KVStore):
                     self._optimizer.check(key, self._entries[key].stored)
             device = self._device_of(bucket)
             flat = _Flat(given if given is not None and given.device == device else bucket.empty(device))
+            if flat.stored is given and given.is_cuda:  # its owner may drop it while a call runs
+                given.record_stream(torch.cuda.current_stream(device))
             for key, view in bucket.views(flat.stored).items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
