@@ -102,8 +102,8 @@ def test_preempted_workers_checkpoint_and_the_exit_code_is_75(server: sshd.Sshd)
     with launch(server, code, "--stop-signals", "USR1") as run:
         run.hear("[worker 0] ready", "[worker 1] ready")
         run.process.send_signal(signal.SIGUSR1)
-        status, out, _ = run.end()
-    assert (status, sorted(out)[-1]) == (75, "[worker 1] saved")
+        status, out, errors = run.end()
+    assert (status, sorted(out)[-1]) == (75, "[worker 1] saved"), (out, errors)
     assert "[worker 0] saved" in out
     server.wait_until_empty()
 
