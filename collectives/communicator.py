@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
-from gangline.collectives.devices.nccl_selection import NcclSelection, is_for_nccl
+from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
@@ -489,6 +489,14 @@ class Communicator:
         """
         self._engine.refuse(call, error)
 
+    def takes_nccl(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether this rank's calls on some tensors go through NCCL, if those of the others do."""
+        return self._gpus.takes(tensors)
+
+    def agreed_on_nccl(self) -> AbstractContextManager[None]:
+        """Make calls without an exchange before them: each rank has told all others that `takes_nccl` is true."""
+        return self._gpus.agreed()
+
     def dead_ranks(self) -> list[int]:
         """Return the ranks that are known to be dead; not those that have closed the communicator."""
         membership = self._resources.membership
@@ -543,12 +551,12 @@ class _Dispatcher:
     def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
         """Run a collective for several tensors, the first of the arguments; see `call`."""
         tensors = [arguments[0] for arguments in calls]
-        if len(calls) < 2 or not all(is_for_nccl(one) and one.is_contiguous() for one in tensors):
+        if len(calls) < 2 or not all(map(is_known, tensors)):
             for code, arguments in zip(codes, calls, strict=True):
                 self.call(name, code, arguments, None, async_op=False)
             return
         self._engine.settle()
-        nccl = self._gpus.choose(codes[0], tensors[0])
+        nccl = self._gpus.choose(codes[0], *tensors)
         if nccl is None:
             for code, arguments in zip(codes, calls, strict=True):
                 getattr(self._host, name)(code, *arguments)

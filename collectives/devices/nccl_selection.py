@@ -14,9 +14,9 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,7 @@ class NcclSelection:
         self._engine = engine
         self._host = host
         self._is_decided = False
+        self._has_agreed = False
         self._device = torch.device("cpu")
         self._binding: Binding | None = None
         self._lock = threading.Lock()  # guards _binding, _running and _thread
@@ -70,28 +71,49 @@ class NcclSelection:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def choose(self, code: int, tensor: Tensor) -> NcclCommunicator | None:
+    def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
 
         Collective once a rank has passed a tensor on a GPU.
 
         Args:
             code: `CallSignature.code`.
-            tensor: this rank's tensor.
+            tensors: this rank's tensor; or several, all of dtypes that NCCL knows and not empty, for calls that it
+                launches together.
 
         Raises:
             GanglineError: if a rank is dead, late or in another call.
         """
+        tensor = tensors[0]
         if (self._is_decided or not tensor.is_cuda) and self.nccl is None:
             return None
-        if tensor.dtype not in NCCL_DTYPES or not tensor.numel():
+        if not is_known(tensor):
             return None
         if not self._is_decided:
             self._decide(code, tensor.device)
             self._is_decided = True
             if self.nccl is None:
                 return None
-        return self.nccl if self._all_on_agreed_gpus(code, tensor.device == self._device) else None
+        if self._has_agreed or self._all_on_agreed_gpus(code, self._all_here(tensors)):
+            return self.nccl
+        return None
+
+    def _all_here(self, tensors: Sequence[Tensor]) -> bool:
+        is_alone = len(tensors) == 1  # a tensor that is not contiguous is copied before its call, and not in a group
+        return all(one.device == self._device and (is_alone or one.is_contiguous()) for one in tensors)
+
+    def takes(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether this rank's calls on some tensors use NCCL, if those of the others do."""
+        return self.nccl is not None and bool(tensors) and self._all_here(tensors) and all(map(is_known, tensors))
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Make calls for which each rank has told all others that `takes` is true: they do not ask each other again."""
+        self._has_agreed = True
+        try:
+            yield
+        finally:
+            self._has_agreed = False
 
     def run(self, nccl: NcclCommunicator, name: str, code: int, calls: Sequence[tuple[Any, ...]]) -> None:
         """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU.
@@ -303,9 +325,9 @@ def _allow_queries_during_capture() -> None:
 _warned: set[str] = set()
 
 
-def is_for_nccl(tensor: Tensor) -> bool:
-    """Return whether NCCL can send a tensor: elements of a dtype that it knows, on a GPU."""
-    return tensor.is_cuda and tensor.dtype in NCCL_DTYPES and tensor.numel() > 0
+def is_known(tensor: Tensor) -> bool:
+    """Return whether NCCL can send such a tensor: the same on all ranks."""
+    return tensor.dtype in NCCL_DTYPES and tensor.numel() > 0
 
 
 def _reason(reports: list[list[str | int]]) -> str:

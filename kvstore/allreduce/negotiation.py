@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from hashlib import blake2b
@@ -22,8 +22,9 @@ from gangline.kvstore.group.worker_group import WorkerGroup
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
-_HEADER = struct.Struct("<ddq64s")  # weight, learning rate, 4 * digest of the call + one of the next, dense keys:
+_HEADER = struct.Struct("<ddq64s")  # weight, learning rate, 8 * digest of the call + _ON_GPU + one of the next, keys:
 _JOINED, _PLAIN, _UNEVEN, _REFUSED = range(4)
+_ON_GPU = 4
 MOST_KEYS = 511
 """Keys whose presence fits into a header."""
 _UNKNOWN = 1 << MOST_KEYS
@@ -41,6 +42,8 @@ class Negotiation:
     """Keys that some rank has a dense value for: bit i is set for key i, -1 for all; None if it is not known."""
     learning_rate: float
     """Rank 0's learning rate; NaN if it has none."""
+    on_gpus: bool = False
+    """True if NCCL takes the tensors of all ranks."""
     plan: Any = None
     """Description of the call for ranks that have joined, so that they can take part; None if none has."""
 
@@ -81,11 +84,16 @@ class Negotiator:
             raise type(self._failure)(*self._failure.args)
 
     @contextmanager
-    def communicator(self) -> Iterator[Communicator]:
-        """Yield the communicator; an error that it raises in the section is final."""
+    def communicator(self, *, on_gpus: bool = False) -> Iterator[Communicator]:
+        """Yield the communicator; an error that it raises in the section is final.
+
+        Args:
+            on_gpus: `Negotiation.on_gpus` for the tensors of all calls in the section.
+        """
         self._check_communicator()
         try:
-            yield self._communicator
+            with self._communicator.agreed_on_nccl() if on_gpus else nullcontext():
+                yield self._communicator
         except GanglineError as error:
             self._failure = type(error)(*error.args)  # without the traceback, which holds tensors
             raise
@@ -152,6 +160,7 @@ class Negotiator:
         weight: float = 1.0,
         dense: int | None = -1,
         learning_rate: float = math.nan,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> Negotiation:
         """Check that all workers make the same call, and exchange the data that it needs.
 
@@ -161,12 +170,15 @@ class Negotiator:
             weight: this worker's weight.
             dense: keys that this worker has a dense value for, as in `Negotiation`.
             learning_rate: this worker's; NaN if it has none.
+            tensors: what the call reduces or copies, for `Negotiation.on_gpus`.
 
         Raises:
             MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
             GanglineError: if a worker is dead or late.
         """
-        code = _digest(call) * 4 + (_PLAIN if dense == -1 else _UNEVEN)
+        code = _digest(call) * 8 + (_PLAIN if dense == -1 else _UNEVEN)
+        if self._communicator.takes_nccl(tensors):
+            code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
         header = _HEADER.pack(weight, learning_rate, code, keys.to_bytes(64, "little"))
         negotiation = self._gather_headers(header, call)
@@ -208,7 +220,7 @@ class Negotiator:
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.int16))
         rows = list(_HEADER.iter_unpack(table.numpy().tobytes()))
         kinds = [code & 3 for _, _, code, _ in rows]
-        digests = {code >> 2 for _, _, code, _ in rows if code & 3 != _JOINED}
+        digests = {code >> 3 for _, _, code, _ in rows if code & 3 != _JOINED}
         self._had_joined = [kind == _JOINED for kind in kinds]
         if _REFUSED in kinds or len(digests) > 1:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
@@ -220,6 +232,7 @@ class Negotiator:
             has_joined=self._had_joined,
             dense=-1 if _PLAIN in kinds else None if dense & _UNKNOWN else dense,
             learning_rate=rows[0][1],
+            on_gpus=all(code & _ON_GPU for _, _, code, _ in rows),
         )
 
     def _with_plan(self, negotiation: Negotiation, plan: Any, call: str) -> Negotiation:

@@ -114,7 +114,7 @@ def reduce_over_workers(
         sent = [key for key in dense if compressed is not None and sums[key].dtype.is_floating_point]
         if compressed is not None and sent:
             _reduce_payloads(workers, negotiation, part, compressed, sent)
-        with workers.communicator() as communicator:
+        with workers.communicator(on_gpus=negotiation.on_gpus and not sent) as communicator:
             if part.flat is not None and not sent:
                 if runs is None:
                     communicator.all_reduce(part.flat)

@@ -231,7 +231,8 @@ class AllReduceStore(LocalStore):
             self._workers.refuse(call, error)
             raise
         plan = {**plan, "is_mean": weight is not None}
-        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense), part
+        tensors = () if part.flat is None else (part.flat,)
+        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense, tensors), part
 
     def _check_part(self, part: BucketPart) -> None:
         if self._optimizer is not None:
@@ -453,8 +454,8 @@ class AllReduceStore(LocalStore):
 
         def copy() -> None:
             call, plan = f"copy of {names} from their owners", {"copy": list(numbers)}
-            negotiations.append(self._negotiate(call, plan, weight=weight, dense=missing))
-            with self._workers.communicator() as communicator:
+            negotiations.append(self._negotiate(call, plan, weight, missing, tensors))
+            with self._workers.communicator(on_gpus=negotiations[0].on_gpus) as communicator:
                 communicator.broadcast_each(tensors, owners)
 
         work = self._start("copy_from_owners", copy, [(names, tensors)], 0, async_op)
@@ -472,8 +473,9 @@ class AllReduceStore(LocalStore):
         """Begin to sum tensors over the workers, each in place at its owner; as `copy_from_owners`. Collective."""
 
         def reduce() -> None:
-            self._negotiate(f"reduction of the gradients of {names} to their owners", {"reduce": list(numbers)})
-            with self._workers.communicator() as communicator:
+            call, plan = f"reduction of the gradients of {names} to their owners", {"reduce": list(numbers)}
+            negotiation = self._negotiate(call, plan, tensors=tensors)
+            with self._workers.communicator(on_gpus=negotiation.on_gpus) as communicator:
                 communicator.reduce_each(tensors, owners)
 
         return self._start("reduce_to_owners", reduce, [(names, tensors)], 0, True)
@@ -579,9 +581,15 @@ class AllReduceStore(LocalStore):
         return self._run_after((), name, operation)
 
     def _negotiate(
-        self, call: str, plan: Mapping[str, Any] | None = None, weight: float = 1.0, dense: int | None = -1
+        self,
+        call: str,
+        plan: Mapping[str, Any] | None = None,
+        weight: float = 1.0,
+        dense: int | None = -1,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> Negotiation:
-        return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=self._rate())
+        rate = self._rate()
+        return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=rate, tensors=tensors)
 
     def _rate(self) -> float:
         return math.nan if self._optimizer is None else self._optimizer.learning_rate

@@ -112,11 +112,11 @@ class CountedGather:
 _gather = HostCollectives.all_gather
 
 
-def test_with_nccl_a_bucket_costs_two_exchanges_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header of the call, and whether the tensors are on the GPUs that NCCL was made for."""
+def test_with_nccl_a_bucket_costs_one_exchange_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of the call, which also says whether the tensor is on the GPU that NCCL was made for."""
     monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
     with simulated_gpus():
-        assert in_threads(2, _exchanges) == [2, 2]
+        assert in_threads(2, _exchanges) == [1, 1]
 
 
 def _exchanges_of_a_module(comm: Communicator) -> tuple[int, int]:
@@ -132,11 +132,28 @@ def _exchanges_of_a_module(comm: Communicator) -> tuple[int, int]:
         return copied, CountedGather.of_rank[comm.rank] - before - copied
 
 
-def test_with_nccl_the_weights_of_a_module_cost_two_exchanges_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_nccl_the_weights_of_a_module_cost_one_exchange_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are: 7 each for 6 weights if they were sent one by one."""
     monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
     with simulated_gpus():
-        assert in_threads(2, _exchanges_of_a_module) == [(2, 2), (2, 2)]
+        assert in_threads(2, _exchanges_of_a_module) == [(1, 1), (1, 1)]
+
+
+def _moves_to_the_host(comm: Communicator) -> list[float]:
+    with create("allreduce", communicator=comm) as kv:
+        sums = []
+        for is_on_host in (False, False, True, False):
+            place = (lambda value: value) if is_on_host and comm.rank else on_card(comm)
+            tensors = [place(torch.full((4,), comm.rank + 1.0)) for _ in range(2)]
+            kv.copy_from_owners("weights", tensors, [0, 1])()
+            kv.reduce_to_owners("weights", tensors, [0, 0]).wait()
+            sums.append([float((one.host() if one.is_cuda else one)[0]) for one in tensors])
+        return sums
+
+
+def test_a_rank_whose_tensors_are_on_the_host_is_noticed_by_the_header() -> None:
+    with simulated_gpus():
+        assert in_threads(2, _moves_to_the_host) == [[[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4]
 
 
 @pytest.mark.usefixtures("stream_order")
