@@ -18,7 +18,7 @@ from gangline.collectives.timeline import recorder
 
 
 class _Running(threading.local):
-    """What runs in a thread."""
+    """The module, forward and step that a thread is in."""
 
     modules: int = 0
     """Depth of nested modules in forward."""

@@ -1,1 +1,1 @@
-"""What bounds a training job, read from its timeline, and how many devices pay."""
+"""Advice on a training job: what bounds it, read from its timeline, and how many devices pay."""

@@ -160,10 +160,9 @@ class KeyedOptimizer:
     def _start_values(self, key: Key) -> dict[str, float]:
         """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""
         if key not in self._starts:
-            factors = self.spec.factors(key)
             probe = torch.zeros_like(self.weights[key].detach().flatten()[:1])
             probe.grad = torch.zeros_like(probe)
-            group = {name: value for name, value in self._groups[factors].items() if name != "params"}
+            group = {name: value for name, value in self._group_of[key].items() if name != "params"}
             optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)
             optimizer.step()
             state = optimizer.state[probe].items()
@@ -234,7 +233,7 @@ class KeyedOptimizer:
     def _restore(self, key: Key, state: dict[str, Any]) -> None:
         assert self._optimizer is not None
         weight = self.weights[key]
-        group = self._groups[self.spec.factors(key)]
+        group = self._group_of[key]
         step_on_host = not (group.get("capturable") or group.get("fused"))
         restored = {}
         for name, value in state.items():

@@ -361,9 +361,6 @@ class Reducer:
         if present or self._in_step:
             self._push(state, [index for index, found in enumerate(by_replica) if found], present)
 
-    def _has_gradient(self, key: Key) -> bool:
-        return any(of_replica[key].grad is not None for of_replica in self._parameters)
-
     def _wait_for_pushes(self) -> None:
         for state in self._buckets:
             if state.push is not None:
@@ -452,7 +449,9 @@ class Reducer:
         """
         repeated = [key for key, count in self._arrivals.items() if count > 1]
         sparse = [key for key in self._parameters[0] if any(is_sparse(p[key].grad) for p in self._parameters)]
-        unseen = [key for key in reversed(self._parameters[0]) if self._has_gradient(key)]
+        unseen = [
+            key for key in reversed(self._parameters[0]) if any(p[key].grad is not None for p in self._parameters)
+        ]
         own = [list(dict.fromkeys([*self._arrivals, *unseen])), repeated, sparse]
         received = [own]
         if self._in_step:

@@ -269,14 +269,16 @@ class ShardedWeights:
 
     def _drop(self, weights: Sequence[_Weight]) -> None:
         """Put the placeholders of weights that others own back."""
+        assigned = []
         for weight in weights:
             assert weight.full is not None
             found = self._by_address.pop(_address(weight.full), None)
-            is_assigned = found is not None and _address(weight.parameter) != _address(weight.full)
+            if found is not None and _address(weight.parameter) != _address(weight.full):
+                assigned.append(weight)
             if weight.own is None:
                 weight.parameter.data = weight.placeholder
-            if is_assigned and sys.exc_info()[0] is None:  # else the forward has failed, and its error is raised
-                raise _assigned_in_forward(weight)
+        if assigned and sys.exc_info()[0] is None:  # else the forward has failed, and its error is raised
+            raise _assigned_in_forward(assigned[0])
 
     def _use(self, parameter: nn.Parameter) -> None:
         if self._frames:

@@ -502,6 +502,18 @@ def reduced(values: Sequence[Tensor], op: int) -> Tensor:
 class NcclCalls:
     """Collective calls of a binding of NCCL, each as one `_call` with all arguments; op and root are 0 if not used."""
 
+    _group: list[Any] | None = None
+    """Calls since the group's start."""
+
+    def start(self) -> None:
+        assert self._group is None
+        self._group = []
+
+    def _ended(self) -> list[Any]:
+        assert self._group is not None
+        group, self._group = self._group, None
+        return group
+
     def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
         self._call("all_reduce", position, source, target, count, dtype, op, 0, stream)
 
@@ -545,7 +557,6 @@ class HostRank(NcclCalls):
         with _lock:  # the ranks are threads, and a defaultdict can give two of them different values
             self._table = self._shared[unique_id]
         self._number = 0
-        self._group: list[tuple[str, int, int, int, int]] | None = None
         self._grouped: list[tuple[Any, ...]] = []  # collective calls since the group's start
 
     @classmethod
@@ -560,14 +571,8 @@ class HostRank(NcclCalls):
     def unique_id(cls) -> bytes:
         return next(cls._ids).to_bytes(128, "little")
 
-    def start(self) -> None:
-        assert self._group is None
-        self._group = []
-
     def end(self) -> None:
-        assert self._group is not None
-        group, self._group = self._group, None
-        grouped, self._grouped = self._grouped, []
+        group, grouped, self._grouped = self._ended(), self._grouped, []
         for name, *arguments in grouped:
             self._call(name, *arguments)
         if not group:
@@ -673,16 +678,9 @@ class HostGpus(NcclCalls):
     def __init__(self, gpus: Sequence[int]) -> None:
         unique_id, size = HostRank.unique_id(), len(gpus)
         self._ranks = [HostRank(torch.device("cuda", gpu), unique_id, index, size) for index, gpu in enumerate(gpus)]
-        self._group: list[Any] | None = None
-
-    def start(self) -> None:
-        assert self._group is None
-        self._group = []
 
     def end(self) -> None:
-        assert self._group is not None
-        group, self._group = self._group, None
-        for position, call in group:
+        for position, call in self._ended():
             self._ranks[position].launch(*call)
 
     def _call(self, name: str, *arguments: int) -> None:
