@@ -54,9 +54,9 @@ def limited(comm: Communicator, how: str) -> Iterator[SlowProcess | CrowdedProce
         process.close()
 
 
-def images(batches: int) -> TensorDataset:
+def images(batches: int, pixels: int = 16) -> TensorDataset:
     samples = 2 * BATCH * batches
-    return TensorDataset(torch.rand(samples, 3, 16, 16), torch.arange(samples) % 10)
+    return TensorDataset(torch.rand(samples, 3, pixels, pixels), torch.arange(samples) % 10)
 
 
 def wrapped(kind: str) -> nn.Module:
@@ -95,7 +95,8 @@ def trained(
         speed_model._MIN_SECONDS = 1.0  # as of users
     model = wrapped(kind)
     model(torch.rand(1, 3, 16, 16)).sum().backward()  # imports
-    loader = gangline.balance(model, DataLoader(images(batches), BATCH))
+    # A step of FSDP2 costs a slow rank some 70 ms whatever its share; the samples are to cost more.
+    loader = gangline.balance(model, DataLoader(images(batches, 32 if kind == "FSDP2" else 16), BATCH))
     found = []
     with limited(comm, how) as slow:
         for epoch in range(epochs):
