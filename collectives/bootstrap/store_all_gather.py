@@ -135,7 +135,7 @@ class StoreAllGather:
                     if self._wait(blob_keys, begin, next_attempt=self.attempt + 1 if number == 0 else None):
                         break
                 except StallError:
-                    self._store.delete_key(blob_keys[self._rank])  # so that no late rank takes this one as present
+                    self._delete(blob_keys[self._rank])  # so that no late rank takes this one as present
                     raise
                 self.attempt += 1
             blobs = [bytes(one) for one in self._store.multi_get(blob_keys)]
@@ -143,11 +143,20 @@ class StoreAllGather:
             with store_errors(self._rank, self._size, self._server):
                 self._wait(done_keys[1:], time.monotonic())
                 for key in [*blob_keys, *done_keys[1:]]:
-                    self._store.delete_key(key)
+                    self._delete(key)
         else:
             with suppress(DistNetworkError):  # the store is gone, but all bytes have been received
                 self._store.set(done_keys[self._rank], "")
         return blobs
+
+    def _delete(self, key: str) -> None:
+        """Delete a key if the store can; one of a user's own may not."""
+        try:
+            self._store.delete_key(key)
+        except DistNetworkError:
+            raise
+        except RuntimeError:
+            _log.debug("%s cannot delete keys", type(self._store).__name__)
 
     def _key_of_attempt(self, attempt: int) -> str:
         return f"{self._prefix}attempt {attempt}"

@@ -63,9 +63,8 @@ class DistStore(KVStore):
     A push returns once the caller's tensors may be overwritten. If a server rejects it later, or dies before it has
     received it, the next call raises the error. `barrier`, `exchange` and `close` return once servers have received all
     pushes; `close` raises if they have not within the timeout. After a push that failed with StallError or
-    DeadNodeError, the next push of its key is taken as its repetition, which servers count once. A worker that is about
-    two rounds of all keys ahead of the slowest blocks in its pushes, or in the next `barrier`, so that memory stays
-    bounded.
+    DeadNodeError, all later calls raise this error. A worker that is about two rounds of all keys ahead of the slowest
+    blocks in its pushes, or in the next `barrier`, so that memory stays bounded. A process has one such store.
 
     In a process whose environment assigns it the role of scheduler or server, the constructor runs that role and then
     raises SystemExit(0).

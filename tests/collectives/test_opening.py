@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
+from gangline.collectives import torch_backend
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup
@@ -66,10 +68,38 @@ def test_connect_can_be_repeated_after_a_timeout() -> None:
             assert ranks.all_heard() == [[2 * 10.0**number]] * 2
 
 
-def _sum_through_file(rank: Rank, path: str, namespaces: list[str]) -> None:
+class _OwnStore(dist.Store):
+    """A store of a user, without all that gloo does not need."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def set(self, key: str, value: str) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=20)) -> None:
+        self._inner.wait(keys, timeout)
+
+
+def _sum_through_file(rank: Rank, path: str, namespaces: list[str], is_custom: bool) -> None:
     enter(namespaces[rank.rank])
     os.environ["GANGLINE_INSECURE"] = "1"
-    join_group(rank, path, seconds=20)
+    if is_custom:
+        assert torch_backend.__all__  # it registers the backend
+        store = _OwnStore(dist.FileStore(path, 2))
+        dist.init_process_group("gangline", store=store, rank=rank.rank, world_size=2, timeout=timedelta(seconds=20))
+    else:
+        join_group(rank, path, seconds=20)
     total = torch.ones(2)
     dist.all_reduce(total)
     assert isinstance(dist.group.WORLD, GanglineProcessGroup)
@@ -78,8 +108,9 @@ def _sum_through_file(rank: Rank, path: str, namespaces: list[str]) -> None:
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_hosts_that_share_a_file_reach_each_other(tmp_path: Path) -> None:
-    with Hosts(2) as hosts, Processes(_sum_through_file, 2, f"{tmp_path}/store", hosts.names) as ranks:
+@pytest.mark.parametrize("is_custom", [False, True])
+def test_hosts_that_share_a_file_or_a_store_of_the_user_reach_each_other(is_custom: bool, tmp_path: Path) -> None:
+    with Hosts(2) as hosts, Processes(_sum_through_file, 2, f"{tmp_path}/store", hosts.names, is_custom) as ranks:
         assert ranks.all_heard() == [["tcp", [2.0, 2.0]]] * 2
 
 

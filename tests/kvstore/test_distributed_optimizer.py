@@ -169,9 +169,9 @@ def test_workers_train_as_one_process_with_the_same_loop() -> None:
     )
 
 
-def complex_weights(comm: Communicator) -> torch.Tensor:
-    weight = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j], dtype=torch.complex64))
-    data = torch.tensor([1, 2j], dtype=torch.complex64) * (comm.rank + 1)
+def complex_weights(comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
+    weight = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j], dtype=dtype))
+    data = torch.tensor([1, 2j], dtype=dtype) * (comm.rank + 1)
     with create("allreduce", communicator=comm) as store:
         optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), store)
         (weight * data).abs().square().sum().backward()
@@ -179,9 +179,10 @@ def complex_weights(comm: Communicator) -> torch.Tensor:
     return weight.detach()
 
 
-def test_gradients_of_complex_weights_are_averaged() -> None:
-    for weight in spawn(complex_weights, 2):  # the mean gradient is [5 + 5j, 40 - 20j]
-        torch.testing.assert_close(weight, torch.tensor([0.5 + 0.5j, -2 + 1j], dtype=torch.complex64))
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_gradients_of_complex_weights_are_averaged(dtype: torch.dtype) -> None:
+    for weight in spawn(complex_weights, 2, dtype):  # the mean gradient is [5 + 5j, 40 - 20j]
+        torch.testing.assert_close(weight, torch.tensor([0.5 + 0.5j, -2 + 1j], dtype=dtype))
 
 
 def test_servers_average_gradients_and_the_optimizer_runs_on_the_worker() -> None:

@@ -392,6 +392,23 @@ def test_an_init_that_fails_on_one_rank_fails_on_all_and_leaves_no_key() -> None
     assert first[4] == "[2.0, 2.0]"
 
 
+def mixed_pushes(comm: Communicator) -> tuple[str, float]:
+    with create("allreduce", communicator=comm) as kv:
+        kv.init("w", torch.zeros(1))
+        ones = torch.ones(1)
+        error = said(lambda: kv.push_weighted("w", ones, 2.0) if comm.rank else kv.push("w", ones))
+        kv.push_weighted("w", ones, 1.0 + comm.rank)
+        kv.pull("w", out := torch.zeros(1))
+        return error, out.item()
+
+
+def test_push_on_one_rank_and_push_weighted_on_another_is_an_error_on_both() -> None:
+    first, second = spawn(mixed_pushes, 2, threads=1)
+    assert first == second
+    assert "MismatchError: the workers' calls differ: rank 0 called push of ['w'], rank 1 called weighted" in first[0]
+    assert first[1] == 1.0  # the next step is the weighted mean of ones
+
+
 @pytest.mark.parametrize("name", ["local", "device"])
 def test_an_init_without_memory_leaves_no_key(name: str) -> None:
     huge = torch.zeros(1).expand(1 << 45)

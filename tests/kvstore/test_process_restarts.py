@@ -168,6 +168,29 @@ def test_a_worker_that_dies_after_it_has_left_ends_nothing(is_over: bool, tmp_pa
     assert status == 128 + 9  # what it did after close() is lost
 
 
+LATE_SERVER = """\
+import pathlib, time
+kv.push("w", torch.ones(4)); kv.pull("w", out)
+kv.close()
+if rank == 0:
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try: variables = (entry / "environ").read_bytes().split(b"\\0")
+        except OSError: continue
+        if b"DMLC_ROLE=server" in variables and os.environb[b"GANGLINE_TEST_JOB"] in b"".join(variables):
+            os.kill(int(entry.name), 9)
+    time.sleep(1)
+    print("written", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_after_all_have_left_ends_nothing() -> None:
+    words = ("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", HEAD + LOOP + LATE_SERVER)
+    with launch(*words) as run:
+        status, out, errors = run.end(50)
+    assert (status, out) == (0, ["[worker 0] written"]), errors
+
+
 TRAINER = """\
 import torch, gangline
 torch.set_num_threads(1)

@@ -170,7 +170,8 @@ class JobState:
             known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
             return self.views.rejection(rank, known, present)
         if len(members) >= count:
-            return f"the job has its {count} {role}s already"
+            one = "; a worker has one dist_* store, which takes all its keys" if role == "worker" else ""
+            return f"the job has its {count} {role}s already{one}"
         if rank >= count:
             return f"{role} {rank} cannot take part; ranks are 0 to {count - 1}"
         if rank >= 0 and any(member.registration.rank == rank for member in members):

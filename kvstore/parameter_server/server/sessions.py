@@ -25,6 +25,8 @@ _MAX_DEFERRED = 64
 _DEFER_SECONDS = 0.01
 _BACKLOG_BYTES = 256 << 20
 """Bytes of open rounds that a server accepts from each worker, in addition to twice what it stores."""
+_UNREAD_BYTES = 64 << 20
+"""Bytes of copies of values on their way to a worker, beyond which its other requests wait."""
 _AWAITED_SECONDS = 0.005
 _AWAITED_SHARE = 20
 """The ranks that others wait for are looked for after this time at the earliest, and this many times what it took."""
@@ -55,6 +57,8 @@ class WorkerSession:
     """Last messages that must not be handled twice."""
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
     """Requests whose shard has the value that they wait for."""
+    unread: dict[int, int] = field(default_factory=dict)
+    """Bytes of copies of values that it has not confirmed, by the number of `Values`."""
 
     def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
         """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
@@ -187,7 +191,7 @@ class Sessions:
     def flush(self) -> None:
         """Send acknowledgements that are due, values and releases.
 
-        Values of a worker whose connection is full stay until it has read more, so that they do not pile up here.
+        Values of a worker that does not read what was sent to it wait until it has, so that they do not pile up here.
         """
         for worker in [one for one in self._withheld if not self._is_ahead(one)]:
             self._withheld.pop(worker, None)
@@ -210,7 +214,7 @@ class Sessions:
     def _send_ready(self, worker: WorkerSession) -> None:
         worker.ready.sort(key=lambda pair: pair[0].sequence)
         groups = [list(group) for _, group in groupby(worker.ready, key=lambda pair: pair[0].sequence)]
-        while groups and not self._listener.is_full(worker.identity):
+        while groups and not self._listener.is_full(worker.identity) and sum(worker.unread.values()) <= _UNREAD_BYTES:
             group = groups.pop(0)
             self._send_values(worker, group[0][0].sequence, group)
             for _, shard in group:
@@ -270,8 +274,12 @@ class Sessions:
                     data, kind = codec.encode(data), CODED
                 entries.append([shard.number, shard.closed, kind, data.nbytes])
                 datas.append(data)
-            self.sent_bytes += sum(data.nbytes for data in datas)
-            self.send(worker.identity, Values(sequence, 0, entries, []), datas)
+            nbytes, number = sum(data.nbytes for data in datas), 0
+            self.sent_bytes += nbytes
+            if nbytes > INLINE:
+                self._number = number = self._number + 1
+                worker.unread[number] = nbytes
+            self.send(worker.identity, Values(sequence, number, entries, []), datas)
 
     def is_reading(self, waiter: Waiter, shard: Shard) -> bool:
         """Return whether a request has got a shard's value before and has not confirmed that it was read."""
@@ -280,6 +288,8 @@ class Sessions:
 
     def end_read(self, rank: int, number: int) -> None:
         """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
+        if rank in self._of_rank:
+            self._of_rank[rank].unread.pop(number, None)
         if number in self._refusals and self._refusals[number][0] == rank:
             del self._refusals[number]
         read = self._reads.get(number)
@@ -293,7 +303,9 @@ class Sessions:
             self._mark_changed(read.shards)
 
     def end_reads(self, rank: int, most: int | None = None) -> None:
-        """End a worker's reads of `Values` up to a number; None: all."""
+        """End a worker's reads of `Values` up to a number, None: all, as its connection has ended."""
+        if rank in self._of_rank:
+            self._of_rank[rank].unread.clear()
         for number in [*self._reads, *self._refusals]:
             if most is None or number <= most:
                 self.end_read(rank, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,23 @@ def pulled(kv: DistStore, key: str) -> float:
     out = torch.zeros(1)
     kv.pull(key, out)
     return out.item()
+
+
+def test_an_init_that_fails_leaves_no_key() -> None:
+    with Job(2) as job:
+        stores = job.stores()
+
+        def begin(kv: DistStore) -> float:
+            with pytest.raises(MismatchError, match="key 'b' has shape"):
+                kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2 + kv.rank)])
+            assert "a" not in kv
+            assert "b" not in kv
+            kv.init(["a", "b"], [torch.zeros(1), torch.zeros(1)])
+            kv.push("b", torch.ones(1))
+            return pulled(kv, "b")
+
+        assert job.each(stores, begin) == [2.0, 2.0]
+        job.each(stores, DistStore.close)
 
 
 def test_a_queued_push_has_the_learning_rate_of_its_call() -> None:
@@ -140,6 +158,36 @@ def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeyp
             assert (values.sequence, len(data)) == (sequence, nbytes)
             client.send(ValuesRead([values.number]))
     assert max(queued) <= 2 * nbytes
+
+
+def test_copies_of_values_that_a_worker_does_not_read_do_not_pile_up_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
+    monkeypatch.setattr(sessions, "_UNREAD_BYTES", 1 << 20)
+    rows, width, pulls = 64, 1 << 10, 40
+    sent: list[int] = []
+    send = Listener.send
+
+    def recorded(listener: Listener, identity: bytes, frames: list[memoryview], **options: Any) -> bool:
+        sent.append(len(frames[1]) if len(frames) > 1 else 0)
+        return send(listener, identity, frames, **options)
+
+    monkeypatch.setattr(Listener, "send", recorded)
+    numbers = torch.arange(rows).numpy().tobytes()
+    with Job(1) as job, RawClient.of_worker(job.member()) as client:
+        definition = Define(1, [[5, "float32", [rows, width], width, msgpack.packb("key"), 0, True]], None)
+        assert client.request(definition, bytes(4 * rows * width)) == Ack([1])
+        for sequence in range(2, 2 + pulls):
+            client.send(Pull(sequence, [[5, 0, DENSE, len(numbers)]], True, None), numbers)
+        values, _ = client.receive()
+        time.sleep(0.3)  # for the server to take all requests
+        unread = sum(sent)
+        for sequence in range(2, 2 + pulls):
+            assert (values.sequence, values.number > 0) == (sequence, True)
+            client.send(ValuesRead([values.number]))
+            if sequence < 1 + pulls:
+                values, _ = client.receive()
+    assert unread <= (1 << 20) + 4 * rows * width
+    assert sum(sent) == pulls * 4 * rows * width
 
 
 @pytest.mark.parametrize("weighted", [0, 1])

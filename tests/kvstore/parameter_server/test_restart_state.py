@@ -7,6 +7,8 @@ import pytest
 from gangline.kvstore.parameter_server.protocol import ROUND, Collective, CollectiveFailed, CollectiveResult, Register
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 
+FULL = "the job has its 2 workers already; a worker has one dist_* store, which takes all its keys"
+
 
 def register(rank: int, incarnation: int = 0) -> Register:
     return Register("worker", rank, ["elsewhere", 1, 1], "", "", incarnation)
@@ -31,7 +33,7 @@ def call(state: JobState, number: int, name: str = "barrier", ranks: tuple[int, 
 
 
 def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobState) -> None:
-    assert state.rejection(register(1)) == "the job has its 2 workers already"
+    assert state.rejection(register(1)) == FULL
     assert state.rejection(register(1, 1)) == ""
     assert state.rejection(register(2, 1)) == "worker 2 is not one of this job's 2 workers"
     old = state.predecessor(register(1, 1))
@@ -45,7 +47,7 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
 
 def test_without_restarts_every_process_keeps_its_place(state: JobState) -> None:
     state.allows_restarts = False
-    assert state.rejection(register(1, 1)) == "the job has its 2 workers already"
+    assert state.rejection(register(1, 1)) == FULL
 
 
 def test_the_outcomes_of_the_start_and_of_the_last_two_rounds_are_kept(state: JobState) -> None:
