@@ -99,8 +99,9 @@ class GroupWork(TorchWork):
             return True
         is_callers = timeout > _NO_LIMIT
         limit = timeout.total_seconds() if is_callers else self._limit
-        if limit is None and self._work.queued is not None and not torch.is_inference_mode_enabled():
-            self._work.queued()
+        queued = self._work.queued  # read once: the queue's thread sets it to None when it takes the call
+        if limit is None and queued is not None and not torch.is_inference_mode_enabled():
+            queued()
         try:
             self._work.wait(limit)
         except TimeoutError as error:

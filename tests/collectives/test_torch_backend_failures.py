@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gangline.collectives import torch_backend
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.torch_backend.work import GroupWork
+from gangline.collectives.work import Work
 from tests.collectives.processes import Processes, Rank, join_group
 
 LARGE = 300_007
@@ -162,3 +163,22 @@ def test_a_rank_that_has_left_is_an_error_for_later_calls(tmp_path: Path) -> Non
         assert "rank 1 closed its communicator" in text
         assert processes.heard(0) == ["DeadNodeError"] * 2
         processes.say(1, "go")
+
+
+class TakenMeanwhile(Work):
+    """A call that the queue's thread takes after `queued` was read once."""
+
+    reads = 0
+
+    @property
+    def queued(self) -> Callable[[], None] | None:  # type: ignore[override]
+        self.reads += 1
+        return self.complete if self.reads == 1 else None
+
+    @queued.setter
+    def queued(self, _: object) -> None:
+        pass
+
+
+def test_a_wait_does_not_run_a_call_that_the_queue_takes_meanwhile() -> None:
+    assert GroupWork(TakenMeanwhile("all_reduce"), []).wait()
