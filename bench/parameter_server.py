@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +107,14 @@ def ps(case: Case) -> None:
     rows = measure(case)
     publish(rows, case.json)
     if case.plot is not None:
-        draw(command_line(), rows, case.plot)
+        draw_curves(
+            command_line(),
+            rows,
+            case.plot,
+            panels=lambda row: f"{row['mode']}, {row['workers']} workers",
+            curves=lambda row: ", ".join(filter(None, [row["who"], row["transport"], row["call"], row["compression"]])),
+            figures=("time_us",),
+        )
     print_ratios(rows, "size", ("mode", "transport", "call", "compression"))
 
 
@@ -250,15 +256,3 @@ def _peer_jobs(stack: ExitStack, peer: str, case: Case) -> list[RankGroup]:
         for threads in ("1", "2")
     ]
     return started(stack, peer, candidates)
-
-
-def draw(title: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw rows as curves over sizes, as `draw_curves`."""
-    draw_curves(
-        title,
-        rows,
-        path,
-        panels=lambda row: f"{row['mode']}, {row['workers']} workers",
-        curves=lambda row: ", ".join(filter(None, [row["who"], row["transport"], row["call"], row["compression"]])),
-        figures=("time_us",),
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from gangline.collectives.engine.arguments import (
     result_or_in_place,
     result_tensor,
 )
-from gangline.collectives.engine.engine import Engine, GroupResources, make_engine
+from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import flat_values, is_contiguous_on_cpu
 from gangline.collectives.engine.point_to_point import PointToPoint
@@ -155,7 +154,7 @@ class Communicator:
         """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
         watch_torch()
         self._resources = resources
-        self._engine = make_engine(resources)
+        self._engine = Engine(resources)
         self._host = HostCollectives(self._engine)
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
@@ -177,7 +176,7 @@ class Communicator:
             The tensor that holds the result.
         """
         if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
-            prepared = self._host.all_reduces_through_slots.get((tensor.dtype, tensor.numel(), op))
+            prepared = self._host.compiled_all_reduces.get((tensor.dtype, tensor.numel(), op))
             if prepared is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
                 if self._engine.queue.unfinished:
                     self._engine.settle()
@@ -506,9 +505,7 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

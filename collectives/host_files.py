@@ -27,13 +27,7 @@ def opener(path: str | Path, flags: int) -> int:
         raise OSError(errno.ELOOP, text, os.fspath(path)) from error
 
 
-def write_text(path: str | Path, text: str, newline: str | None = None) -> None:
-    """Write a text file in UTF-8; see `opener`.
-
-    Args:
-        path: path of the file.
-        text: its content.
-        newline: as of `open`.
-    """
-    with open(path, "w", encoding="utf-8", newline=newline, opener=opener) as file:
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file in UTF-8; see `opener`."""
+    with open(path, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)

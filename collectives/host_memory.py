@@ -22,14 +22,7 @@ def keep_freed_memory() -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU as a writable view that keeps the tensor alive."""
-    memory = borrowed_memory(tensor)
-    memory.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
-
-
-def borrowed_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_uint8]:
-    """Return the bytes of a contiguous tensor on the CPU, valid while the tensor lives.
+    """Return the bytes of a contiguous tensor on the CPU as a writable view that keeps the tensor alive.
 
     `Tensor.numpy` would mark its storage as not resizable for ever: FSDP and PowerSGD resize what they have reduced.
 
@@ -39,4 +32,6 @@ def borrowed_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_uint8]:
     address = tensor.data_ptr()
     if not address and tensor.numel():
         raise TypeError(f"tensor is a {type(tensor).__name__}, which has no memory of its own; expected a plain tensor")
-    return (ctypes.c_uint8 * tensor.nbytes).from_address(address)
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(address)
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")

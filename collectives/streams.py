@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
 
 import torch
 
@@ -59,9 +58,7 @@ class Ordered:
         for stream in list(self._streams.values()):
             self._current.enter_context(torch.cuda.stream(stream))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._current is not None:
             self._current.close()
         if self._streams:

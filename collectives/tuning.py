@@ -63,11 +63,12 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
     found = Tuned()
     for collective in collectives:
         key = TableKey(collective, transport, ranks, 1)
+        usual = partial(Table().choose, collective, size=ranks, transport=transport)
         times = _times(key, sizes, found.refused)
         found.times[key] = times
         if all(times.values()):  # not where every candidate was refused
             fastest = {size: {choice: min(runs) for choice, runs in of_size.items()} for size, of_size in times.items()}
-            found.rules[key] = rules_from(fastest, partial(_usual, key))
+            found.rules[key] = rules_from(fastest, usual)
     return found
 
 
@@ -128,10 +129,6 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
     return [*rules, Rule(None, last)]
 
 
-def _usual(key: TableKey, size: int) -> Choice:
-    return Table().choose(key.collective, size, key.ranks, key.transport, key.hosts)
-
-
 def _times(key: TableKey, sizes: Sequence[int], refused: list[str]) -> dict[int, dict[Choice, list[float]]]:
     """Measure the candidates in turn, and report those that fail or return a wrong result."""
     times: dict[int, dict[Choice, list[float]]] = {size: {} for size in sizes}
@@ -186,27 +183,16 @@ def time_choice(
 
 def _call(comm: Communicator, collective: str, given: torch.Tensor) -> Callable[[], Any]:
     """Return a function that runs the collective, in place where it can be, and returns its result."""
-    root = 0
-    if collective == "all_reduce":
-        return lambda: comm.all_reduce(given)
-    if collective == "reduce":
-        return lambda: comm.reduce(given, root)
-    if collective == "broadcast":
-        return lambda: comm.broadcast(given, root)
-    if collective == "all_gather":
-        out = given.new_empty(comm.size, *given.shape)
-        return lambda: comm.all_gather(given, out=out)
-    if collective == "gather":
-        taken = given.new_empty(comm.size, *given.shape) if comm.rank == root else None
-        return lambda: comm.gather(given, root, out=taken)
+    call = getattr(comm, collective)
     if collective == "scatter":
-        own = torch.empty_like(given[0])
-        return lambda: comm.scatter(given if comm.rank == root else None, own, root)
-    if collective == "reduce_scatter":
-        own = torch.empty_like(given[0])
-        return lambda: comm.reduce_scatter(given, out=own)
-    exchanged = torch.empty_like(given)
-    return lambda: comm.all_to_all(given, out=exchanged)
+        return partial(call, given if comm.rank == 0 else None, torch.empty_like(given[0]))
+    if collective in ("all_reduce", "reduce", "broadcast"):
+        return partial(call, given)
+    if collective in ("all_gather", "gather"):
+        out = given.new_empty(comm.size, *given.shape)
+    else:
+        out = torch.empty_like(given if collective == "all_to_all" else given[0])
+    return partial(call, given, out=out)
 
 
 def _input(key: TableKey, size: int, rank: int) -> torch.Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import selectors
 import socket
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,9 @@ class RankGroup:
             connection.close()
         if self._joined and self._ranks:  # ranks that have not joined cannot leave
             deadline = time.monotonic() + _LEAVE_TIMEOUT
-            with selectors.DefaultSelector() as selector:
-                for pidfd in self._exits:
-                    selector.register(pidfd, selectors.EVENT_READ)
-                while selector.get_map() and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
-                    for key, _ in ready:
-                        selector.unregister(key.fileobj)
+            running = set(self._exits)
+            while running and (ended := wait(running, max(0.0, deadline - time.monotonic()))):
+                running.difference_update(ended)
         self._ranks = []
         self._stack.close()
 
@@ -161,29 +158,25 @@ class RankGroup:
     def _accept_all(self) -> None:
         """Accept the connections of all ranks and sort them by rank."""
         joined: dict[int, socket.socket] = {}
+        waiting = [self._listener]
         deadline = time.monotonic() + _START_TIMEOUT
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            for pidfd in self._exits:
-                selector.register(pidfd, selectors.EVENT_READ)
-            while len(joined) < self.candidate.ranks:
-                ready = [key.fileobj for key, _ in selector.select(max(0.0, deadline - time.monotonic()))]
-                if not ready:
-                    raise GroupError(
-                        f"{self._name} did not start: {len(joined)} of {self.candidate.ranks} ranks joined within "
-                        f"{_START_TIMEOUT:g} s: {self._processes.last_words()}"
-                    )
-                for source in ready:
-                    if source is self._listener:
-                        connection, _ = self._listener.accept()
-                        self._ranks.append(connection)
-                        selector.register(connection, selectors.EVENT_READ)
-                    elif isinstance(source, socket.socket):
-                        selector.unregister(source)
-                        hello = self._hello(source)
-                        joined[hello["rank"]] = source
-                        self.who, self.transport = hello["who"], hello["transport"]
-                self._check_running([source for source in ready if isinstance(source, int)], ready)
+        while len(joined) < self.candidate.ranks:
+            ready = self._ready(waiting, deadline)
+            if not ready:
+                raise GroupError(
+                    f"{self._name} did not start: {len(joined)} of {self.candidate.ranks} ranks joined within "
+                    f"{_START_TIMEOUT:g} s: {self._processes.last_words()}"
+                )
+            for source in ready:
+                if source is self._listener:
+                    connection, _ = self._listener.accept()
+                    self._ranks.append(connection)
+                    waiting.append(connection)
+                else:
+                    waiting.remove(source)
+                    hello = self._hello(source)
+                    joined[hello["rank"]] = source
+                    self.who, self.transport = hello["who"], hello["transport"]
         self._ranks = [joined[rank] for rank in range(self.candidate.ranks)]
         self._joined = True
 
@@ -193,37 +186,35 @@ class RankGroup:
             raise GroupError(f"{self._name} did not start: {hello['failed'] or self._processes.last_words()}")
         return hello
 
-    def _check_running(self, ended: list[int], ready: list[Any]) -> None:
-        """Raise if a process has ended, unless a connection may still say why."""
-        if ended and len(ended) == len(ready):
-            names = ", ".join(self._exits[pidfd] for pidfd in ended)
+    def _ready(self, sockets: Sequence[socket.socket], deadline: float) -> list[socket.socket]:
+        """Wait until one of some sockets can be read, and return those; none if the deadline has passed.
+
+        Raises:
+            GroupError: if a process has ended, unless a socket may still say why.
+        """
+        found = wait([*sockets, *self._exits], max(0.0, deadline - time.monotonic()))
+        ready = [source for source in found if isinstance(source, socket.socket)]
+        if found and not ready:
+            names = ", ".join(name for pidfd, name in self._exits.items() if pidfd in found)
             raise GroupError(f"{self._name}: {names} ended: {self._processes.last_words()}")
+        return ready
 
     def _answers(self) -> list[dict[str, Any] | None]:
         found: list[dict[str, Any] | None] = [None] * self.candidate.ranks
         deadline = time.monotonic() + _ANSWER_TIMEOUT
-        missing = set(range(self.candidate.ranks))
-        with selectors.DefaultSelector() as selector:
-            for pidfd in self._exits:
-                selector.register(pidfd, selectors.EVENT_READ)
-            for rank, connection in enumerate(self._ranks):
-                selector.register(connection, selectors.EVENT_READ, rank)
-            while missing and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
-                for key, _ in ready:
-                    if key.data is None:
-                        continue
-                    line = _line(self._ranks[key.data])
-                    if not line:
-                        raise GroupError(f"{self._name}, rank {key.data} ended: {self._processes.last_words()}")
-                    selector.unregister(key.fileobj)
-                    missing.discard(key.data)
-                    found[key.data] = answer = json.loads(line)
-                    if "failed" in answer:
-                        deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
-                sources = [key.fileobj for key, _ in ready]
-                self._check_running([source for source in sources if isinstance(source, int)], sources)
+        missing = dict(zip(self._ranks, range(self.candidate.ranks), strict=True))
+        while missing and (ready := self._ready(list(missing), deadline)):
+            for connection in ready:
+                rank = missing.pop(connection)
+                line = _line(connection)
+                if not line:
+                    raise GroupError(f"{self._name}, rank {rank} ended: {self._processes.last_words()}")
+                found[rank] = answer = json.loads(line)
+                if "failed" in answer:
+                    deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
         if missing and not any(answer is not None and "failed" in answer for answer in found):
-            raise GroupError(f"{self._name}: ranks {sorted(missing)} did not answer within {_ANSWER_TIMEOUT:g} s")
+            late = sorted(missing.values())
+            raise GroupError(f"{self._name}: ranks {late} did not answer within {_ANSWER_TIMEOUT:g} s")
         return found
 
     def __enter__(self) -> RankGroup:

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gangline.bench.report.fields import describing, figure
-from gangline.bench.report.rows import Row, is_noisy
+from gangline.bench.report.rows import Row, describing, figure, is_noisy
 from gangline.bench.report.tables import print_table
 
 

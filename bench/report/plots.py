@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gangline.bench.report.fields import RATES
-from gangline.bench.report.rows import Row
+from gangline.bench.report.rows import RATES, Row
 from gangline.bench.report.tables import format_size, formatter
 from gangline.collectives.errors import UsageError
 

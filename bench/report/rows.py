@@ -1,4 +1,4 @@
-"""Rows of results, and statistics over the runs of one measurement."""
+"""Rows of results: their fields, and statistics over the runs of one measurement."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ Row = dict[str, Any]
 
 NOISY = 0.3
 """min..max over the median from which a measurement counts as noisy."""
+
+RATES = ("samples_per_s", "gb_per_s_per_device", "gb_per_s", "busbw_gbs", "algbw_gbs")
+"""Fields for which more is better."""
+TIMES = {"seconds": 1.0, "time_us": 1e-6, "time_ms": 1e-3}
+"""Fields for which less is better, and their unit in seconds."""
+RUNS = ("p50", "min", "p99", "max", "runs")
+"""Fields of `spread`."""
+_MAY_DIFFER = ("setting", "wrong", "split", *RUNS)
+"""Fields other than floats that may differ between two measurements of the same thing."""
 
 
 def spread(values: Sequence[float]) -> Row:
@@ -32,3 +41,20 @@ def times_as_fast(seconds: Sequence[float], other: Sequence[float]) -> float:
 def is_noisy(row: Row) -> bool:
     """Return whether a row's runs differ by more than `NOISY` of their median."""
     return "min" in row and row["runs"] > 1 and row["max"] - row["min"] > NOISY * row["p50"]
+
+
+def describing(row: Row) -> Row:
+    """Return the fields that say what was measured; two results' rows are matched by them."""
+    return {
+        name: value
+        for name, value in row.items()
+        if not isinstance(value, float) and value is not None and name not in (*RATES, *TIMES, *_MAY_DIFFER)
+    }
+
+
+def figure(row: Row) -> tuple[str, bool]:
+    """Return the field whose median is the row's p50, or "p50" if none is known, and whether more of it is better."""
+    for name in (*RATES, *TIMES):
+        if row.get(name) is not None and row[name] == row.get("p50"):
+            return name, name in RATES
+    return "p50", False

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gangline.bench.report.fields import RATES, RUNS, TIMES, figure
-from gangline.bench.report.rows import NOISY, Row, is_noisy
+from gangline.bench.report.rows import NOISY, RATES, RUNS, TIMES, Row, figure, is_noisy
 
 LEGEND = f"~ noisy: min..max is over {100 * NOISY:.0f} % of the median"
 _HEADERS = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import threading
 from contextlib import ExitStack
+from weakref import WeakValueDictionary
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources
@@ -21,14 +20,13 @@ from gangline.collectives.liveness.membership import (
 )
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.base import BootstrapAllGather, Transport
+from gangline.collectives.transports.base import BootstrapAllGather, Transport, within
 from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange, SlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
-from gangline.collectives.transports.subgroup_exchange import within
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import TRANSPORTS, Table, forced_transport
 
@@ -162,24 +160,17 @@ class _ThreadResources:
         self.memberships = ThreadMembership.group(size)
 
 
-_split_groups: dict[int, _ThreadResources] = {}
-"""Resources of in-process groups that are being split off, until all their ranks have them."""
-_split_numbers = itertools.count()
-_split_lock = threading.Lock()
+_split_groups: WeakValueDictionary[int, _ThreadResources] = WeakValueDictionary()
+"""Resources of in-process groups that are being split off, by id."""
 
 
 def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _ThreadResources:
     """Return the object that all ranks of a new in-process group share; rank 0 creates it."""
-    number = 0
-    if rank == 0:
-        number = next(_split_numbers)
-        with _split_lock:
-            _split_groups[number] = _ThreadResources(size)
-    number = int(exchange(str(number).encode())[0])
-    shared = _split_groups[number]
+    created = _ThreadResources(size) if rank == 0 else None
+    if created is not None:
+        _split_groups[id(created)] = created
+    shared = _split_groups[int(exchange(str(id(created)).encode())[0])]
     exchange(b"")  # after it, all ranks have looked it up
-    with _split_lock:
-        _split_groups.pop(number, None)
     return shared
 
 

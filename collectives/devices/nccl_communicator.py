@@ -35,14 +35,14 @@ class NcclCommunicator:
         """Run `Communicator.all_reduce`; ``result`` may be ``tensor``."""
         if result is not tensor:
             copy_values(result, tensor)
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             flat = flattened.written(result)
             address = flat.data_ptr()
             self._binding.all_reduce(0, address, address, len(flat), *enumerators(flat, op), self._stream())
 
     def reduce(self, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
         """Run `Communicator.reduce`; ``result`` is None except at the root."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             value = flattened.read(tensor)
             target = value if result is None else flattened.written(result)  # NCCL writes the root's only
             addresses = value.data_ptr(), target.data_ptr()
@@ -50,7 +50,7 @@ class NcclCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Run `Communicator.broadcast`."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             flat = flattened.written(tensor)
             address = flat.data_ptr()
             self._binding.broadcast(0, address, address, len(flat), DTYPES[flat.dtype], root, self._stream())
@@ -60,43 +60,40 @@ class NcclCommunicator:
         if len(calls) == 1:
             getattr(self, name)(*calls[0])
             return
-        self._binding.start()
-        try:
+        with self._group():
             for arguments in calls:
                 getattr(self, name)(*arguments)
-        finally:
-            self._binding.end()
 
     def all_gather(self, tensor: Tensor, result: Tensor) -> None:
         """Run `Communicator.all_gather`."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             value, rows = flattened.read(tensor), flattened.written(result)
             addresses = value.data_ptr(), rows.data_ptr()
             self._binding.all_gather(0, *addresses, len(value), DTYPES[value.dtype], self._stream())
 
     def reduce_scatter(self, tensor: Tensor, result: Tensor, op: str) -> None:
         """Run `Communicator.reduce_scatter`."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             rows, row = flattened.read(tensor), flattened.written(result)
             addresses = rows.data_ptr(), row.data_ptr()
             self._binding.reduce_scatter(0, *addresses, len(row), *enumerators(row, op), self._stream())
 
     def all_to_all(self, tensor: Tensor, result: Tensor) -> None:
         """Run `Communicator.all_to_all`."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             sent = flattened.read(tensor).view(self._size, -1)
             received = flattened.written(result).view(self._size, -1)
             self._exchange(dict(enumerate(sent)), dict(enumerate(received)))
 
     def gather(self, tensor: Tensor, result: Tensor | None, root: int) -> None:
         """Run `Communicator.gather`; ``result`` is None except at the root."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             received = () if result is None else flattened.written(result).view(self._size, -1)
             self._exchange({root: flattened.read(tensor)}, dict(enumerate(received)))
 
     def scatter(self, tensor: Tensor | None, result: Tensor, root: int) -> None:
         """Run `Communicator.scatter`; ``tensor`` is None except at the root."""
-        with self._flattened() as flattened:
+        with Flattened() as flattened:
             sent = () if tensor is None else flattened.read(tensor).view(self._size, -1)
             self._exchange(dict(enumerate(sent)), {root: flattened.written(result)})
 
@@ -105,20 +102,19 @@ class NcclCommunicator:
         stream = self._stream()
         if self._rank in sent:
             received.pop(self._rank).copy_(sent.pop(self._rank))
-        self._binding.start()
-        try:
+        with self._group():
             for to, row in sent.items():
                 self._binding.send(row.data_ptr(), row.nbytes, to, stream)
             for source, row in received.items():
                 self._binding.receive(row.data_ptr(), row.nbytes, source, stream)
-        finally:
-            self._binding.end()
 
     @contextmanager
-    def _flattened(self) -> Iterator[Flattened]:
-        flattened = Flattened()
-        yield flattened
-        flattened.finish()
+    def _group(self) -> Iterator[None]:
+        self._binding.start()
+        try:
+            yield
+        finally:
+            self._binding.end()
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream

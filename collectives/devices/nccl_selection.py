@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -45,14 +44,6 @@ _IDLE_SECONDS = 1.0
 """Time without a call after which the thread that watches calls ends: to start one costs as much as a call."""
 
 
-@dataclass(frozen=True)
-class _Running:
-    """A call that a GPU is running."""
-
-    event: torch.cuda.Event
-    code: int
-
-
 class NcclSelection:
     """The decision of one rank's communicator, and its NCCL communicator if NCCL was chosen."""
 
@@ -67,7 +58,7 @@ class NcclSelection:
         self._binding: Binding | None = None
         self._lock = threading.Lock()  # guards _binding, _running and _thread
         self._calling = threading.Lock()  # held in calls of the binding, of which NCCL allows one at a time
-        self._running: list[_Running] = []
+        self._running: list[tuple[torch.cuda.Event, int]] = []  # after each call that the GPU runs, and its code
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
@@ -143,7 +134,7 @@ class NcclSelection:
         """Watch a call that was enqueued on the current stream, in which NCCL would wait forever for a dead rank."""
         event = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
-            self._running.append(_Running(event, code))
+            self._running.append((event, code))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="gangline-nccl", daemon=True)
                 self._thread.start()
@@ -300,13 +291,14 @@ class NcclSelection:
                 self._closing.wait(_CHECK_SECONDS)
                 continue
             ends_at = time.monotonic() + _IDLE_SECONDS
-            watchdog.begin(0, oldest.code)
+            event, code = oldest
+            watchdog.begin(0, code)
             try:
-                wait_until(oldest.event.query, lambda _: time.sleep(_CHECK_SECONDS), check)
+                wait_until(event.query, lambda _: time.sleep(_CHECK_SECONDS), check)
                 with self._lock:
                     self._running = self._running[1:]  # empty after an abort
             except BaseException as error:  # noqa: BLE001  of CUDA too: later calls of all ranks raise it
-                self._engine.failed(error, oldest.code)
+                self._engine.failed(error, code)
                 self.abort()
 
     def _warn_once(self, reason: str) -> None:

@@ -131,16 +131,6 @@ def check_peer(name: str, peer: int, rank: int, size: int, tag: int) -> None:
     check_rank(name, peer, size)
     if peer == rank:
         raise ValueError(f"{name} is {peer}, this rank itself; expected another rank")
-    check_tag(tag)
-
-
-def check_tag(tag: int) -> None:
-    """Check the tag of a message.
-
-    Raises:
-        ValueError: if it is not in 0 to 2**31 - 1.
-        TypeError: if it is not an int.
-    """
     if not isinstance(tag, int) or isinstance(tag, bool):
         raise TypeError(f"tag is {tag!r}; expected an int")
     if not 0 <= tag < 1 << 31:

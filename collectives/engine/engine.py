@@ -15,7 +15,7 @@ from gangline.collectives import algorithms
 from gangline.collectives.call_signature import CallSignature, nbytes_of
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.faults import Script, script_of
+from gangline.collectives.faults import script_of
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
@@ -87,6 +87,7 @@ class Engine:
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
         self._sequence = 0
+        self._faults = script_of("rank", resources.rank)
         _engines.add(self)
         if resources.transport.name != "in_process":
             membership = resources.membership
@@ -161,6 +162,8 @@ class Engine:
         Raises:
             GanglineError: if the communicator has failed before.
         """
+        if self._faults is not None:
+            self._faults.reach("collective")
         if self.error is not None:
             self.check_open()
         self._sequence = sequence = self._sequence + 1
@@ -318,24 +321,6 @@ class _RecordedLock:
 
     def locked(self) -> bool:
         return self._lock.locked()
-
-
-class ScriptedEngine(Engine):
-    """Engine of a rank with scripted faults, for tests."""
-
-    def __init__(self, resources: GroupResources, faults: Script) -> None:
-        super().__init__(resources)
-        self._faults = faults
-
-    def begin(self, code: int, nbytes: int) -> int:  # noqa: D102  see Engine
-        self._faults.reach("collective")
-        return super().begin(code, nbytes)
-
-
-def make_engine(resources: GroupResources) -> Engine:
-    """Return the engine of a communicator, with faults if GANGLINE_FAULT is set."""
-    faults = script_of("rank", resources.rank)
-    return Engine(resources) if faults is None else ScriptedEngine(resources, faults)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,16 +23,14 @@ from gangline.collectives.engine.host_staging import (
     overlap,
     write_back,
 )
-from gangline.collectives.engine.reduction import HALVES, OPERATIONS, as_sent, combine
+from gangline.collectives.engine.reduction import as_sent, combine
 from gangline.collectives.engine.uneven_all_to_all import UnevenAllToAll
-from gangline.collectives.host_memory import borrowed_memory
 from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
-from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
+from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
 _TRIAL_CALLS = 16  # of which one tries the slower way, if that is nearly as fast
 _MOST_PREPARED = 4096
-_MOST_ADDRESSES = 64  # whose arrays are kept, for each prepared all-reduce
 _MOST_SLOT_VIEWS = 4096
 
 
@@ -48,11 +43,11 @@ class HostCollectives:
 
     def __init__(self, engine: Engine) -> None:
         resources = engine.resources
-        self.all_reduces_through_slots: dict[tuple[torch.dtype, int, str], SlotAllReduce] = {}
+        self.compiled_all_reduces: dict[tuple[torch.dtype, int, str], CompiledAllReduce] = {}
         """Prepared all-reduces, by dtype, number of elements and operation."""
         self.all_to_all_uneven = UnevenAllToAll(engine, self._all_gather)
         self._engine = engine
-        self._transport = resources.transport
+        self._transport, self._slot_exchange = resources.transport, resources.slot_exchange
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
         self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
@@ -62,14 +57,16 @@ class HostCollectives:
         if result is not tensor:
             copy_values(result, tensor)
         flat = flat_values(result)
-        slot_exchange = self._engine.resources.slot_exchange
-        streams = isinstance(slot_exchange, CompiledSlotExchange) and reduction(flat.dtype, op) is not None
-        plan = self._engine.plan("all_reduce", flat.nbytes, streams=streams)
-        if plan is None:
-            self._through_slots(flat, op, code)(flat, flat)
+        is_compiled = isinstance(self._slot_exchange, CompiledSlotExchange) and reduction(flat.dtype, op) is not None
+        plan = self._engine.plan("all_reduce", flat.nbytes, streams=is_compiled)
+        if plan is None and is_compiled:
+            self._compiled(flat, op, code)(flat, flat)
         else:
             with self._engine.call(code) as message_tag:
-                self._by_schedule(flat, op, plan, message_tag)
+                if plan is None:
+                    combine(self._publish(flat, flat.nbytes, message_tag), op, flat, self._divisor(op))
+                else:
+                    self._by_schedule(flat, op, plan, message_tag)
         write_back(result, flat)
 
     def _by_schedule(self, flat: Tensor, op: str, plan: Plan, message_tag: MessageTag) -> None:
@@ -237,30 +234,27 @@ class HostCollectives:
     def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
         self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
 
-    def _through_slots(self, flat: Tensor, op: str, code: int) -> SlotAllReduce:
+    def _compiled(self, flat: Tensor, op: str, code: int) -> CompiledAllReduce:
         """Return the prepared all-reduce of tensors like this one."""
         key = (flat.dtype, flat.numel(), op)
-        if key not in self.all_reduces_through_slots:
-            if len(self.all_reduces_through_slots) >= _MOST_PREPARED:
-                self.all_reduces_through_slots.clear()
-            self.all_reduces_through_slots[key] = self._prepare(flat, op, code)
-        return self.all_reduces_through_slots[key]
-
-    def _prepare(self, flat: Tensor, op: str, code: int) -> SlotAllReduce:
-        slot_exchange = self._engine.resources.slot_exchange
-        assert slot_exchange is not None
-        if not isinstance(slot_exchange, CompiledSlotExchange):
-            return SmallAllReduce(self._engine, slot_exchange, flat, op, code)
+        found = self.compiled_all_reduces.get(key)
+        if found is not None:
+            return found
+        if len(self.compiled_all_reduces) >= _MOST_PREPARED:
+            self.compiled_all_reduces.clear()
+        slot_exchange = self._slot_exchange
+        assert isinstance(slot_exchange, CompiledSlotExchange)
         prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
-        if prepared is None:
-            return SmallAllReduce(self._engine, slot_exchange, flat, op, code)
         if flat.nbytes <= SLOT_BYTES:
-            return CompiledAllReduce(self._engine, slot_exchange, prepared, code)
-        plan = self._engine.plan("all_reduce", flat.nbytes)
-        assert plan is not None
-        way = partial(self._by_schedule, op=op, plan=plan)
-        costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
-        return LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
+            found = CompiledAllReduce(self._engine, slot_exchange, prepared, code)
+        else:
+            plan = self._engine.plan("all_reduce", flat.nbytes)
+            assert plan is not None
+            way = partial(self._by_schedule, op=op, plan=plan)
+            costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
+            found = LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
+        self.compiled_all_reduces[key] = found
+        return found
 
     def _divisor(self, op: str) -> int:
         return self._size if op == "mean" else 1
@@ -273,7 +267,7 @@ class HostCollectives:
             nbytes: bytes of the longest tensor of a rank.
             message_tag: number and code of the call.
         """
-        slot_exchange = self._engine.resources.slot_exchange
+        slot_exchange = self._slot_exchange
         assert slot_exchange is not None
         slots = self._slots.get((nbytes, flat.dtype))
         if slots is None:
@@ -286,7 +280,7 @@ class HostCollectives:
     def _synchronize(self, code: int) -> None:
         """Wait until all ranks are in this call."""
         with self._engine.call(code) as message_tag:
-            if self._engine.resources.slot_exchange is not None:
+            if self._slot_exchange is not None:
                 self._engine.exchange_slots(*message_tag)
                 return
             plan = self._engine.plan("all_reduce", 0)
@@ -295,26 +289,16 @@ class HostCollectives:
             run(plan.steps, self._transport, chunks, message_tag)
 
 
-class SlotAllReduce(ABC):
-    """All-reduce through slots for one number of elements, dtype and operation, with everything looked up once."""
-
-    def __init__(self, engine: Engine, code: int) -> None:
-        self._engine = engine
-        self._code, self._nbytes = code, nbytes_of(code)
-
-    @abstractmethod
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
-
-
-class CompiledAllReduce(SlotAllReduce):
-    """The same in C."""
+class CompiledAllReduce:
+    """All-reduce in C for one number of elements, dtype and operation, with everything looked up once."""
 
     def __init__(self, engine: Engine, slot_exchange: CompiledSlotExchange, prepared: bytes, code: int) -> None:
-        super().__init__(engine, code)
+        self._engine = engine
+        self._code, self._nbytes = code, nbytes_of(code)
         self._all_reduce = partial(slot_exchange.all_reduce, prepared)
 
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
+    def __call__(self, tensor: Tensor, out: Tensor) -> None:
+        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
         engine, code = self._engine, self._code
         target = out.data_ptr()  # before the call begins: a tensor without memory of its own is no failure of the call
         source = target if out is tensor else tensor.data_ptr()
@@ -388,70 +372,6 @@ class LargeAllReduce(CompiledAllReduce):
             elif elsewhere := self._all_reduce(source, target, *message_tag):
                 raise self._engine.mismatch(*message_tag, elsewhere)
             self._costs.note(way, time.perf_counter() - began)
-
-
-class SmallAllReduce(SlotAllReduce):
-    """The same in Python, for tensors that fit a slot."""
-
-    def __init__(self, engine: Engine, slot_exchange: SlotExchange, like: Tensor, op: str, code: int) -> None:
-        super().__init__(engine, code)
-        dtype = like.dtype
-        self._slot_exchange = slot_exchange
-        self._op = op
-        self._divisor = slot_exchange.size if op == "mean" else 1
-        self._slots = slot_exchange.slots(like.nbytes, dtype)
-        self._uses_torch = dtype in HALVES or dtype.is_complex
-        if not self._uses_torch:
-            self._function: Callable[..., object] = OPERATIONS[op].numpy_function
-            self._run_without_warnings = contextvars.copy_context().run  # infinities are results, not warnings
-            self._run_without_warnings(np.seterr, all="ignore")
-            self._arrays = [[slot.numpy() for slot in slots] for slots in self._slots]
-            self._own = [arrays[slot_exchange.rank] for arrays in self._arrays]
-            self._arrays_at: dict[int, np.ndarray] = {}  # by address; they do not keep the memory
-
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
-        engine = self._engine
-        code = self._code
-        if not self._uses_torch:  # before the call begins: a tensor without memory of its own is no failure of the call
-            array = self._array(tensor)
-            result = array if out is tensor else self._array(out)
-        with engine.lock:
-            sequence = engine.begin(code, self._nbytes)
-            try:
-                if self._uses_torch:
-                    own = self._slots[self._slot_exchange.parity][self._slot_exchange.rank]
-                    own.copy_(data_of(tensor).view(-1))
-                    slots = self._slots[engine.exchange_slots(sequence, code)]
-                    combine(slots, self._op, data_of(out).view(-1), self._divisor)
-                else:
-                    self._reduce_arrays(array, result, sequence, code)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise engine.failed(error, code) from None
-
-    def _array(self, tensor: Tensor) -> np.ndarray:
-        """Return the tensor's memory as a 1-d array: the one made for an earlier tensor at its address, if any."""
-        address = tensor.data_ptr()
-        array = self._arrays_at.get(address)
-        if array is None:
-            if len(self._arrays_at) >= _MOST_ADDRESSES:
-                self._arrays_at.clear()
-            array = np.frombuffer(memoryview(borrowed_memory(tensor)), self._own[0].dtype)
-            self._arrays_at[address] = array
-        return array
-
-    def _reduce_arrays(self, array: np.ndarray, out: np.ndarray, sequence: int, code: int) -> None:
-        """Reduce with numpy, which takes a third of torch's time for a few bytes."""
-        self._own[self._slot_exchange.parity][...] = array
-        slots = self._arrays[self._engine.exchange_slots(sequence, code)]
-        function, run_without_warnings = self._function, self._run_without_warnings
-        if len(slots) == 1:
-            out[...] = slots[0]
-        else:
-            run_without_warnings(function, slots[0], slots[1], out=out)
-            for slot in slots[2:]:
-                run_without_warnings(function, out, slot, out=out)
-        if self._divisor != 1:
-            out /= self._divisor
 
 
 class _OwnRowChunks(Chunks):

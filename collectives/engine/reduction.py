@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,17 +15,16 @@ class ReductionOp(NamedTuple):
     """Functions that combine two values of a reduction, and the dtypes they are for."""
 
     torch_function: Callable[..., Tensor]
-    numpy_function: np.ufunc
     needs_fractions: bool = False
     needs_order: bool = False
 
 
 OPERATIONS = {
-    "sum": ReductionOp(torch.add, np.add),
-    "mean": ReductionOp(torch.add, np.add, needs_fractions=True),
-    "product": ReductionOp(torch.mul, np.multiply),
-    "min": ReductionOp(torch.minimum, np.minimum, needs_order=True),
-    "max": ReductionOp(torch.maximum, np.maximum, needs_order=True),
+    "sum": ReductionOp(torch.add),
+    "mean": ReductionOp(torch.add, needs_fractions=True),
+    "product": ReductionOp(torch.mul),
+    "min": ReductionOp(torch.minimum, needs_order=True),
+    "max": ReductionOp(torch.maximum, needs_order=True),
 }
 """Reduction operations by name; the names are those of `call_signature.OPS`. A mean is a sum that is then divided."""
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.spawn import get_executable
-from types import TracebackType
 
 from gangline.collectives.processes.fork_server import NOTICE
 
@@ -128,9 +127,7 @@ class ProcessPool:
     def __enter__(self) -> ProcessPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read_notice(self) -> tuple[bool, int, int]:

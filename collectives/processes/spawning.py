@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.spawn import get_preparation_data
-from types import TracebackType
 from typing import Any
 
 from gangline.collectives.bootstrap.rendezvous import time_limit
@@ -141,9 +140,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _process_events(self, limit: float | None = None) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gangline.collectives.schedule.rounds import IntArray, Round, Rounds, Transfers, cyclic, in_parallel, transfers
-from gangline.collectives.schedule.schedule import ROOTED, Schedule
-from gangline.collectives.schedule.steps import NumberedStep, Receive, Reduce, Send, Step
+from gangline.collectives.schedule.schedule import ROOTED, NumberedStep, Receive, Reduce, Schedule, Send, Step
 
 __all__ = [
     "ROOTED",

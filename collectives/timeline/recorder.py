@@ -73,20 +73,19 @@ class Timeline:
         finally:
             self.add(name, begin, **arguments)
 
-    def add(self, name: str, begin: int, end: int | None = None, **arguments: Any) -> None:
-        """Record a span of the current thread; without ``end`` it ends now."""
-        self._append("X", name, begin, end, arguments)
+    def add(self, name: str, begin: int, **arguments: Any) -> None:
+        """Record a span of the current thread that ends now."""
+        self._append("X", name, begin, arguments)
 
-    def add_overlapping(self, name: str, begin: int, end: int | None = None, **arguments: Any) -> None:
-        """Record a span that may overlap others of its thread, such as a request; without ``end`` it ends now."""
-        self._append("b", name, begin, end, arguments)
+    def add_overlapping(self, name: str, begin: int, **arguments: Any) -> None:
+        """Record a span that ends now and may overlap others of its thread, such as a request."""
+        self._append("b", name, begin, arguments)
 
     def add_instant(self, name: str, **arguments: Any) -> None:
         """Record an instant: now."""
-        now = time.monotonic_ns()
-        self._append("i", name, now, now, arguments)
+        self._append("i", name, time.monotonic_ns(), arguments)
 
-    def _append(self, phase: str, name: str, begin: int, end: int | None, arguments: dict[str, Any]) -> None:
+    def _append(self, phase: str, name: str, begin: int, arguments: dict[str, Any]) -> None:
         name = name.replace("\\", "\\\\").replace('"', '\\"')
         if len(self._events) >= _MOST_PENDING:
             self._dropped += 1
@@ -95,7 +94,7 @@ class Timeline:
         if thread not in self._names:
             self._names[thread] = threading.current_thread().name
             self._start()
-        self._events.append(_Event(phase, name, begin, time.monotonic_ns() if end is None else end, thread, arguments))
+        self._events.append(_Event(phase, name, begin, time.monotonic_ns(), thread, arguments))
 
     def set_process(self, name: str) -> None:
         """Set the name of this process in the trace, such as "worker 0"."""
@@ -202,11 +201,6 @@ def _job() -> str:
     return os.environ.get(RUN_ID) or os.environ[_JOB]
 
 
-def _name_job() -> None:
-    """Name the job for this process and those that it starts, if its launcher has not: by what started it."""
-    os.environ.setdefault(_JOB, job_name() or f"process {os.getpid()} since {time.time():.3f}")
-
-
 def _json(value: object) -> str:
     return str(value) if type(value) is int else json.dumps(value)
 
@@ -229,7 +223,8 @@ def start(path: Path) -> None:
     """Record from now on, in this process and in those that it starts."""
     global current
     os.environ[VARIABLE] = str(path.absolute())
-    _name_job()
+    if _JOB not in os.environ:  # name the job for this process and those that it starts, by what started it
+        os.environ[_JOB] = job_name() or f"process {os.getpid()} since {time.time():.3f}"
     current = Timeline(path.absolute())
 
 

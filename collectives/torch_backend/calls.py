@@ -101,26 +101,29 @@ def _transposed(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -
     return [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
 
 
+_ONE_EACH: dict[str, Callable[[Any], Any]] = {"output": _same, "tensor": _same}
+_SEVERAL: dict[str, Callable[[Any], Any]] = {"outputs": _same, "inputs": _same}
+
+
 def _collective(
     torch_name: str,
-    name: str,
     operation: Callable[..., None],
     tensors: dict[str, Callable[[Any], Any]],
     options: Sequence[str] = _PLAIN,
-    calls: Callable[..., Sequence[tuple[Any, ...]]] | None = None,
+    calls: Callable[..., Iterable[tuple[Any, ...]]] | None = None,
 ) -> Any:
     """Return the method of one of torch's collectives.
 
     Args:
         torch_name: torch's name.
-        name: name in errors and profiles.
         operation: function of `operations`, called with the communicator, the converted tensors, the root if there is
-            one, and the reduction if there is one.
+            one, and the reduction if there is one. Errors and profiles have its name.
         tensors: names of the first parameters, each with its conversion; the first one is written.
         options: names of the further parameters, in torch's order. ``opts`` holds torch's options: operation, root,
             whether the caller waits at once, and a timeout. torch's overloads pass an operation or a root instead.
         calls: function that turns the converted tensors into those of several calls of ``operation``; None: one call.
     """
+    name = operation.__name__.removesuffix("_single")
     names = (*tensors, *options)
     has_root, has_op = "root" in options, "op" in options
 
@@ -177,89 +180,60 @@ class GroupCollectives:
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
 
-    allreduce = _collective("allreduce", "all_reduce", operations.all_reduce, {"tensors": _only}, _WITH_OP)
+    allreduce = _collective("allreduce", operations.all_reduce, {"tensors": _only}, _WITH_OP)
     """Reduce one tensor in place, on all ranks."""
 
-    allreduce_coalesced = _collective(
-        "allreduce_coalesced",
-        "all_reduce",
-        operations.all_reduce,
-        {"tensors": list},
-        _WITH_OP,
-        lambda given: [(one,) for one in given],
-    )
+    allreduce_coalesced = _collective("allreduce_coalesced", operations.all_reduce, {"tensors": list}, _WITH_OP, zip)
     """Reduce several tensors in place, on all ranks."""
 
-    reduce = _collective("reduce", "reduce", operations.reduce, {"tensors": _only}, ("opts", "op", "timeout", "root"))
+    reduce = _collective("reduce", operations.reduce, {"tensors": _only}, ("opts", "op", "timeout", "root"))
     """Reduce one tensor in place at the root; other ranks' tensors are unchanged."""
 
     reduce_scatter = _collective(
-        "reduce_scatter", "reduce_scatter", operations.reduce_scatter, {"outputs": _only, "inputs": _one_list}, _WITH_OP
+        "reduce_scatter", operations.reduce_scatter, {"outputs": _only, "inputs": _one_list}, _WITH_OP
     )
     """Reduce a list of tensors; each rank gets the one at its rank."""
 
     reduce_scatter_single = _reduce_scatter_base = _collective(
-        "reduce_scatter_single",
-        "reduce_scatter",
-        operations.reduce_scatter_single,
-        {"output": _same, "tensor": _same},
-        _WITH_OP,
+        "reduce_scatter_single", operations.reduce_scatter_single, _ONE_EACH, _WITH_OP
     )
     """Reduce a tensor with one slice per rank along its first axis; each rank gets its slice."""
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective(
-        "reduce_scatter_single_coalesced",
-        "reduce_scatter",
-        operations.reduce_scatter_single,
-        {"outputs": _same, "inputs": _same},
-        _WITH_OP,
-        _pairs,
+        "reduce_scatter_single_coalesced", operations.reduce_scatter_single, _SEVERAL, _WITH_OP, _pairs
     )
     """Run `reduce_scatter_single` on several tensors."""
 
-    broadcast = _collective("broadcast", "broadcast", operations.broadcast, {"tensors": _only}, _WITH_ROOT)
+    broadcast = _collective("broadcast", operations.broadcast, {"tensors": _only}, _WITH_ROOT)
     """Copy the root's tensor to all ranks."""
 
-    allgather = _collective("allgather", "all_gather", operations.all_gather, {"outputs": _one_list, "inputs": _only})
+    allgather = _collective("allgather", operations.all_gather, {"outputs": _one_list, "inputs": _only})
     """Gather every rank's tensor into a list; sizes may differ if all ranks pass the same sizes."""
 
-    allgather_coalesced = _collective(
-        "allgather_coalesced",
-        "all_gather",
-        operations.all_gather,
-        {"outputs": _same, "inputs": _same},
-        calls=_transposed,
-    )
+    allgather_coalesced = _collective("allgather_coalesced", operations.all_gather, _SEVERAL, calls=_transposed)
     """Gather several tensors: the i-th of rank r goes to ``outputs[r][i]``."""
 
-    all_gather_single = _allgather_base = _collective(
-        "all_gather_single", "all_gather", operations.all_gather_single, {"output": _same, "tensor": _same}
-    )
+    all_gather_single = _allgather_base = _collective("all_gather_single", operations.all_gather_single, _ONE_EACH)
     """Gather every rank's tensor into one, stacked or concatenated."""
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _collective(
-        "all_gather_single_coalesced",
-        "all_gather",
-        operations.all_gather_single,
-        {"outputs": _same, "inputs": _same},
-        calls=_pairs,
+        "all_gather_single_coalesced", operations.all_gather_single, _SEVERAL, calls=_pairs
     )
     """Run `all_gather_single` on several tensors."""
 
-    gather = _collective("gather", "gather", operations.gather, {"outputs": _one_list, "inputs": _only}, _WITH_ROOT)
+    gather = _collective("gather", operations.gather, {"outputs": _one_list, "inputs": _only}, _WITH_ROOT)
     """Gather every rank's tensor, all of one size, into the root's list."""
 
-    scatter = _collective("scatter", "scatter", operations.scatter, {"outputs": _only, "inputs": _one_list}, _WITH_ROOT)
+    scatter = _collective("scatter", operations.scatter, {"outputs": _only, "inputs": _one_list}, _WITH_ROOT)
     """Send each rank one tensor of the root's list, all of one size."""
 
-    alltoall = _collective("alltoall", "all_to_all", operations.all_to_all, {"outputs": list, "inputs": list})
+    alltoall = _collective("alltoall", operations.all_to_all, {"outputs": list, "inputs": list})
     """Send each rank one tensor of the list; sizes may differ."""
 
     all_to_all_single = alltoall_base = _collective(
         "all_to_all_single",
-        "all_to_all",
         operations.all_to_all_single,
-        {"output": _same, "tensor": _same, "output_split_sizes": _splits, "input_split_sizes": _splits},
+        {**_ONE_EACH, "output_split_sizes": _splits, "input_split_sizes": _splits},
     )
     """Send each rank one slice of the tensor along the first axis; sizes may differ."""
 

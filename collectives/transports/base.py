@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,8 @@ SLOT_BYTES = 1 << 20
 
 BootstrapAllGather = Callable[[bytes], list[bytes]]
 """All-gather of bytes for bootstrap: returns every rank's bytes, in rank order. Collective: all ranks must call it."""
+
+_CONTINUE, _DONE = b"+", b"-"
 
 
 class MessageTag(NamedTuple):
@@ -63,6 +66,28 @@ def wait_until(ready: Callable[[], bool], pause: Callable[[float], object], chec
             checked = now
             check()
         pause(now - began)
+
+
+@contextmanager
+def within(exchange: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
+    """Yield the all-gather of this rank's group; each group may call it any number of times.
+
+    Collective over all ranks, not only the group: leaving the context blocks until all groups have left it.
+
+    Args:
+        exchange: all-gather of all ranks.
+        members: ranks of the group: rank i of the group is rank ``members[i]`` of all.
+    """
+
+    def group_exchange(data: bytes) -> list[bytes]:
+        gathered = exchange(_CONTINUE + data)
+        return [gathered[rank][len(_CONTINUE) :] for rank in members]
+
+    try:
+        yield group_exchange
+    finally:
+        while any(status != _DONE for status in exchange(_DONE)):
+            pass
 
 
 class SendRequest(ABC):

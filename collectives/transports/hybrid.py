@@ -16,9 +16,9 @@ from gangline.collectives.transports.base import (
     Transport,
     WaitPolicy,
     wait_until,
+    within,
 )
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
-from gangline.collectives.transports.subgroup_exchange import within
 
 
 class HybridTransport(Transport):

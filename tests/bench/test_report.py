@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.bench.report.compare import ratios
-from gangline.bench.report.fields import describing, figure
 from gangline.bench.report.output import check_outputs, publish
-from gangline.bench.report.rows import spread
+from gangline.bench.report.rows import describing, figure, spread
 from gangline.bench.report.tables import format_number, format_seconds, format_size, print_ratios, print_table
 from gangline.cli.bench import bench
 

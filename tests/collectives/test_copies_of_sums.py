@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,53 +14,6 @@ from gangline.kvstore import create
 from tests.operations import Operations
 
 COUNT = (9 << 20) // 4 + 3  # elements; just above the size from which threads are used
-
-
-class Passes:
-    """Counts the bytes that each kind of numpy call writes, in all threads."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.written: dict[str, list[int]] = {"add": [], "copyto": []}
-        self._lock = threading.Lock()
-        add, copyto = np.add, np.copyto
-
-        def counted_add(*arrays: Any, out: Any) -> None:
-            self._count("add", out.nbytes)
-            add(*arrays, out=out)
-
-        def counted_copyto(out: Any, value: Any) -> None:
-            self._count("copyto", out.nbytes)
-            copyto(out, value)
-
-        patch.setattr(np, "add", counted_add)
-        patch.setattr(np, "copyto", counted_copyto)
-
-    def _count(self, call: str, nbytes: int) -> None:
-        with self._lock:
-            self.written[call].append(nbytes)
-
-
-@pytest.mark.parametrize("contexts", [2, 4])
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_pushpull_passes_over_memory_once_per_value_and_output(
-    store: str, contexts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = [torch.randn(COUNT) for _ in range(contexts)]
-    outs = [torch.empty(COUNT) for _ in range(contexts)]
-    expected = values[0] + values[1]
-    for value in values[2:]:
-        expected += value
-    monkeypatch.setattr(copies, "core", None)
-    with create(store) as kv:
-        kv.init("w", torch.zeros(COUNT))
-        passes = Passes(monkeypatch)
-        kv.pushpull("w", values, outs)
-        assert sum(passes.written["add"]) == (contexts - 1) * COUNT * 4
-        assert sum(passes.written["copyto"]) == contexts * COUNT * 4
-        assert max(passes.written["add"] + passes.written["copyto"]) <= copies._CHUNK
-        outs[0].fill_(-1.0)  # the store has a copy of its own
-        kv.pull("w", outs[0])
-    assert all(torch.equal(out, expected) for out in outs)
 
 
 @pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,25 +116,19 @@ def _embeddings() -> Callable[[], object]:
 
 def _in_flight() -> Callable[[], object]:
     """Start 64 all-reduces of 64 KiB before waiting for the first."""
-    tensors = [torch.zeros(1 << 14) for _ in range(_IN_FLIGHT)]
-
-    def step() -> None:
-        works = [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    return step
+    return _overlapping([torch.zeros(1 << 14) for _ in range(_IN_FLIGHT)], [None] * _IN_FLIGHT)
 
 
 def _groups() -> Callable[[], object]:
     """Start an all-reduce of 1 MiB in each of four groups of all ranks before waiting for the first."""
     groups = [distributed.new_group() for _ in range(_GROUPS)]
-    tensors: list[Tensor] = [torch.zeros(1 << 18) for _ in groups]
+    return _overlapping([torch.zeros(1 << 18) for _ in groups], groups)
 
+
+def _overlapping(tensors: Sequence[Tensor], groups: Sequence[Any]) -> Callable[[], object]:
     def step() -> None:
-        pairs = zip(groups, tensors, strict=True)
-        works = [distributed.all_reduce(tensor, group=group, async_op=True) for group, tensor in pairs]
+        pairs = zip(tensors, groups, strict=True)
+        works = [distributed.all_reduce(tensor, group=group, async_op=True) for tensor, group in pairs]
         for work in works:
             assert work is not None
             work.wait()

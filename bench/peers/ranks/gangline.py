@@ -100,12 +100,11 @@ def _ordinary(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
 def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
     collective, op, root, count = options["collective"], options["op"], options["root"], options["count"]
     rank, size = comm.rank, comm.size
+    own_out = None if out is given else out
     if collective == "all_reduce":
-        return (lambda: comm.all_reduce(given, op)) if out is given else (lambda: comm.all_reduce(given, op, out=out))
+        return lambda: comm.all_reduce(given, op, own_out)
     if collective == "reduce":
-        if out is given:
-            return lambda: comm.reduce(given, root, op)
-        return lambda: comm.reduce(given, root, op, out=out)
+        return lambda: comm.reduce(given, root, op, own_out)
     if collective == "broadcast":
         return lambda: comm.broadcast(given, root)
     if collective == "all_gather":

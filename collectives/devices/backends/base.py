@@ -71,8 +71,8 @@ class Backend(ABC):
 class Flattened:
     """Contiguous 1-D views or copies of tensors on their own devices, for backends that take addresses and counts.
 
-    `finish` copies results back to tensors that are not contiguous. Contiguous ones are written directly, unseen by
-    torch. (`engine.arguments.in_place` does the same through host memory.)
+    The end of the ``with`` section copies results back to tensors that are not contiguous, unless it raises. Contiguous
+    ones are written directly, unseen by torch. (`engine.host_staging` does the same through host memory.)
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Flattened:
         return data_of(tensor).resolve_neg().resolve_conj().contiguous().view(-1)
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return the values as memory to read and write, or only write, before `finish`."""
+        """Return the values as memory to read and write, or only write, in this section."""
         self._written.append(tensor)
         flat = self.read(tensor)
         if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg():
@@ -99,11 +99,15 @@ class Flattened:
             if total.numel()
         ]
 
-    def finish(self) -> None:
+    def __enter__(self) -> Flattened:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Copy results back to non-contiguous tensors, and report all written tensors to autograd."""
-        for tensor, flat in self._copies:
-            data_of(tensor).copy_(flat.view(tensor.shape))
-        mark_written(self._written)
+        if kind is None:
+            for tensor, flat in self._copies:
+                data_of(tensor).copy_(flat.view(tensor.shape))
+            mark_written(self._written)
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:

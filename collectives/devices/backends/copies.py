@@ -1,8 +1,8 @@
 """Backend with torch's copies and sums: for CPU contexts, for one GPU at several positions, and as the fallback.
 
 The caller chooses the device of each sum (its owner); torch copies the bytes, directly between GPUs, in the order of
-the current streams. Large sums on the CPU run chunk by chunk, so that a chunk is summed and copied while it is in a
-core's cache.
+the current streams. Large sums on the CPU run in C, chunk by chunk, so that a chunk is summed and copied while it is in
+a core's cache.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from gangline.collectives.compiled_core import core
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import host_staging, reduction
 
-_CHUNK = 256 * 1024  # bytes; at 128 KiB calls dominate, at 512 KiB a chunk with its sum and copies leaves the cache
 _MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
 _MIN_STREAMED = 1 << 20  # bytes of a sum that bypasses the cache: a smaller one is read again before it leaves it
 
@@ -32,9 +29,9 @@ _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than pa
 LEAST_JOINT = 8  # tensors for which joint calls pay
 
 _SPAN = 2 << 20  # bytes that a thread takes at once: few enough that no thread waits long for the last one
+_LEAST_SPAN = 256 * 1024  # bytes; in smaller spans calls dominate
 
 _is_cpu = attrgetter("is_cpu")
-_Array = np.ndarray[Any, Any]
 _Span = tuple[Transfer, int, int]
 """A transfer, and the first element and the end of the part of it."""
 
@@ -69,7 +66,7 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     if any(total.is_cpu and any(one.is_cuda for one in (*values, *outs)) for values, total, outs in transfers):
         _move_by_the_host(transfers, op)
         return
-    if op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
+    if core is not None and op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
         transfers = _run_in_chunks(transfers)
     if op == "sum" and len(transfers) >= LEAST_JOINT:
         transfers = _run_small_jointly(transfers)
@@ -149,7 +146,8 @@ def is_small(total: Tensor) -> bool:
 
 
 def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
-    if op != "sum" or any(_same_address(value, out) for value in values[2:]):
+    is_needed_later = any(value.device == out.device and value.data_ptr() == out.data_ptr() for value in values[2:])
+    if op != "sum" or is_needed_later:
         divisor = len(values) if op == "mean" else 1
         reduction.combine([_on(value, out) for value in values], op, out, divisor)
     else:
@@ -176,12 +174,8 @@ def _on(value: Tensor, out: Tensor) -> Tensor:
     return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
 
 
-def _same_address(value: Tensor, out: Tensor) -> bool:
-    return value.device == out.device and value.data_ptr() == out.data_ptr()
-
-
 def _is_plain(transfer: Transfer) -> bool:
-    """Return whether numpy gives the same result faster: contiguous float32 or float64 on the CPU."""
+    """Return whether `gangline._core` gives the same result faster: contiguous float32 or float64 on the CPU."""
     values, total, outs = transfer
     return all(
         tensor.device.type == "cpu"
@@ -193,12 +187,9 @@ def _is_plain(transfer: Transfer) -> bool:
 
 
 def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
-    """Split the transfers into spans, which as many threads as torch uses take one by one.
-
-    The threads make the numpy views too, so that this Python code of one thread overlaps the arithmetic of the others.
-    """
+    """Split the transfers into spans, which as many threads as torch uses take one by one."""
     threads = torch.get_num_threads()
-    most = min(_SPAN, max(_CHUNK, sum(total.nbytes for _, total, _ in transfers) // (4 * threads)))
+    most = min(_SPAN, max(_LEAST_SPAN, sum(total.nbytes for _, total, _ in transfers) // (4 * threads)))
     spans: deque[_Span] = deque()
     for transfer in transfers:
         count, step = transfer[1].numel(), most // transfer[1].itemsize
@@ -209,48 +200,21 @@ def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
 
 def _run(spans: deque[_Span]) -> None:
     """Sum and copy spans until none is left; a deque's `popleft` is atomic."""
-    with np.errstate(all="ignore"):  # like torch, which does not warn about infinities and NaN
-        while spans:
-            try:
-                (values, total, outs), begin, end = spans.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            if core is not None:
-                sources, targets = (values, (total, *outs)) if values else ([total], outs)
-                offset = begin * total.itemsize
-                if targets:
-                    core.combine(
-                        DTYPES.index(total.dtype),
-                        0,
-                        1,
-                        end - begin,
-                        tuple(one.data_ptr() + offset for one in sources),
-                        tuple(one.data_ptr() + offset for one in targets),
-                        total.nbytes >= _MIN_STREAMED,
-                    )
-                continue
-            step, is_apart = _CHUNK // total.itemsize, not any(_same_address(value, total) for value in values[2:])
-            arrays, sums, copies = [_flat(value) for value in values], _flat(total), [_flat(out) for out in outs]
-            for start in range(begin, end, step):
-                part = slice(start, min(start + step, end))
-                _run_chunk([array[part] for array in arrays], sums[part], is_apart)
-                for copy in copies:
-                    np.copyto(copy[part], sums[part])
-
-
-def _run_chunk(values: Sequence[_Array], total: _Array, is_apart: bool) -> None:
-    """Sum a chunk; with ``is_apart`` the total may be written before the last value is read."""
-    if len(values) == 1:
-        np.copyto(total, values[0])
-    elif values:
-        partial_sum = total if is_apart else np.empty_like(total)
-        np.add(values[0], values[1], out=partial_sum)
-        for value in values[2:]:
-            np.add(partial_sum, value, out=partial_sum)
-        if not is_apart:
-            np.copyto(total, partial_sum)
-
-
-def _flat(tensor: Tensor) -> _Array:
-    array: _Array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-    return array.reshape(-1)
+    assert core is not None
+    while spans:
+        try:
+            (values, total, outs), begin, end = spans.popleft()
+        except IndexError:  # another thread took the last one
+            return
+        sources, targets = (values, (total, *outs)) if values else ([total], outs)
+        offset = begin * total.itemsize
+        if targets:
+            core.combine(
+                DTYPES.index(total.dtype),
+                0,
+                1,
+                end - begin,
+                tuple(one.data_ptr() + offset for one in sources),
+                tuple(one.data_ptr() + offset for one in targets),
+                total.nbytes >= _MIN_STREAMED,
+            )

@@ -75,25 +75,23 @@ class Nccl(Backend):
         if not _supports(tensors[0].dtype):
             copies.move([(tensors, tensors[0], tensors[1:])], op)
             return
-        flattened = Flattened()
-        flats = [flattened.written(tensor) for tensor in tensors]
-        with grouped(self._binding):
-            for position, flat in enumerate(flats):
-                address, stream = flat.data_ptr(), self.stream(position)
-                self._binding.all_reduce(position, address, address, len(flat), *enumerators(flat, op), stream)
-        flattened.finish()
+        with Flattened() as flattened:
+            flats = [flattened.written(tensor) for tensor in tensors]
+            with grouped(self._binding):
+                for position, flat in enumerate(flats):
+                    address, stream = flat.data_ptr(), self.stream(position)
+                    self._binding.all_reduce(position, address, address, len(flat), *enumerators(flat, op), stream)
 
     def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:  # noqa: D102  inherited
         if not _supports(tensors[0].dtype):
             super().all_gather(tensors, outs)
             return
-        flattened = Flattened()
-        pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
-        with grouped(self._binding):
-            for position, (given, out) in enumerate(pairs):
-                addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
-                self._binding.all_gather(position, *addresses, len(given), DTYPES[given.dtype], stream)
-        flattened.finish()
+        with Flattened() as flattened:
+            pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
+            with grouped(self._binding):
+                for position, (given, out) in enumerate(pairs):
+                    addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
+                    self._binding.all_gather(position, *addresses, len(given), DTYPES[given.dtype], stream)
 
     def reduce_scatter(  # noqa: D102  inherited
         self, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str
@@ -101,29 +99,27 @@ class Nccl(Backend):
         if not _supports(tensors[0].dtype):
             super().reduce_scatter(tensors, outs, op)
             return
-        flattened = Flattened()
-        pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
-        with grouped(self._binding):
-            for position, (given, out) in enumerate(pairs):
-                addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
-                self._binding.reduce_scatter(position, *addresses, len(out), *enumerators(out, op), stream)
-        flattened.finish()
+        with Flattened() as flattened:
+            pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
+            with grouped(self._binding):
+                for position, (given, out) in enumerate(pairs):
+                    addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
+                    self._binding.reduce_scatter(position, *addresses, len(out), *enumerators(out, op), stream)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
         copies.move([transfer for transfer in transfers if not _supports(transfer[1].dtype)], op)
-        flattened = Flattened()
-        flat = flattened.transfers(transfer for transfer in transfers if _supports(transfer[1].dtype))
-        sums = [(values, total) for values, total, _ in flat if values]
-        copied = [(total, outs) for _, total, outs in flat if outs]
-        if sums:
-            with grouped(self._binding):
-                for values, total in sums:
-                    self._reduce(values, total, op)
-        if copied:
-            with grouped(self._binding):  # a second group, because calls of one group may run concurrently
-                for total, outs in copied:
-                    self._broadcast(total, outs)
-        flattened.finish()
+        with Flattened() as flattened:
+            flat = flattened.transfers(transfer for transfer in transfers if _supports(transfer[1].dtype))
+            sums = [(values, total) for values, total, _ in flat if values]
+            copied = [(total, outs) for _, total, outs in flat if outs]
+            if sums:
+                with grouped(self._binding):
+                    for values, total in sums:
+                        self._reduce(values, total, op)
+            if copied:
+                with grouped(self._binding):  # a second group, because calls of one group may run concurrently
+                    for total, outs in copied:
+                        self._broadcast(total, outs)
 
     def stream(self, position: int) -> int:
         """Return the CUDA handle of the stream for a position's calls."""

@@ -76,23 +76,21 @@ class PeerToPeer(Backend):
         if tensors[0].is_complex():
             copies.move([(tensors, tensors[0], tensors[1:])], op)
             return
-        flattened = Flattened()
-        flats = [flattened.written(tensor) for tensor in tensors]
-        if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
-            results = [torch.empty_like(flat) for flat in flats]
-            self._launch(one_shot(flats, results), op)
-            for flat, result in zip(flats, results, strict=True):
-                flat.copy_(result)
-        else:
-            self._launch(two_shot(flats, sorted(self._first.values())), op)
-        flattened.finish()
+        with Flattened() as flattened:
+            flats = [flattened.written(tensor) for tensor in tensors]
+            if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
+                results = [torch.empty_like(flat) for flat in flats]
+                self._launch(one_shot(flats, results), op)
+                for flat, result in zip(flats, results, strict=True):
+                    flat.copy_(result)
+            else:
+                self._launch(two_shot(flats, sorted(self._first.values())), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
         copies.move([transfer for transfer in transfers if transfer[1].is_complex()], op)
-        flattened = Flattened()
-        flat = flattened.transfers(transfer for transfer in transfers if not transfer[1].is_complex())
-        self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
-        flattened.finish()
+        with Flattened() as flattened:
+            flat = flattened.transfers(transfer for transfer in transfers if not transfer[1].is_complex())
+            self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
 
     def _launch(self, launches: Iterable[Launch], op: str) -> None:
         """Launch kernels after all GPUs' current streams reach this point, and make these streams wait for them."""

@@ -103,32 +103,30 @@ class Staged(Backend):
         return "some are GPUs and some are not" if len({device.type for device in devices}) > 1 else ""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        flattened = Flattened()
-        flats = [flattened.written(tensor) for tensor in tensors]
-        owners = [
-            position
-            for position in range(len(flats))
-            if not any(self._same_device(position, other) for other in range(position))
-        ]
-        works = []
-        for number, part in enumerate(cut(flats[0], len(owners))):
-            owner = owners[number % len(owners)]
-            pieces = [flat[part] for flat in flats]
-            outs = {position: piece for position, piece in enumerate(pieces) if position != owner}
-            works.append(self._work(owner, pieces, pieces[owner], outs))
-        self._run(works, op)
-        flattened.finish()
+        with Flattened() as flattened:
+            flats = [flattened.written(tensor) for tensor in tensors]
+            owners = [
+                position
+                for position in range(len(flats))
+                if not any(self._same_device(position, other) for other in range(position))
+            ]
+            works = []
+            for number, part in enumerate(cut(flats[0], len(owners))):
+                owner = owners[number % len(owners)]
+                pieces = [flat[part] for flat in flats]
+                outs = {position: piece for position, piece in enumerate(pieces) if position != owner}
+                works.append(self._work(owner, pieces, pieces[owner], outs))
+            self._run(works, op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
-        flattened = Flattened()
-        works = []
-        for values, total, outs in flattened.transfers(transfers):
-            owner = self.devices.index(total.device)
-            for part in cut(total, 1):
-                given = {position: out[part] for position, out in enumerate(outs)}
-                works.append(self._work(owner, [value[part] for value in values], total[part], given))
-        self._run(works, op)
-        flattened.finish()
+        with Flattened() as flattened:
+            works = []
+            for values, total, outs in flattened.transfers(transfers):
+                owner = self.devices.index(total.device)
+                for part in cut(total, 1):
+                    given = {position: out[part] for position, out in enumerate(outs)}
+                    works.append(self._work(owner, [value[part] for value in values], total[part], given))
+            self._run(works, op)
 
     def _work(self, owner: int, values: Sequence[Tensor], total: Tensor, outs: dict[int, Tensor]) -> StagedWork:
         others = {position: out for position, out in outs.items() if out.data_ptr() != total.data_ptr()}

@@ -137,11 +137,10 @@ class CompiledSlotExchange(SharedSlotExchange):
         count = int(core.exchanges(self._handle))
         return count & 1, self._wait(count, sequence, code) if found else {}
 
-    def prepare(self, count: int, dtype: torch.dtype, op: str, code: int) -> bytes | None:
-        """Return an all-reduce of ``count`` elements for `all_reduce`; None if `reduction` has none."""
+    def prepare(self, count: int, dtype: torch.dtype, op: str, code: int) -> bytes:
+        """Return an all-reduce of ``count`` elements for `all_reduce`, by an operation that `reduction` has."""
         how = reduction(dtype, op)
-        if how is None:
-            return None
+        assert how is not None
         number, operation, parts = how
         nbytes = count * dtype.itemsize
         chunk = (nbytes if nbytes <= SLOT_BYTES else _CHUNK_BYTES) // (dtype.itemsize // parts)
