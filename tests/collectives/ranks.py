@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,15 @@ PIECE = 1 << 19  # bytes
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
+def run_together(calls: Iterable[Callable[[], object]]) -> None:
+    """Run each call in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
     """Run ``function(comm, *arguments)`` in ``size`` threads; return the results in rank order, or raise an error."""
     results = outcomes_in_threads(size, function, *arguments, timeout=timeout)
@@ -51,11 +60,7 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
         except BaseException as error:  # noqa: BLE001  the caller raises it
             results[comm.rank] = error
 
-    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in in_process(size, timeout=timeout)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(run, comm) for comm in in_process(size, timeout=timeout))
     return results
 
 
@@ -79,11 +84,7 @@ def with_exchange(*functions: Callable[[int, BootstrapAllGather], Any]) -> list[
         except Exception as error:  # noqa: BLE001  the test looks at it
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(run, rank) for rank in range(size))
     return results
 
 
@@ -157,14 +158,7 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
 
 
 def expected(
-    collective: str,
-    count: int,
-    rank: int,
-    size: int,
-    dtype: torch.dtype,
-    op: str,
-    root: int,
-    make: Values = values,
+    collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, root: int, make: Values = values
 ) -> Tensor | None:
     """Return a rank's expected result."""
     everybody = [given(collective, count, other, size, dtype, make) for other in range(size)]
