@@ -205,30 +205,34 @@ def check(
     *,
     make: Values = values,
     is_inexact: bool | None = None,
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     **options: Any,
 ) -> Tensor | None:
     """Call a collective with `given` tensors, check that inputs are unchanged and the result is `expected`; return it.
 
     Results must be equal bit by bit, except if ``is_inexact``: by default floats reduced over sockets, whose algorithms
-    round at each hop.
+    round at each hop. ``place`` moves a tensor to the device of the call, and ``read`` back.
     """
-    tensor = given(collective, count, comm.rank, comm.size, dtype, make)
+    tensor = place(given(collective, count, comm.rank, comm.size, dtype, make))
     got = call(comm, collective, tensor, op, root, **options)
     if isinstance(got, Work):
         got.wait()
         got = got.result
     name = f"{comm}: {collective} of {count} x {dtype}, {op}, root {root}"
     want = expected(collective, count, comm.rank, comm.size, dtype, op, root, make)
+    assert got is None or got.device == tensor.device, name
+    found = None if got is None else read(got)
     if is_inexact is None:
         is_inexact = comm.transport in ("ipc", "tcp") and (dtype.is_floating_point or dtype.is_complex)
     if want is not None and is_inexact and collective in REDUCING and op in ("sum", "mean", "product"):
         everybody = [given(collective, count, rank, comm.size, dtype, make) for rank in range(comm.size)]
         rows = [each[comm.rank] for each in everybody] if collective == "reduce_scatter" else everybody
-        near(got, rows, op, name)
+        near(found, rows, op, name)
     else:
-        same(got, want, name)
-    if got is not tensor:
-        same(tensor, given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
+        same(found, want, name)
+    if got is not tensor and collective != "broadcast":
+        same(read(tensor), given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
     return got
 
 
