@@ -49,7 +49,7 @@ def test_its_flags_exist() -> None:
 
     from gangline.cli.main import app
 
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = get_command(app).commands
     known = {flag for parameter in commands["train"].params for flag in parameter.opts}
     named = [shlex.split(line, comments=True) for line in CONSOLE if line.startswith("gangline train")]
     flags = {word for words in named for word in words if word.startswith("--")}

@@ -1,4 +1,4 @@
-"""The benches themselves, small: their options, and the rows they give."""
+"""The benches themselves, small: their options, and the rows they give; real workers come from the fork server."""
 
 from __future__ import annotations
 
@@ -10,23 +10,43 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gangline.bench.device_group import run
+from gangline.bench.driver import installed
+from gangline.bench.driver.rank_group import RankGroup
 from gangline.bench.report.output import command_line
+from gangline.bench.scaling import measure as measure_workers
+from gangline.bench.scaling import speedups
 from gangline.bench.training import measure
 from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, images, parameter_shapes
 from gangline.cli.bench import bench
 from gangline.cli.main import main
 
-KVSTORE = {"who", "contexts", "store", "seconds", "gb_per_s_per_device", "error", "p50", "p99", "max", "runs"}
-TRAINING = {"who", "contexts", "network", "batch_size", "samples_per_s", "efficiency", "p50", "p99", "max", "runs"}
+SPREAD = {"who", "p50", "p99", "max", "runs"}
+KVSTORE = SPREAD | {"contexts", "store", "seconds", "gb_per_s_per_device", "error"}
+TRAINING = SPREAD | {"contexts", "network", "batch_size", "samples_per_s", "efficiency"}
+DEVICE_GROUP = SPREAD | {"collective", "transport", "size", "count", "dtype", "redop", "in_place", "registered"}
+DEVICE_GROUP |= {"time_us", "algbw_gbs", "busbw_gbs", "wrong", "contexts", "memory_gbs", "ratio_to_copy"}
+WORKERS = (TRAINING | {"workers"}) - {"contexts"}
+TRANSFER = WORKERS | {"store", "learning_rate", "seconds", "accuracy"}
+NO_MPI = "no MPI: run `make peers`"
+
+
+def rows_of(path: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+    """Run a bench, which writes its rows to a file; return them and what it printed."""
+    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return json.loads(path.read_text())["rows"], done.output
+
+
+def who(row: dict[str, Any]) -> str:
+    """Return the name of a row's side, without its version."""
+    return row["who"].partition(",")[0].split()[0]
 
 
 @pytest.mark.slow
 def test_kvstore_writes_the_specified_fields(tmp_path: Path) -> None:
-    path = tmp_path / "kvstore.json"
-    words = ["kvstore", "--network", "mlp", "--stores", "local", "--contexts", "3", "--runs", "2", "--run-seconds", "0"]
-    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
-    assert done.exit_code == 0
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    words = ("kvstore", "--network", "mlp", "--stores", "local", "--contexts", "3", "--runs", "2", "--run-seconds", "0")
+    rows, _ = rows_of(tmp_path / "kvstore.json", *words)
     assert [(row["who"], row["call"]) for row in rows] == [("gangline", "push+pull"), ("gangline", "pushpull")]
     for row in rows:
         assert set(row) >= KVSTORE
@@ -36,16 +56,58 @@ def test_kvstore_writes_the_specified_fields(tmp_path: Path) -> None:
         assert 0 < row["error"] < 1e-5
 
 
+BACKEND = ("all_reduce", "all_gather", "broadcast", "barrier", "ddp", "fsdp2", "embeddings", "in_flight", "groups")
+SIZED = BACKEND[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        (
+            ("backend", "--calls", ",".join(BACKEND), "--sizes", "64,1M"),
+            [(call, size) for call in BACKEND for size in ((64, 1 << 20) if call in SIZED else (0,))],
+        ),
+        (("connect",), [(call, None) for call in ("connect", "split", "barrier")]),
+    ],
+    ids=["backend", "connect"],
+)
+def test_each_call_has_a_row_beside_gloo(
+    words: tuple[str, ...], cases: list[tuple[str, int | None]], tmp_path: Path
+) -> None:
+    rows, _ = rows_of(tmp_path / "rows.json", *words, "--ranks", "2", "--peers", "gloo", "--runs", "1")
+    found = [(who(row), row["call"], row.get("size")) for row in rows]
+    assert found == [(side, *case) for case in cases for side in ("gangline", "gloo")]
+    for row in rows:
+        assert (row["ranks"], row["runs"]) == (2, 1)
+        assert row["time_us"] == row["p50"] > 0
+        assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed.available_peers("mpi", "backend"), reason=NO_MPI)
+def test_an_mpi_runs_each_collective(tmp_path: Path) -> None:
+    words = ("backend", "--ranks", "2", "--sizes", "4096", "--peers", "mpi", "--runs", "1")
+    rows, _ = rows_of(tmp_path / "backend.json", *words)
+    assert [row["call"] for row in rows] == [call for call in BACKEND[:4] for _ in range(2)]
+
+
+@pytest.mark.skipif(not installed.available_peers("mpi", "ranks"), reason=NO_MPI)
+def test_each_mpi_splits_and_waits_in_barriers() -> None:
+    for candidate in installed.collective_ranks("mpi", 2, "ranks"):
+        if "none" in candidate.setting or "PIN=0" in candidate.setting:
+            with RankGroup(candidate) as group:
+                for call in ("split", "barrier"):
+                    assert group.prepare({"call": call}, call) > 0
+                    assert group.seconds(3, call) > 0
+
+
 @pytest.mark.slow
 def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
     words = context_words(None, None, default=(1, 2))
     rows = measure("mlp", 8, words, "device", ["torch", "ddp"], runs=2, run_seconds=0.0)
-    assert [(row["who"].split()[0], row["contexts"]) for row in rows] == [
-        ("gangline", 1),
-        ("gangline", 2),
-        ("torch", 1),
-        ("ddp,", 2),
-    ]
+    found = [(who(row), row["contexts"]) for row in rows]
+    assert found == [("gangline", 1), ("gangline", 2), ("torch", 1), ("ddp", 2)]
     for row in rows:
         assert set(row) >= TRAINING
         assert row["samples_per_s"] == row["p50"] > 0
@@ -104,11 +166,8 @@ def test_contexts_are_cpus_or_the_first_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert context_words("2", "1,1,0", default=(1, 2)) == {2: "gpu(1),gpu(1)"}
     with pytest.raises(ValueError, match="asks for 3, but --gpus 0,1 names 2"):
         context_words("3", "0,1", default=(1, 2))
-    assert [distinct_devices(words) for words in ("cpu(0),cpu(1)", "gpu(1),gpu(1)", "gpu(0),gpu(1),cpu(0)")] == [
-        1,
-        1,
-        3,
-    ]
+    lists = ("cpu(0),cpu(1)", "gpu(1),gpu(1)", "gpu(0),gpu(1),cpu(0)")
+    assert [distinct_devices(words) for words in lists] == [1, 1, 3]
 
 
 def test_keys_are_the_parameters_of_the_network() -> None:
@@ -176,11 +235,8 @@ def test_a_wrong_list_ends_the_command_with_2(
 
 @pytest.mark.slow
 def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced_run(tmp_path: Path) -> None:
-    path = tmp_path / "unequal.json"
-    words = ["unequal-ranks", "--factors", "4", "--batch-size", "16", "--runs", "2", "--run-seconds", "0"]
-    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
-    assert done.exit_code == 0
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    words = ("unequal-ranks", "--factors", "4", "--batch-size", "16", "--runs", "2", "--run-seconds", "0")
+    rows, _ = rows_of(tmp_path / "unequal.json", *words)
     at_shares = ["the same, at balanced shares", "the same, each step as long as its slowest"]
     names = ["rank 0 alone", "rank 1 alone", "sum of ranks alone", *at_shares, "DDP", "balanced"]
     assert [row["who"] for row in rows] == names
@@ -190,3 +246,105 @@ def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced
     assert first + last == 32
     assert last < first
     assert rows[2]["of_the_sum"] == rows[3]["of_the_sum_at_shares"] == rows[5]["ratio_to_ddp"] == 1
+
+
+def test_each_way_on_the_host_stands_beside_copies_of_torch() -> None:
+    rows = run({3: "cpu(0),cpu(1),cpu(2)"}, [4096, 8192], runs=2, run_seconds=0.0)
+    assert [(row["transport"], row["collective"], row["size"]) for row in rows] == [
+        (transport, collective, size)
+        for size in (4096, 8192)
+        for transport, collective in (
+            ("torch", "copy_"),
+            ("staged", "all_reduce"),
+            ("staged", "broadcast"),
+            ("copies", "all_reduce"),
+            ("copies", "broadcast"),
+            ("add_, copy_", "all_reduce"),
+        )
+    ]
+    for row in rows:
+        assert set(row) >= DEVICE_GROUP
+        assert (row["contexts"], row["devices"], row["count"], row["wrong"]) == (3, 1, row["size"] // 4, 0)
+        assert row["time_us"] == row["p50"]
+        assert row["algbw_gbs"] == pytest.approx(row["size"] / row["time_us"] / 1e3)
+    for row in rows[1::6]:
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 4 / 3)
+        assert row["memory_gbs"] == pytest.approx(row["algbw_gbs"] * 6)
+    assert {row["ratio_to_copy"] for row in rows[::6]} == {1.0}
+
+
+@pytest.mark.slow
+def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
+    words = ("training", "--scaling", "1,2", "--network", "mlp", "--batch-size", "5", "--runs", "1")
+    rows, printed = rows_of(tmp_path / "scaling.json", *words, "--run-seconds", "0")
+    sides = [
+        ("gangline", "dist_sync", 1),
+        ("gangline", "allreduce", None),
+        ("gangline", "apart", None),
+        ("ddp", None, None),
+    ]
+    assert [(who(row), row["store"], row["servers"], row["workers"]) for row in rows] == [
+        (*side, workers) for side in sides for workers in (1, 2)
+    ]
+    for alone, both in zip(rows[::2], rows[1::2], strict=True):
+        for row in (alone, both):
+            assert set(row) >= WORKERS
+            assert (row["network"], row["batch_size"], row["runs"]) == ("mlp", 5 * row["workers"], 1)
+            assert row["samples_per_s"] == row["p50"] > 0
+        assert alone["efficiency"] == 1
+        assert both["efficiency"] == pytest.approx(both["p50"] / alone["p50"] / 2)
+    for row, peer in zip(rows[:6], rows[6:] * 3, strict=True):
+        assert row["ratio_to_ddp"] == pytest.approx(row["p50"] / peer["p50"])
+    for row, apart in zip(rows[:4] + rows[6:], rows[4:6] * 3, strict=True):
+        assert row["ratio_to_apart"] == pytest.approx(row["p50"] / apart["p50"])
+    assert not any("ratio_to_apart" in row for row in rows[4:6])
+    assert "gangline, allreduce: 2 workers are " in printed
+    assert "# times as fast" in printed
+
+
+@pytest.mark.slow
+def test_without_peers_and_without_one_worker_there_is_nothing_to_compare_with() -> None:
+    (row,) = measure_workers("mlp", 3, [2], ["allreduce"], [], runs=2, run_seconds=0.0)
+    assert (row["batch_size"], row["runs"], row["efficiency"]) == (6, 2, None)
+    assert "ratio_to_ddp" not in row
+    assert list(speedups([row])) == []
+
+
+def test_speedups_are_efficiencies_of_all_workers() -> None:
+    row = {"who": "gangline", "store": "dist_sync", "workers": 4, "efficiency": 0.75}
+    peer = {"who": "ddp, torch 2", "store": None, "workers": 2, "efficiency": 0.9}
+    one = {**row, "workers": 1, "efficiency": 1.0}
+    assert list(speedups([one, row, peer])) == [
+        "gangline, dist_sync: 4 workers are 3.00 times as fast as one",
+        "ddp, torch 2: 2 workers are 1.80 times as fast as one",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["--same-batch", "--scale-batch"])
+def test_each_number_of_workers_has_a_row(tmp_path: Path, scale: str) -> None:
+    small = ("--network", "mlp", "--freeze-until", "fc2", "--epochs", "2", "--batch-size", "8", "--lr", "0.01")
+    words = ("training", "--transfer", "--workers", "1,2", *small, scale)
+    rows, printed = rows_of(tmp_path / "rows.json", *words)
+    assert [(row["workers"], row["runs"]) for row in rows] == [(1, 2), (2, 2)]
+    for row in rows:
+        assert set(row) >= TRANSFER
+        factor = row["workers"] if scale == "--scale-batch" else 1
+        assert (row["batch_size"], row["learning_rate"]) == (8 * factor, pytest.approx(0.01 * factor))
+        assert row["samples_per_s"] == row["p50"] > 0
+        assert row["accuracy"] > 0.3  # a tenth is known by chance
+        assert row["efficiency"] == pytest.approx(row["p50"] / rows[0]["p50"] / row["workers"])
+        assert row["seconds"] > 0
+    if scale == "--same-batch":  # the same weights but for rounding, and so the same of 360 images are known
+        assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=1.5 / 359)
+    assert "accuracy" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_alexnet_moves_to_ten_classes(tmp_path: Path) -> None:
+    words = ("training", "--transfer", "--workers", "1,2", "--epochs", "3", "--batch-size", "16", "--same-batch")
+    rows, _ = rows_of(tmp_path / "rows.json", *words)
+    assert {row["network"] for row in rows} == {"alexnet"}
+    assert rows[0]["accuracy"] > 0.5
+    assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=0.02)

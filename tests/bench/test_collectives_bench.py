@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus
 from gangline.bench.workload.options import DataType, ReduceOp
 from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.cli.bench import bench
+from tests.bench.test_benches import NO_MPI, rows_of
 
 ROW = {
     *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place", "registered"),
@@ -121,7 +121,7 @@ def test_what_a_peer_cannot_do_is_an_error_of_all_its_ranks(gloo: RankGroup) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason="no MPI: run `make peers`")
+@pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason=NO_MPI)
 def test_each_mpi_computes_what_is_expected_and_ends() -> None:
     for candidate in installed.collective_ranks("mpi", 2):
         if "none" in candidate.setting or "PIN=0" in candidate.setting:
@@ -181,11 +181,8 @@ def test_bus_bandwidth_is_nccl_tests() -> None:
 
 @pytest.mark.slow
 def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    words = ["all_reduce", "-b", "8", "-e", "1K", "-f", "128", "-n", "3", "-w", "1", "--runs", "2", "--peers", "gloo"]
-    done = CliRunner().invoke(bench, [*words, "--json", str(path)], catch_exceptions=False)
-    assert done.exit_code == 0
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    words = ("all_reduce", "-b", "8", "-e", "1K", "-f", "128", "-n", "3", "-w", "1", "--runs", "2", "--peers", "gloo")
+    rows, printed = rows_of(tmp_path / "rows.json", *words)
     who = ["gangline", "gangline", f"gloo, torch {__import__('torch').__version__.partition('+')[0]}"]
     assert [row["who"] for row in rows] == who * 4
     assert [(row["size"], row["in_place"]) for row in rows[::3]] == [(8, False), (8, True), (1024, False), (1024, True)]
@@ -197,7 +194,7 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
         assert row["time_us"] == row["p50"] > 0
         assert row["busbw_gbs"] == row["algbw_gbs"] == pytest.approx(row["size"] / row["time_us"] / 1e3)
         assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
-    lines = done.output.splitlines()
+    lines = printed.splitlines()
     assert "# all_reduce: 2 ranks over shared_memory, float32, sum, 2 runs" in lines
     assert [line.split()[-1] for line in lines if line.startswith("    1 KiB")] == ["gangline", "registered", "gloo"]
     assert "# Out of bounds values : 0 OK" in lines
@@ -221,11 +218,8 @@ def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    words = [collective, "-b", "4000", "-e", "400000", "-f", "100", "-n", "2", "--runs", "1", "--ranks", "3"]
-    done = CliRunner().invoke(bench, [*words, "--json", str(path), "--root", "1"], catch_exceptions=False)
-    assert done.exit_code == 0
-    rows = json.loads(path.read_text())["rows"]
+    words = (collective, "-b", "4000", "-e", "400000", "-f", "100", "-n", "2", "--runs", "1", "--ranks", "3")
+    rows, _ = rows_of(tmp_path / "rows.json", *words, "--root", "1")
     assert len(rows) == 4 * len(IN_PLACE.get(collective, (False,)))
     assert {(row["who"], row["wrong"]) for row in rows} == {("gangline", 0)}
 
@@ -240,13 +234,8 @@ def test_mpi_is_each_of_its_kinds_or_skipped_with_how_to_install_them(
     assert "skipping mpi: none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers`" in (
         capsys.readouterr().err
     )
-    for path in (
-        "mpi/bin/python",
-        "mpich/bin/python",
-        "mpich/bin/mpiexec",
-        "impi/bin/python",
-        "impi/bin/mpiexec.hydra",
-    ):
+    programs = ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec", "impi/bin/python", "impi/bin/mpiexec.hydra")
+    for path in programs:
         (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".peers" / path).touch()
     assert installed.available_peers("gloo,mpi", "ranks") == ["gloo", "mpi"]

@@ -148,8 +148,6 @@ def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path:
     driver = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
     pid, path = driver.stdout.readline().split()
     end = os.pidfd_open(int(pid))
     if hanging:
@@ -206,7 +204,6 @@ def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(
 def test_an_installed_peer_runs_in_its_own_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "_ROOT", tmp_path)
     python = installed.interpreter("mxnet")
-    assert python is not None
     python.parent.mkdir(parents=True)
     python.touch()
     assert installed.available_peers("mxnet", "training") == ["mxnet"]

@@ -25,7 +25,6 @@ def stopped(number: signal.Signals, folder: Path, *words: str, before: Sequence[
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
         seen = []
         for line in process.stderr:
             seen.append(line)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gangline.collectives.processes.process_pool import ProcessPool
-from gangline.collectives.processes.spawning import Ranks
+from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 
 
@@ -65,6 +65,18 @@ def run_until_one_fails(calls: Iterable[tuple[str, Callable[[], None]]]) -> dict
 
 
 bare_ranks = partial(Ranks, opener=Bare, timeout=20)
+
+
+def results_of(*arguments: Any, **options: Any) -> list[Any]:
+    """Run `bare_ranks` to their end and return their results, or raise their error."""
+    with bare_ranks(*arguments, **options) as ranks:
+        return ranks.results()
+
+
+def outcomes_of(*arguments: Any) -> list[Outcome]:
+    """Run `bare_ranks` to their end and return their outcomes."""
+    with bare_ranks(*arguments) as ranks:
+        return ranks.outcomes()
 
 
 def join_group(rank: Rank, path: str, backend: str = "gangline", seconds: float = 50) -> None:

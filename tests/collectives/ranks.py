@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,15 @@ PIECE = 1 << 19  # bytes
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
+def run_together(calls: Iterable[Callable[[], object]]) -> None:
+    """Run each call in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
     """Run ``function(comm, *arguments)`` in ``size`` threads; return the results in rank order, or raise an error."""
     results = outcomes_in_threads(size, function, *arguments, timeout=timeout)
@@ -51,11 +60,7 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
         except BaseException as error:  # noqa: BLE001  the caller raises it
             results[comm.rank] = error
 
-    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in in_process(size, timeout=timeout)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(run, comm) for comm in in_process(size, timeout=timeout))
     return results
 
 
@@ -79,11 +84,7 @@ def with_exchange(*functions: Callable[[int, BootstrapAllGather], Any]) -> list[
         except Exception as error:  # noqa: BLE001  the test looks at it
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(run, rank) for rank in range(size))
     return results
 
 
@@ -157,14 +158,7 @@ def combined(rows: Sequence[Tensor], op: str) -> Tensor:
 
 
 def expected(
-    collective: str,
-    count: int,
-    rank: int,
-    size: int,
-    dtype: torch.dtype,
-    op: str,
-    root: int,
-    make: Values = values,
+    collective: str, count: int, rank: int, size: int, dtype: torch.dtype, op: str, root: int, make: Values = values
 ) -> Tensor | None:
     """Return a rank's expected result."""
     everybody = [given(collective, count, other, size, dtype, make) for other in range(size)]
@@ -211,30 +205,34 @@ def check(
     *,
     make: Values = values,
     is_inexact: bool | None = None,
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     **options: Any,
 ) -> Tensor | None:
     """Call a collective with `given` tensors, check that inputs are unchanged and the result is `expected`; return it.
 
     Results must be equal bit by bit, except if ``is_inexact``: by default floats reduced over sockets, whose algorithms
-    round at each hop.
+    round at each hop. ``place`` moves a tensor to the device of the call, and ``read`` back.
     """
-    tensor = given(collective, count, comm.rank, comm.size, dtype, make)
+    tensor = place(given(collective, count, comm.rank, comm.size, dtype, make))
     got = call(comm, collective, tensor, op, root, **options)
     if isinstance(got, Work):
         got.wait()
         got = got.result
     name = f"{comm}: {collective} of {count} x {dtype}, {op}, root {root}"
     want = expected(collective, count, comm.rank, comm.size, dtype, op, root, make)
+    assert got is None or got.device == tensor.device, name
+    found = None if got is None else read(got)
     if is_inexact is None:
         is_inexact = comm.transport in ("ipc", "tcp") and (dtype.is_floating_point or dtype.is_complex)
     if want is not None and is_inexact and collective in REDUCING and op in ("sum", "mean", "product"):
         everybody = [given(collective, count, rank, comm.size, dtype, make) for rank in range(comm.size)]
         rows = [each[comm.rank] for each in everybody] if collective == "reduce_scatter" else everybody
-        near(got, rows, op, name)
+        near(found, rows, op, name)
     else:
-        same(got, want, name)
-    if got is not tensor:
-        same(tensor, given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
+        same(found, want, name)
+    if got is not tensor and collective != "broadcast":
+        same(read(tensor), given(collective, count, comm.rank, comm.size, dtype, make), f"{name}: its input")
     return got
 
 

@@ -66,7 +66,7 @@ class Actor:
                 self._due -= 1
                 self.tell(WAITS)
 
-        Watchdog.check = noticed  # type: ignore[method-assign]
+        Watchdog.check = noticed
 
 
 class Audience:

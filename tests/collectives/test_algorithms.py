@@ -213,7 +213,7 @@ def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:
 )
 def test_build_refuses(arguments: tuple[str, str, int], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        algorithms.build(*arguments, **options)  # type: ignore[arg-type]
+        algorithms.build(*arguments, **options)
 
 
 def built(

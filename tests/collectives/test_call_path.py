@@ -122,7 +122,7 @@ def test_a_communicator_on_one_host_opens_in_few_exchanges() -> None:
 def _no_memory_on_rank_1(comm: Communicator, transport: str, machine: str = "") -> tuple[str, int, list[str]]:
     texts: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())
     logging.getLogger("gangline").addHandler(handler)
 
     def refuse(nbytes: int) -> None:

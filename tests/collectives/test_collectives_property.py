@@ -95,10 +95,9 @@ def _sweep(comm: Communicator, transport: str, counts: list[int]) -> int:
                     root = number % comm.size
                     got = _checked(forced, collective, count, dtype, op, root, 13)
                     if collective == "all_reduce":
-                        assert got is not None
                         rows = comm.all_gather(got)
-                        for row in rows:  # type: ignore[union-attr]
-                            same(row, rows[0], f"rank {comm.rank} against the others")  # type: ignore[index]
+                        for row in rows:
+                            same(row, rows[0], f"rank {comm.rank} against the others")
     return number
 
 

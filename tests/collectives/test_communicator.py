@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from tests.collectives.ranks import (
     in_threads,
     open_again,
     outcomes_in_threads,
+    run_together,
     same,
     small_sizes,
     values,
@@ -122,7 +123,6 @@ def _odd_values(comm: Communicator, count: int) -> None:
             "product": [nan, inf * (-1) ** (comm.size - 1), -inf, inf],
         }.items():
             got = comm.all_reduce(tensor, op, torch.empty_like(tensor))
-            assert isinstance(got, Tensor)
             torch.testing.assert_close(
                 got[:4].double(), torch.tensor(beginning, dtype=torch.float64), equal_nan=True, rtol=0, atol=0
             )
@@ -173,7 +173,7 @@ def _layouts(comm: Communicator, rows: int) -> None:
 
         given = torch.stack(everybody).flip(0).transpose(0, -1).contiguous().transpose(0, -1)
         got = comm.all_to_all(given)
-        same(got, torch.stack([everybody[-1 - comm.rank]] * comm.size), f"all_to_all, {name}")  # type: ignore[arg-type]
+        same(got, torch.stack([everybody[-1 - comm.rank]] * comm.size), f"all_to_all, {name}")
         out = tensor.new_empty((*tensor.shape, 2))[..., 0]
         assert comm.reduce_scatter(given, "max", out) is out
         same(out, everybody[-1 - comm.rank], f"reduce_scatter, {name}")
@@ -191,7 +191,7 @@ def _layouts(comm: Communicator, rows: int) -> None:
     comm.broadcast(expanded if comm.rank == 0 else out, 0)
     assert out.tolist() == [1.0 if comm.rank else 6.0] * 3
     comm.reduce(expanded if comm.rank else out, 0)
-    assert torch.equal(comm.all_gather(expanded), torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))  # type: ignore[arg-type]
+    assert torch.equal(comm.all_gather(expanded), torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
 
 
 @pytest.mark.parametrize("rows", [2, LARGE // 6 + 1])
@@ -209,7 +209,6 @@ def _with_gradient(comm: Communicator, count: int) -> None:
     same(parameter, values(count, 1, torch.float32), "broadcast")
     doubled = parameter * 2  # has a grad_fn
     gathered = comm.all_gather(doubled)
-    assert isinstance(gathered, Tensor)
     assert not gathered.requires_grad
     if comm.rank == 0:
         comm.send(doubled, to=1)
@@ -240,7 +239,7 @@ def _into_out(comm: Communicator, count: int) -> None:
         comm.all_gather(own[rank], own),
         comm.all_gather(values(count * size, rank, torch.float32)[rank * count :][:count]),
         "in place",
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("count", [4, LARGE])
@@ -257,7 +256,6 @@ def _in_flight(comm: Communicator) -> None:
         count = (3, LARGE, 0)[number % 3]
         tensor = given(collective, count, comm.rank, comm.size, torch.float32)
         work = call(comm, collective, tensor, "sum", number % comm.size, async_op=True)
-        assert isinstance(work, Work)
         works.append((collective, count, work, tensor))
         if number == 5:
             check(comm, "all_reduce", 7, torch.int32, "sum", 0)  # after all of them, and before the next
@@ -270,7 +268,6 @@ def _in_flight(comm: Communicator) -> None:
         same(work.result, want, f"{collective} of {count}")
         if collective == "all_reduce":
             assert work.result is tensor
-    assert barrier is not None
     barrier.wait()
     assert barrier.result is None
 
@@ -283,7 +280,6 @@ def test_async_calls_run_in_order_and_mix_with_sync_calls() -> None:
 def test_an_async_call_raises_its_error_in_wait() -> None:
     def run(comm: Communicator) -> str:
         work = comm.all_reduce(values(4 + comm.rank, 0, torch.float32), async_op=True)
-        assert isinstance(work, Work)
         with pytest.raises(MismatchError, match="ranks are at different calls") as caught:
             work.wait()
         assert str(work.exception()) == str(caught.value)
@@ -309,7 +305,6 @@ def test_close_finishes_async_calls() -> None:
 
 def _two_threads(comm: Communicator) -> None:
     other = comm.split(0)
-    assert other is not None
     problems: list[BaseException] = []
 
     def use(which: Communicator, step: int) -> None:
@@ -322,11 +317,7 @@ def _two_threads(comm: Communicator) -> None:
         except BaseException as error:  # noqa: BLE001  told by the test's own thread
             problems.append(error)
 
-    threads = [threading.Thread(target=use, args=(which, step), daemon=True) for which, step in ((comm, 5), (other, 7))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(use, which, step) for which, step in ((comm, 5), (other, 7)))
     other.close()
     assert not problems, problems
 
@@ -342,7 +333,6 @@ def test_two_threads_use_a_communicator_each() -> None:
 def _groups(comm: Communicator) -> None:
     rank = comm.rank
     halves = comm.split(rank % 2, key=-rank)
-    assert halves is not None
     ranks = [other for other in reversed(range(comm.size)) if other % 2 == rank % 2]
     assert (halves.size, halves.rank) == (len(ranks), ranks.index(rank))
     for count in (3, LARGE):  # alternate between the group and all ranks
@@ -368,7 +358,6 @@ def _groups(comm: Communicator) -> None:
     halves.close()
     check(comm, "all_to_all", 5, torch.float32, "sum", 0)
     same_order = comm.split(7)
-    assert same_order is not None
     assert (same_order.rank, same_order.size) == (rank, comm.size)
     same_order.close()
     assert comm.split(None) is None
@@ -397,7 +386,7 @@ def _registered(comm: Communicator) -> None:
         tensor.copy_(values(tensor.numel(), comm.rank, dtype).view(tensor.shape))
         gathered = comm.all_gather(tensor)
         want = [values(tensor.numel(), rank, dtype).view(tensor.shape) for rank in range(comm.size)]
-        same(gathered, torch.stack(want), f"{shape}")  # type: ignore[arg-type]
+        same(gathered, torch.stack(want), f"{shape}")
     large = comm.empty(3 * LARGE)
     for begin, end, step in ((0, 3 * LARGE, 1), (1, LARGE, 1), (LARGE + 3, 3 * LARGE - 5, 1), (0, 3 * LARGE, 3)):
         large.copy_(values(3 * LARGE, comm.rank, torch.float32))
@@ -471,7 +460,7 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
         TypeError,
         r"a tensor of torch\.uint16 was given; expected one of float32, float64",
     ),
-    (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),  # type: ignore[arg-type]
+    (lambda c: c.all_reduce([1.0]), TypeError, r"tensor is a list; expected a torch\.Tensor"),
     (lambda c: c.all_reduce(ones(2).to_sparse()), TypeError, r"tensor is torch\.sparse_coo on cpu; expected a dense"),
     (lambda c: c.all_gather(ones(2, device="meta")), TypeError, r"tensor is torch\.strided on meta; expected"),
     (
@@ -495,8 +484,8 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.recv(ones(2), 0), ValueError, r"source is 0, this rank itself; expected another"),
     (lambda c: c.send(ones(2), 2), ValueError, r"to is 2; expected a rank from 0 to 1"),
     (lambda c: c.send(ones(2), 1, tag=-1), ValueError, r"tag is -1; expected a number from 0 to 2\*\*31 - 1"),
-    (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),  # type: ignore[arg-type]
-    (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),  # type: ignore[arg-type]
+    (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),
+    (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),
     (lambda c: c.empty(3, torch.uint16), TypeError, r"a tensor of torch\.uint16"),
 ]
 
@@ -634,3 +623,82 @@ def test_an_extra_call_is_distinguished_from_earlier_calls() -> None:
     errors = outcomes_in_threads(2, run)
     assert all(isinstance(error, MismatchError) for error in errors), errors
     assert str(errors[0]) == str(errors[1])
+
+
+# All-to-all of rows that differ in size: results, errors, and how many exchanges and messages it takes
+
+
+def _row(source: int, target: int, scale: int) -> Tensor:
+    """Return what one rank sends to another: nothing from rank 0 to itself."""
+    return torch.arange(scale * (source + 2 * target)) * 100 + 10 * source + target
+
+
+def _exchange(comm: Communicator, scale: int) -> None:
+    outs = [torch.full((scale * (source + 2 * comm.rank),), -1) for source in range(comm.size)]
+    comm.all_to_all_uneven([_row(comm.rank, target, scale) for target in range(comm.size)], outs)
+    for source, out in enumerate(outs):
+        assert out.equal(_row(source, comm.rank, scale))
+
+
+def _counts(comm: Communicator, scale: int) -> tuple[int, int]:
+    """Return the slot exchanges and the messages that this rank needs."""
+    engine, transport = comm._engine, comm._resources.transport
+    exchange_slots, send = engine.exchange_slots, transport.send
+    counts = {"exchanges": 0, "messages": 0}
+
+    def exchanged(*arguments: Any) -> int:
+        counts["exchanges"] += 1
+        return exchange_slots(*arguments)
+
+    def sent(*arguments: Any) -> Any:
+        counts["messages"] += 1
+        return send(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "exchange_slots", exchanged)
+        patch.setattr(transport, "send", sent)
+        _exchange(comm, scale)
+    return counts["exchanges"], counts["messages"]
+
+
+def _in_all_sizes(comm: Communicator) -> list[tuple[int, int]]:
+    comm.barrier()
+    return [_counts(comm, scale) for scale in (0, 1, 1000, 100_000)]
+
+
+def test_small_rows_take_one_exchange_and_larger_ones_a_message_for_each_pair() -> None:
+    found = spawn(_in_all_sizes, 3, transport="shared_memory", timeout=60)
+    for few, more, small, large in found:
+        assert few == more == small == (1, 0)
+        assert large == (1, 2)
+
+
+def test_rows_between_ranks_that_share_no_memory() -> None:
+    assert all(len(found) == 4 for found in spawn(_in_all_sizes, 3, transport="ipc", timeout=60))
+
+
+def _only_rank_0_sends_much(comm: Communicator) -> None:
+    count = 200_000 if comm.rank == 0 else 3
+    outs = [torch.zeros(200_000 if source == 0 else 3) for source in range(comm.size)]
+    comm.all_to_all_uneven([torch.full((count,), comm.rank + 1.0)] * comm.size, outs)
+    assert [out.unique().tolist() for out in outs] == [[source + 1.0] for source in range(comm.size)]
+
+
+def test_some_rows_may_be_small_and_others_large() -> None:
+    spawn(_only_rank_0_sends_much, 3, transport="shared_memory", timeout=60)
+
+
+def _sizes_that_differ(comm: Communicator) -> None:
+    rows = [torch.zeros(3 if (comm.rank, to) == (1, 0) else 2) for to in range(comm.size)]
+    with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 2"):
+        comm.all_to_all_uneven(rows, [torch.zeros(2) for _ in rows])
+    _exchange(comm, 2)
+    with pytest.raises(ValueError, match="1 outs were given; expected one for each of 2 ranks"):
+        comm.all_to_all_uneven(rows, [torch.zeros(2)])
+    with pytest.raises(MismatchError, match=r"all_to_all_uneven\(float64\)"):
+        comm.all_to_all_uneven(*([torch.zeros(2, dtype=(torch.float32, torch.float64)[comm.rank])] * 2,) * 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc"])
+def test_sizes_and_dtypes_that_differ_raise_on_all_ranks(transport: str) -> None:
+    spawn(_sizes_that_differ, 2, transport=transport, timeout=60)

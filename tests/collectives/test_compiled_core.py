@@ -71,7 +71,6 @@ def same_bits(found: Tensor, wanted: Tensor) -> bool:
 def test_sums_have_the_bits_of_pythons(dtype: torch.dtype, op: str) -> None:
     assert core is not None
     how = compiled_core.reduction(dtype, op)
-    assert how is not None
     number, operation, parts = how
     for count in (0, 1, 7, 1024, 2050):
         for operands in (1, 2, 3, 5):
@@ -97,7 +96,6 @@ def test_sums_have_the_bits_of_pythons(dtype: torch.dtype, op: str) -> None:
 
 @needs_core
 def test_every_half_keeps_its_bits() -> None:
-    assert core is not None
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         halves, out = every.view(dtype), torch.empty(2**16, dtype=dtype)
@@ -121,7 +119,6 @@ def _large(comm: Communicator) -> int:
         combine([one.clone() for one in tensors], op, wanted, comm.size if op == "mean" else 1)
         for _ in range(2):  # the second one is prepared
             found = comm.all_reduce(tensors[comm.rank], op, torch.empty_like(wanted))
-            assert isinstance(found, Tensor)
             assert same_bits(found, wanted) or op == "product", (count, dtype, op)
     memory = torch.zeros(SLOT_BYTES)
     own, out = memory[:-5], memory[5:]
@@ -155,7 +152,6 @@ def test_a_late_rank_is_waited_for_by_python() -> None:
 
 @needs_core
 def test_what_does_not_fit_is_refused() -> None:
-    assert core is not None
     with pytest.raises(ValueError, match="3 bytes describe no group of 1 to 1024 ranks"):
         core.open_slots(b"abc")
     with pytest.raises(ValueError, match="0 addresses were given; expected 1 to 1024"):

@@ -22,7 +22,6 @@ COUNT = (9 << 20) // 4 + 3  # elements; just above the size from which threads a
 def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
     store: str, contexts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert core is not None
     values = [torch.randn(COUNT) for _ in range(contexts)]
     outs = [torch.empty(COUNT) for _ in range(contexts)]
     expected = torch.stack(values).sum(0) if contexts == 2 else ((values[0] + values[1]) + values[2]) + values[3]

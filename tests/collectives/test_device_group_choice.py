@@ -157,7 +157,7 @@ def test_devices_must_exist() -> None:
     with pytest.raises(ValueError, match="is not on this machine"):
         DeviceGroup([gpu(num_gpus())])
     with pytest.raises(TypeError, match="a device is 'cpu'; expected a Context"):
-        DeviceGroup(["cpu"])  # type: ignore[list-item]
+        DeviceGroup(["cpu"])
     with pytest.raises(ValueError, match="a device is meta; expected the CPU or a GPU"):
         DeviceGroup([torch.device("meta")])
 

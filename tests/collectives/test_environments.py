@@ -271,7 +271,6 @@ def test_sizes_and_numbers_of_hosts_are_those_of_the_launcher(
     variables: dict[str, str], sizes: int, nodes: int | None
 ) -> None:
     launcher = environments.find(variables)
-    assert launcher is not None
     assert (launcher.local_size(), launcher.node_rank()) == (sizes, nodes)
     assert environments.local_size(variables) == sizes
 
@@ -343,7 +342,7 @@ def test_a_registered_environment_comes_before_engines_and_after_torchrun() -> N
 @pytest.mark.usefixtures("_no_others")
 def test_only_named_environments_are_registered() -> None:
     with pytest.raises(TypeError, match=r"the argument of register\(\) is <class 'int'>; expected a subclass"):
-        environments.register(int)  # type: ignore[type-var]
+        environments.register(int)
     with pytest.raises(ValueError, match="has no name"):
         environments.register(type("Nameless", (environments.LauncherEnvironment,), {}))
 

@@ -91,7 +91,6 @@ def _check_errors(errors: list[Said | None], size: int, victim: int, situation: 
     calls = [re.escape(expected)]
     if way != "absent" or not SITUATIONS[situation].needs_all:
         calls.append(re.escape("barrier()"))
-    assert first is not None
     assert first.kind == "DeadNodeError", first
     assert re.fullmatch(rf"rank {victim} {why} \(rank \d waited in ({'|'.join(calls)})\)", first.text), first
     assert later == [first] * len(LATER)

@@ -85,16 +85,14 @@ def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
         dist.all_reduce(torch.ones(3))
     else:
         running = dist.all_reduce(sums, async_op=True)
-        assert running is not None
         queued = dist.all_reduce(torch.ones(3), async_op=True)
-        assert queued is not None
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
             signal.alarm(20)  # ends a child that hangs
             calls: list[Callable[[], object]] = [
                 lambda: dist.all_reduce(torch.ones(3)),
-                lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),  # type: ignore[union-attr]
+                lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
                 running.wait,
                 queued.wait,
             ]
@@ -129,7 +127,7 @@ def test_a_process_forked_while_a_call_of_torch_runs_gets_errors(tmp_path: Path)
 @pytest.mark.parametrize("owner", ["status socket", "membership of threads"])
 def test_a_finalizer_takes_no_lock_that_its_thread_holds(owner: str) -> None:
     comms = in_process(2)
-    lock = status_socket._socket._lock if owner == "status socket" else comms[0]._resources.membership._lock  # type: ignore[attr-defined]
+    lock = status_socket._socket._lock if owner == "status socket" else comms[0]._resources.membership._lock
 
     def collect() -> None:
         with lock:  # garbage may be collected at any allocation

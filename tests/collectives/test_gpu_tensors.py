@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.work import Work
+from tests.collectives import ranks
 from tests.collectives.ranks import MOVING, REDUCING, call, expected, given, in_threads, outcomes_in_threads, same
 from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
@@ -49,27 +51,14 @@ def check(
     op: str = "sum",
     root: int = 0,
     count: int = COUNT,
-    async_op: bool = False,
+    **options: Any,
 ) -> None:
-    """Make a call on a GPU tensor (None: CPU tensor); check result, device, and that inputs are unchanged."""
-    tensor = located(given(collective, count, comm.rank, comm.size, dtype), card)
-    options = {"out": located(torch.zeros(count, dtype=dtype), card)} if collective == "scatter" else {}
-    got = call(comm, collective, tensor, op, root, async_op=async_op, **options)
-    if isinstance(got, Work):
-        got.wait()
-        got = got.result
-    name = f"{collective} of {count} x {dtype}, {op}, on rank {comm.rank}"
-    want = expected(collective, count, comm.rank, comm.size, dtype, op, root)
-    if want is None:
-        assert got is None, name
-    else:
-        assert got.device == tensor.device, name
-        if op == "mean":  # NCCL divides before it adds
-            torch.testing.assert_close(values_of(got), want)
-        else:
-            same(values_of(got), want, name)
-    if got is not tensor and collective != "broadcast":
-        same(values_of(tensor), given(collective, count, comm.rank, comm.size, dtype), f"{name}: its input")
+    """Make a call on a GPU tensor (None: CPU tensor); check it as `ranks.check`; NCCL divides before it adds."""
+    place = partial(located, card=card)
+    if collective == "scatter":
+        options["out"] = place(torch.zeros(count, dtype=dtype))
+    options |= {"is_inexact": op == "mean", "place": place, "read": values_of}
+    ranks.check(comm, collective, count, dtype, op, root, **options)
 
 
 def check_all(comm: Communicator, card: int | None) -> None:
@@ -107,7 +96,6 @@ def in_a_process(comm: Communicator) -> None:
         check(comm, "all_reduce", comm.rank)
     with simulated_gpus(nccl="nothing to join processes by"):  # so that all ranks agree on the host path together
         group = comm.split(0)
-        assert group is not None
         check(group, "all_reduce", comm.rank)
         check(group, "all_gather", comm.rank if comm.rank else None, async_op=True)
         group.close()
@@ -203,7 +191,6 @@ def test_non_contiguous_tensors_and_outs(machine: None) -> None:
     def run(comm: Communicator) -> None:
         for card in (0, comm.rank):  # through the host on the first communicator, by NCCL on the second
             group = comm.split(0)
-            assert group is not None
             inner = on_simulated_gpu(torch.arange(12, dtype=torch.float32).view(4, 3) + comm.rank, card)
             turned, out = inner.t(), on_simulated_gpu(torch.zeros(3, 4), card)
             group.all_reduce(turned, out=out)
@@ -323,7 +310,6 @@ def test_a_rank_that_fails_ends_the_others_kernels(machine: None) -> None:
 
         def gather_twice() -> None:
             out = comm.all_gather(on_simulated_gpu(torch.ones(3), comm.rank))
-            assert isinstance(out, SimulatedGpuTensor)
             out.host()
             comm.all_gather(on_simulated_gpu(torch.ones(3), comm.rank))
 
@@ -453,7 +439,7 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
     monkeypatch.setattr(HostRank, "abort", noted_abort)
 
     def run(comm: Communicator) -> None:
-        comm._gpus._calling = Noted()  # type: ignore[assignment]
+        comm._gpus._calling = Noted()
         check(comm, "all_reduce", comm.rank)
         if comm.rank == 0:
             aborting = threading.Thread(target=lambda: inside.wait(30) and comm.abort(StallError("that was enough")))
@@ -492,7 +478,6 @@ def check_on_gpu(comm: Communicator) -> None:
         received = torch.zeros(LARGE, device="cuda")
         work = comm.send(torch.full((LARGE,), 7.0 + comm.rank, device="cuda"), other, async_op=True)
         comm.recv(received, other)
-        assert work is not None
         work.wait()
         assert torch.equal(received.cpu(), torch.full((LARGE,), 7.0 + other))
 

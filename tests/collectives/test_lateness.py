@@ -42,7 +42,6 @@ def _wait_among_strange_names(comm: Communicator) -> float:
         values = torch.ones(3)
         comm.all_reduce(values)
         group = comm.split(0)  # looks for the ranks' common ancestor
-        assert group is not None
         group.close()
         comm.barrier()
     return float(values.sum())
@@ -112,7 +111,6 @@ def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport
 def leave_a_group_open(comm: Communicator, path: str) -> None:
     actor = Actor(comm.rank, path)
     group = comm.split(0)
-    assert group is not None
     if comm.rank == 0:
         group.send(ramp(1 << 19, 0), 1)
         return
@@ -193,7 +191,6 @@ def come_late(comm: Communicator, path: str, late: int, variable: str) -> list[S
     for call, _ in WAITED_FOR.values():
         os.environ[variable] = "0.5"
         child = comm.split(0)
-        assert child is not None
         del os.environ[variable]
         if comm.rank == late:
             actor.hear()
@@ -266,7 +263,6 @@ def be_busy(comm: Communicator, path: str, busy: int, limit: float) -> None:
     actor = Actor(comm.rank, path)
     os.environ["GANGLINE_HEARTBEAT_LIMIT"] = str(limit)
     child = comm.split(0)
-    assert child is not None
     for occupation in (_hold_the_interpreter, _make_one_long_call):
         child.barrier()
         if comm.rank == busy:

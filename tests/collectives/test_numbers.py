@@ -18,11 +18,11 @@ def _mean_of_halves(comm: Communicator, value: float) -> list[float]:
     found: list[Tensor] = []
     for count in (5, 100_003, LARGE):
         own = torch.full((count,), value, dtype=torch.float16)
-        found += [comm.all_reduce(own, "mean", out=torch.empty_like(own))]  # type: ignore[list-item]
-        found += [comm.reduce_scatter(own.expand(comm.size, -1), "mean")]  # type: ignore[list-item]
+        found += [comm.all_reduce(own, "mean", out=torch.empty_like(own))]
+        found += [comm.reduce_scatter(own.expand(comm.size, -1), "mean")]
         found += [
             mean for root in range(comm.size) if (mean := comm.reduce(own, root, "mean", out=own * 0)) is not None
-        ]  # type: ignore[misc]
+        ]
         assert bool((own == value).all())
     return [min(float(mean.min()) for mean in found), max(float(mean.max()) for mean in found)]
 
@@ -52,15 +52,15 @@ def _aliased(comm: Communicator) -> None:
         for place in range(comm.size):
             tensor = rows[comm.rank].clone()
             comm.reduce_scatter(tensor, out=tensor[place])
-            same(tensor[place], sum(of_rank[comm.rank] for of_rank in rows), f"reduce_scatter into row {place}")  # type: ignore[arg-type]
+            same(tensor[place], sum(of_rank[comm.rank] for of_rank in rows), f"reduce_scatter into row {place}")
         shifted = rows[comm.rank].view(-1).clone()
         comm.all_reduce(shifted[:-1], out=shifted[1:])
         want = sum(of_rank.view(-1)[:-1] for of_rank in rows)
-        same(shifted[1:], want, "all_reduce into a tensor that overlaps")  # type: ignore[arg-type]
+        same(shifted[1:], want, "all_reduce into a tensor that overlaps")
         shifted = rows[comm.rank].view(-1).clone()
         comm.reduce(shifted[1:], 0, out=shifted[:-1])
         if comm.rank == 0:
-            same(shifted[:-1], sum(of_rank.view(-1)[1:] for of_rank in rows), "reduce into a tensor that overlaps")  # type: ignore[arg-type]
+            same(shifted[:-1], sum(of_rank.view(-1)[1:] for of_rank in rows), "reduce into a tensor that overlaps")
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -22,7 +22,6 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import ReceiveRequest
 from gangline.collectives.transports.in_process import InProcessTransport
 from gangline.collectives.transports.shm import transport as shm_transport
-from gangline.collectives.work import Work
 from tests.collectives.ranks import check, in_threads, same, values
 from tests.collectives.stage import WAITS, Actor, Stage
 
@@ -47,14 +46,9 @@ def _receive(comm: Communicator, source: int, tag: int, want: Tensor) -> None:
     same(got, want, f"{comm}: tag {tag} from {source}")
 
 
-def _work(work: object) -> Work:
-    assert isinstance(work, Work)
-    return work
-
-
 def _tags_out_of_order(comm: Communicator) -> None:
     if comm.rank == 0:
-        works = [_work(comm.send(_message(tag, 0), 1, tag, async_op=True)) for tag in range(7)]
+        works = [comm.send(_message(tag, 0), 1, tag, async_op=True) for tag in range(7)]
         for work in works:
             work.wait()
             assert work.result is None
@@ -65,9 +59,9 @@ def _tags_out_of_order(comm: Communicator) -> None:
 
 def _many_under_way(comm: Communicator, number: int = 150) -> None:
     other = 1 - comm.rank
-    sends = [_work(comm.send(_message(index, comm.rank), other, index % 3, async_op=True)) for index in range(number)]
+    sends = [comm.send(_message(index, comm.rank), other, index % 3, async_op=True) for index in range(number)]
     targets = [torch.empty_like(_message(index, other)) for index in range(number)]
-    receives = [_work(comm.recv(target, other, index % 3, async_op=True)) for index, target in enumerate(targets)]
+    receives = [comm.recv(target, other, index % 3, async_op=True) for index, target in enumerate(targets)]
     for index, work in enumerate(receives):
         work.wait()
         assert work.result is targets[index]
@@ -79,9 +73,9 @@ def _many_under_way(comm: Communicator, number: int = 150) -> None:
 def _between_collectives(comm: Communicator) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for number in range(6):
-        sending = _work(comm.send(_message(number, comm.rank), after, async_op=True))
+        sending = comm.send(_message(number, comm.rank), after, async_op=True)
         tensor = values(30_011, comm.rank, torch.int64)
-        reducing = _work(comm.all_reduce(tensor, async_op=True))
+        reducing = comm.all_reduce(tensor, async_op=True)
         _receive(comm, before, 0, _message(number, before))
         check(comm, "broadcast", 5, torch.float32, "sum", number % comm.size)
         reducing.wait()
@@ -110,7 +104,7 @@ def _misfits(comm: Communicator, count: int) -> None:
     """A message that does not fit is kept for a recv that does."""
     sent = values(count, 0, torch.int32)
     if comm.rank == 0:
-        works = [_work(comm.send(sent + step, 1, tag, async_op=True)) for tag, step in ((4, 0), (4, 1), (9, 2))]
+        works = [comm.send(sent + step, 1, tag, async_op=True) for tag, step in ((4, 0), (4, 1), (9, 2))]
         for work in works:
             work.wait()
     else:
@@ -120,7 +114,7 @@ def _misfits(comm: Communicator, count: int) -> None:
             with pytest.raises(MismatchError, match=f"{text} {expects}; the message is kept for a recv that fits"):
                 comm.recv(other, 0, 4)
             with pytest.raises(ValueError, match=text):
-                _work(comm.recv(other, 0, 4, async_op=True)).wait()
+                comm.recv(other, 0, 4, async_op=True).wait()
         _receive(comm, 0, 9, sent + 2)
         _receive(comm, 0, 4, sent)
         _receive(comm, 0, 4, sent + 1)
@@ -140,9 +134,8 @@ def _from_any_rank(comm: Communicator) -> None:
         found = []
         for _ in others if tag == 7 else others[1:]:
             got = torch.empty_like(_message(number, 0))
-            work = _work(comm.recv(got, None, tag, async_op=True))
+            work = comm.recv(got, None, tag, async_op=True)
             work.wait()
-            assert isinstance(work, point_to_point.ReceiveWork)
             same(got, _message(number, work.source), f"tag {tag} from {work.source}")
             found.append(work.source)
         assert sorted(found) == list(others if tag == 7 else others[1:])
@@ -204,7 +197,7 @@ def test_two_receives_of_a_tag_complete_in_order_if_a_message_arrives_between_po
 
     def run(comm: Communicator) -> None:
         if comm.rank == 0:
-            works = [_work(comm.send(values(3, step, torch.float32), 1, async_op=True)) for step in (0, 1)]
+            works = [comm.send(values(3, step, torch.float32), 1, async_op=True) for step in (0, 1)]
             posted.set()
             for work in works:
                 work.wait()
@@ -232,7 +225,7 @@ def test_waiting_for_a_message_can_end_before_it() -> None:
             comm.send(values(4, 0, torch.float32), 1)
         else:
             got = torch.empty(4)
-            work = _work(comm.recv(got, 0, async_op=True))
+            work = comm.recv(got, 0, async_op=True)
             with pytest.raises(TimeoutError, match=r"recv is still running after 0\.02 s"):
                 work.wait(timeout=0.02)
             timed_out.set()
@@ -245,7 +238,7 @@ def test_waiting_for_a_message_can_end_before_it() -> None:
 def test_pending_receives_fail_at_close() -> None:
     def run(comm: Communicator) -> None:
         comm.barrier()
-        work = _work(comm.recv(torch.empty(3), 1 - comm.rank, async_op=True))
+        work = comm.recv(torch.empty(3), 1 - comm.rank, async_op=True)
         comm.close()
         with pytest.raises(GanglineError, match="the communicator is closed"):
             work.wait()
@@ -270,10 +263,9 @@ def _wait_for_any(comm: Communicator, path: str) -> tuple[int, str]:
         actor.hear()
         os.kill(os.getpid(), signal.SIGKILL)
     actor.announce_waits(2)
-    work = _work(comm.recv(torch.empty(3), None, async_op=True))
+    work = comm.recv(torch.empty(3), None, async_op=True)
     work.wait()
     actor.tell("received")  # before rank 2 dies, whose message may not have left its process yet
-    assert isinstance(work, point_to_point.ReceiveWork)
     with pytest.raises(DeadNodeError, match="rank 2") as caught:
         comm.recv(torch.empty(3), None)
     return work.source, str(caught.value)
@@ -308,9 +300,9 @@ def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
         return advance(messages)
 
     advance = point_to_point.PointToPoint._advance
-    point_to_point.PointToPoint._advance = counted  # type: ignore[method-assign]
+    point_to_point.PointToPoint._advance = counted
     actor.announce_waits(20)
-    works = [_work(comm.recv(torch.empty(3), 0, 5, async_op=True))] if async_op else []
+    works = [comm.recv(torch.empty(3), 0, 5, async_op=True)] if async_op else []
     comm.recv(torch.empty(3), 0)
     for work in works:
         work.wait()
@@ -342,12 +334,12 @@ def _send_from_memory_that_goes_away(comm: Communicator, async_op: bool) -> list
     if comm.rank == 0:
         memory = mmap.mmap(-1, 1 << 20)
         tensor = torch.frombuffer(memory, dtype=torch.float32)
-        work = _work(comm.send(tensor, 1, async_op=True))
+        work = comm.send(tensor, 1, async_op=True)
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.mprotect(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(len(memory)), 0) == 0
         comm.barrier()
         return [_text_of(partial(work.wait, 30)), _text_of(comm.barrier)]
-    shm_transport.PEER_LOST_SECONDS = 0.1  # type: ignore[attr-defined]  # nobody will report a reason
+    shm_transport.PEER_LOST_SECONDS = 0.1  # nobody will report a reason
     comm.barrier()
     target = torch.empty(1 << 18)
     work, other = comm._messages.receive(target, [0], 0), comm._messages.receive(torch.empty(3), [0], 7)
@@ -379,7 +371,7 @@ def test_any_error_of_the_background_thread_fails_what_is_pending(
 
     def run(comm: Communicator) -> list[str]:
         if comm.rank == 0:
-            work = _work(comm.send(torch.ones(3), 1, 1, async_op=True))
+            work = comm.send(torch.ones(3), 1, 1, async_op=True)
             return [_text_of(partial(work.wait, 30))]
         works = [comm._messages.receive(torch.empty(3), [0], tag) for tag in (0, 2)]
         comm._messages.finish(works[0], async_op=True)
@@ -398,7 +390,7 @@ def test_an_error_of_a_sleep_of_the_background_thread_fails_what_is_pending(monk
     def run(comm: Communicator) -> list[str]:
         if comm.rank == 1:
             return [_text_of(comm.barrier)]
-        work = _work(comm.recv(torch.empty(3), 1, async_op=True))
+        work = comm.recv(torch.empty(3), 1, async_op=True)
         return [_text_of(partial(work.wait, 30)), _text_of(comm.barrier)]
 
     (text,) = {text for of_rank in in_threads(2, run) for text in of_rank}

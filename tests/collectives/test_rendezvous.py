@@ -17,7 +17,7 @@ from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_li
 from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.transports import unix_sockets
-from tests.collectives.processes import Bare, bare_ranks
+from tests.collectives.processes import Bare, bare_ranks, outcomes_of, results_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,8 +44,7 @@ def test_a_job_of_one_rank_exchanges_with_itself() -> None:
 
 
 def test_a_job_takes_nothing_from_the_one_before_it(address: str) -> None:
-    with bare_ranks(_exchange_often, 3, (address,)) as ranks:
-        results = ranks.results()
+    results = results_of(_exchange_often, 3, (address,))
     rounds = [(number, turn) for number in range(10) for turn in range(3)]
     assert results == [[[f"{number} {turn} {rank}\0".encode() for rank in range(3)] for number, turn in rounds]] * 3
 
@@ -62,11 +61,8 @@ def _exchange_often(comm: Bare, address: str) -> list[list[bytes]]:
 
 
 def test_a_closed_job_cannot_exchange(address: str) -> None:
-    with (
-        bare_ranks(_exchange_when_closed, 2, (address,)) as ranks,
-        pytest.raises(RuntimeError, match="has closed its rendezvous"),
-    ):
-        ranks.results()
+    with pytest.raises(RuntimeError, match="has closed its rendezvous"):
+        results_of(_exchange_when_closed, 2, (address,))
 
 
 def _exchange_when_closed(comm: Bare, address: str) -> None:
@@ -76,8 +72,7 @@ def _exchange_when_closed(comm: Bare, address: str) -> None:
 
 
 def test_the_store_keeps_nothing_of_a_round_and_listens_at_no_port(address: str) -> None:
-    with bare_ranks(_look_at_store, 2, (address,)) as ranks:
-        (kept, listening), _ = ranks.results()
+    (kept, listening), _ = results_of(_look_at_store, 2, (address,))
     assert kept == {}
     assert listening == []
 
@@ -112,8 +107,7 @@ def test_a_store_outlives_hostile_bytes(sent: bytes) -> None:
 
 
 def test_ranks_that_do_not_join_are_named(address: str) -> None:
-    with bare_ranks(_some_stay_away, 4, (address,)) as ranks:
-        outcomes = ranks.outcomes()
+    outcomes = outcomes_of(_some_stay_away, 4, (address,))
     assert str(outcomes[0].error) == f"ranks 1, 3 of 4 did not reach {address} within 0.5 s"
     assert isinstance(outcomes[0].error, StallError)
 
@@ -135,8 +129,7 @@ def test_a_missing_rank_0_is_named(address: str) -> None:
 
 
 def test_the_death_of_rank_0_is_an_error_on_waiting_ranks(address: str) -> None:
-    with bare_ranks(_keeper_dies, 2, (address,)) as ranks:
-        _, waiter = ranks.outcomes()
+    _, waiter = outcomes_of(_keeper_dies, 2, (address,))
     assert isinstance(waiter.error, DeadNodeError)
     assert str(waiter.error).startswith(f"rank 1 of 2 lost the process that serves the store at {address}, rank 0")
 
@@ -150,8 +143,7 @@ def _keeper_dies(comm: Bare, address: str) -> None:
 
 
 def test_a_rank_of_this_host_that_dies_is_named_at_once(address: str) -> None:
-    with bare_ranks(_one_dies_between_exchanges, 3, (address,)) as ranks:
-        first, second, _ = ranks.outcomes()
+    first, second, _ = outcomes_of(_one_dies_between_exchanges, 3, (address,))
     assert [type(first.error), type(second.error)] == [DeadNodeError] * 2
     text = f"rank 2 of 3 died before all had joined at {address}"
     assert str(first.error) == text
@@ -167,8 +159,7 @@ def _one_dies_between_exchanges(comm: Bare, address: str) -> None:
 
 
 def test_a_missing_rank_is_named_in_a_warning(address: str) -> None:
-    with bare_ranks(_come_after_the_warning, 2, (address,)) as ranks:
-        (text, _), (_, got) = ranks.results()
+    (text, _), (_, got) = results_of(_come_after_the_warning, 2, (address,))
     assert text == f"rank 0 waits at {address} for rank 1 of 2"
     assert got == [b"0", b"1"]
 
@@ -181,10 +172,10 @@ def _come_after_the_warning(comm: Bare, address: str) -> tuple[str, list[bytes]]
 
     texts: list[str] = []
     logging.getLogger("gangline").addHandler(Telling())
-    store_all_gather.BOOTSTRAP_WARN_SECONDS = 0.05  # type: ignore[attr-defined]
+    store_all_gather.BOOTSTRAP_WARN_SECONDS = 0.05
     if comm.rank == 1:
         comm.exchange(b"")
-        store_all_gather.BOOTSTRAP_WARN_SECONDS = 1000  # type: ignore[attr-defined]
+        store_all_gather.BOOTSTRAP_WARN_SECONDS = 1000
     job = Rendezvous(comm.rank, comm.size, address, timeout=1000, environment={})
     got = job.exchange(b"%d" % comm.rank)
     comm.exchange(b"")
@@ -205,8 +196,7 @@ def _join_as_rank_0(comm: Bare, port: int) -> None:
 
 
 def test_a_store_of_torch_distributed_may_have_the_same_port(address: str) -> None:
-    with bare_ranks(_beside_torch, 2, (address,)) as ranks:
-        assert ranks.results() == [[b"0", b"1"]] * 2
+    assert results_of(_beside_torch, 2, (address,)) == [[b"0", b"1"]] * 2
 
 
 def _beside_torch(comm: Bare, address: str) -> list[bytes]:
@@ -228,8 +218,7 @@ def test_under_an_agent_the_agents_store_is_used(address: str, restarts: int) ->
         agent.set("gangline/0/0/0/brought/0", "of the attempt before")
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     environment |= {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    with bare_ranks(_exchange_at_agent, 2, (environment,)) as ranks:
-        assert ranks.results() == [[b"0", b"1"]] * 2
+    assert results_of(_exchange_at_agent, 2, (environment,)) == [[b"0", b"1"]] * 2
 
 
 def _exchange_at_agent(comm: Bare, environment: dict[str, str]) -> list[bytes]:

@@ -99,11 +99,6 @@ def unreadable(comm: Communicator) -> Iterator[Communicator]:
         yield other
 
 
-def _work(work: object) -> Work:
-    assert isinstance(work, Work)
-    return work
-
-
 # Kinds of messages
 
 
@@ -209,7 +204,7 @@ def _more_than_fits(comm: Communicator) -> int:
 
     with unreadable(comm) as other, counted() as counts:
         sends = [
-            _work(other.send(message(number, comm.rank), to, number % 2, async_op=True))
+            other.send(message(number, comm.rank), to, number % 2, async_op=True)
             for number in range(len(sizes))
             for to in others
         ]
@@ -217,9 +212,7 @@ def _more_than_fits(comm: Communicator) -> int:
         comm.barrier()  # no rank has read anything
         for source in others:
             targets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-            receives = [
-                _work(other.recv(target, source, number % 2, async_op=True)) for number, target in enumerate(targets)
-            ]
+            receives = [other.recv(target, source, number % 2, async_op=True) for number, target in enumerate(targets)]
             for number, work in enumerate(receives):
                 work.wait()
                 same(targets[number], message(number, source), f"message {number} from {source}")
@@ -275,7 +268,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     # the rank of the same host reads only after a message from the other host, which waits for a rank there
     neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
     if comm.size == 4:
-        sending = [_work(comm.send(everybody[comm.rank], to, async_op=True)) for to in (neighbour, stranger)]
+        sending = [comm.send(everybody[comm.rank], to, async_op=True) for to in (neighbour, stranger)]
         for source in ((comm.rank - 1) % comm.size, neighbour):
             got = torch.empty(COUNT, dtype=torch.int32)
             comm.recv(got, source)
@@ -283,7 +276,6 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
         for work in sending:
             work.wait()
     group = comm.split(comm.rank % 2)
-    assert group is not None
     assert group.transport == "shared_memory"
     check(group, "all_gather", LARGE, torch.float32, "sum", 0)
     group.close()
@@ -439,7 +431,6 @@ def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
             other.all_reduce(kept[0])
             other.all_reduce(torch.ones(20_000))
             group = other.split(comm.rank % 2)
-            assert group is not None
             with group:
                 group.barrier()
 

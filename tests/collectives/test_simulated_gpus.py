@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from gangline import Communicator
 from gangline.collectives.devices import nccl_selection
 from tests.collectives import simulated_gpus as simulation
-from tests.collectives.ranks import outcomes_in_threads
+from tests.collectives.ranks import outcomes_in_threads, run_together
 from tests.collectives.simulated_gpus import (
     Event,
     HostRank,
@@ -36,7 +37,7 @@ def machine() -> Iterator[None]:
 
 def _on_side(side: Stream) -> Any:
     side.wait_event(current_stream(CARD).record_event())
-    return torch.cuda.stream(side)  # type: ignore[arg-type]
+    return torch.cuda.stream(side)
 
 
 # -- freed memory ---------------------------------------------------------------------------------------------------
@@ -119,11 +120,7 @@ def test_a_group_of_messages_ends_when_the_peer_is_in_its_own(monkeypatch: pytes
     with pytest.raises(RuntimeError, match=r"waited 0.1 s for ranks \[1\] to be in a call of NCCL with rank 0"):
         exchange(0)
     monkeypatch.setattr(simulation, "LIMIT_SECONDS", 20)
-    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(partial(exchange, rank) for rank in range(2))
     exchange(1)  # the two are connected now
     stream.synchronize()
     assert values[0].tolist() == [1.0, 1.0]
@@ -193,7 +190,7 @@ def test_a_capture_beside_the_thread_that_watches_calls(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("machine")
 def test_the_time_between_events_is_the_number_of_operations() -> None:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(current_stream(CARD))
     value = on_simulated_gpu(torch.ones(2))
     value.mul_(2).add_(1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,8 @@ import torch
 from gangline import Communicator
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.processes.spawning import Ranks, spawn
-from tests.collectives.processes import Bare, bare_ranks
-from tests.collectives.ranks import open_files
+from tests.collectives.processes import Bare, bare_ranks, outcomes_of, results_of
+from tests.collectives.ranks import open_files, run_together
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(scope="module")
 def server() -> int:
     """Start the fork server and return its process id."""
-    with bare_ranks(_server, 1) as ranks:
-        return int(ranks.results()[0])
+    return int(results_of(_server, 1)[0])
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_results_outlive_their_ranks_and_keep_shared_storage() -> None:
-    with bare_ranks(_tensors, 2) as ranks:
-        first, second = ranks.results()
-
+    first, second = results_of(_tensors, 2)
     whole, part, array = second
     whole[2] = 50.0
     assert part.tolist() == [1.0, 50.0, 3.0]  # a view is a view
@@ -84,8 +82,7 @@ def test_ranks_have_the_environment_directory_and_threads_of_the_call(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GANGLINE_SAID", "now")
     monkeypatch.delenv("HOME")
-    with bare_ranks(_surroundings, 2, threads=3) as ranks:
-        assert ranks.results() == [("now", None, str(tmp_path), 3)] * 2
+    assert results_of(_surroundings, 2, threads=3) == [("now", None, str(tmp_path), 3)] * 2
 
 
 def _surroundings(comm: Bare) -> tuple[str | None, str | None, str, int]:
@@ -95,8 +92,7 @@ def _surroundings(comm: Bare) -> tuple[str | None, str | None, str, int]:
 def test_cores_are_divided_and_random_numbers_of_numpy_differ() -> None:
     cores = len(os.sched_getaffinity(0))
     for nprocs in (1, cores + 1):
-        with bare_ranks(_threads_and_number, nprocs) as ranks:
-            threads, numbers = zip(*ranks.results(), strict=True)
+        threads, numbers = zip(*results_of(_threads_and_number, nprocs), strict=True)
         assert threads == (max(1, cores // nprocs),) * nprocs  # at least one each
         assert len(set(numbers)) == nprocs
 
@@ -106,9 +102,7 @@ def _threads_and_number(comm: Bare) -> tuple[int, float]:
 
 
 def test_ranks_print_to_the_callers_output(capfd: pytest.CaptureFixture[str]) -> None:
-    with bare_ranks(_speak, 2) as ranks:
-        ranks.results()
-
+    results_of(_speak, 2)
     out, err = capfd.readouterr()
     assert sorted(out.split("\n")) == ["", "rank 0 says", "rank 1 says"]
     assert sorted(err.split("\n")) == ["", "rank 0 warns", "rank 1 warns"]
@@ -123,15 +117,9 @@ def test_one_server_serves_concurrent_callers() -> None:
     results: dict[int, list[int]] = {}
 
     def call(number: int) -> None:
-        with bare_ranks(_number_and_server, 2, (number,)) as ranks:
-            results[number] = ranks.results()
+        results[number] = results_of(_number_and_server, 2, (number,))
 
-    callers = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-
+    run_together(partial(call, number) for number in range(3))
     servers = {server for result in results.values() for _, server in result}
     assert len(servers) == 1
     for number in range(3):
@@ -160,7 +148,7 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
         ):
             spawn(function, 2)
     with pytest.raises(TypeError, match="spawn got 3; expected a function"):
-        spawn(3, 2)  # type: ignore[arg-type]
+        spawn(3, 2)
 
 
 def test_a_function_of_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +190,7 @@ def test_a_script_without_a_main_guard_is_an_error(main_of: Callable[[str], Modu
 def test_a_function_of_a_script_is_found_in_it(main_of: Callable[[str], ModuleType]) -> None:
     function = "def work(comm): return __name__, comm.rank\n"
     main = main_of(f"{function}if __name__ == '__main__': raise SystemExit(1)\n")
-    with bare_ranks(main.work, 2) as ranks:
-        assert ranks.results() == [("__mp_main__", 0), ("__mp_main__", 1)]
+    assert results_of(main.work, 2) == [("__mp_main__", 0), ("__mp_main__", 1)]
 
 
 # Failures of ranks
@@ -241,9 +228,8 @@ def test_an_exception_of_a_rank_is_raised_with_its_rank_and_traceback(
     raised: BaseException, expected: Exception
 ) -> None:
     raised.add_note("while at fc.weight")
-    with bare_ranks(_fail, 3, (1, raised)) as ranks, pytest.raises(type(expected)) as caught:
-        ranks.results()
-
+    with pytest.raises(type(expected)) as caught:
+        results_of(_fail, 3, (1, raised))
     assert type(caught.value) is type(expected)
     assert (caught.value.args, str(caught.value)) == (expected.args, str(expected))
     kept, note = caught.value.__notes__[:2]
@@ -254,9 +240,8 @@ def test_an_exception_of_a_rank_is_raised_with_its_rank_and_traceback(
 
 
 def test_consequences_that_are_reported_first_wait_for_the_cause() -> None:
-    with bare_ranks(_follow, 3) as ranks, pytest.raises(DeadNodeError) as caught:
-        ranks.results()
-
+    with pytest.raises(DeadNodeError) as caught:
+        results_of(_follow, 3)
     assert str(caught.value) == "rank 2 of 3 was killed by SIGKILL"
     assert "rank 0 failed too: DeadNodeError: rank 2 left, says rank 0" in caught.value.__notes__
 
@@ -283,8 +268,8 @@ def _follow(comm: Bare) -> None:
     ],
 )
 def test_a_rank_that_ends_without_a_result_is_named_with_its_exit_code_or_signal(how: str, said: str) -> None:
-    with bare_ranks(_end, 2, (how,)) as ranks, pytest.raises(DeadNodeError) as caught:
-        ranks.results()
+    with pytest.raises(DeadNodeError) as caught:
+        results_of(_end, 2, (how,))
     assert str(caught.value) == said
 
 
@@ -299,9 +284,7 @@ def _end(comm: Bare, how: str) -> None:
 
 
 def test_outcomes_has_an_entry_for_each_rank() -> None:
-    with bare_ranks(_end, 3, ("kill",)) as ranks:
-        outcomes = ranks.outcomes()
-
+    outcomes = outcomes_of(_end, 3, ("kill",))
     errors = [str(outcome.error) for outcome in outcomes]
     assert errors[1] == "rank 1 of 3 was killed by SIGKILL"
     assert errors[0] == errors[2] == "rank 1 of 3 ended before the bootstrap exchange of all ranks"
@@ -422,7 +405,6 @@ def _run(folder: Path, server: str) -> subprocess.Popen[str]:
 
 def test_ranks_and_server_die_with_a_program_that_is_killed(program: Path) -> None:
     with _run(program, "lives") as process:
-        assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
         _wait_until_stopped(pids[1])
         deaths = [os.pidfd_open(pid) for pid in pids]

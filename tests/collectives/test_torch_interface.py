@@ -57,10 +57,9 @@ def inference_tensors(group: Any, rank: int, size: int) -> Any:
     with torch.inference_mode():
         tensor, rows = given(rank), [torch.empty(6) for _ in range(size)]
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
         work.wait()
         dist.all_gather(rows, all_reduced(tensor, group), group)
-    dist.all_reduce(tensor, group=group, async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(tensor, group=group, async_op=True).wait()
     return [tensor, *rows]
 
 
@@ -82,12 +81,8 @@ def sparse_all_reduce(group: Any, rank: int, _: int) -> Any:
         dist.all_reduce(tensor, group=group)
         found += [tensor.coalesce().indices(), tensor.to_dense()]
     work = dist.all_reduce(dense.to_sparse(), group=group, async_op=True)
-    assert work is not None
     work.wait()
     return [*found, work.result()[0].to_dense()]
-
-
-# Messages
 
 
 # Groups
@@ -133,7 +128,6 @@ def tensors_without_data(group: Any, rank: int, size: int) -> Any:
         tensor, rows = torch.ones(4), [torch.ones(4) for _ in range(size)]
         dist.all_reduce(tensor, group=group)
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
         work.wait()
         dist.broadcast(tensor, 0, group)
         dist.all_gather(rows, tensor, group)
@@ -158,7 +152,6 @@ def collectives_in_compiled_functions(group: Any, rank: int, _: int) -> Any:
     def with_breaks(tensor: Tensor) -> Tensor:
         dist.barrier(group)
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
         work.wait()
         dist.broadcast(tensor, 0, group)
         return tensor * 2
@@ -176,7 +169,7 @@ def events_of_the_profiler(group: Any, rank: int, _: int) -> Any:
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         all_reduced(given(rank), group)
-        dist.all_reduce(given(rank, 3), group=group, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(given(rank, 3), group=group, async_op=True).wait()
         dist.barrier(group)
     backend = dist.get_backend(group)
     events = [event for event in profiled.events() if event.name.startswith(f"{backend}:")]
@@ -206,7 +199,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused_parameters": {"find_unused_parameters": True},
 }
 for option_name in OPTIONS:
-    PROBES[f"ddp_{option_name}"] = lambda group, rank, _, name=option_name: trained(  # type: ignore[misc]
+    PROBES[f"ddp_{option_name}"] = lambda group, rank, _, name=option_name: trained(
         DistributedDataParallel(network(), process_group=group, **OPTIONS[name]), rank
     )
 
@@ -232,7 +225,7 @@ def ddp_compiled_by_inductor(group: Any, rank: int, _: int) -> Any:
     if shutil.which("g++") is None:
         return "no compiler"
     model = DistributedDataParallel(network(), process_group=group)
-    return trained(torch.compile(model), rank)  # type: ignore[arg-type]
+    return trained(torch.compile(model), rank)
 
 
 @probe

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gangline.collectives.work import Work, WorkQueue
+from tests.collectives.ranks import run_together
 
 LIMIT = 20.0
 """Time limit of a wait, in seconds."""
@@ -174,11 +176,7 @@ def test_one_operation_runs_at_a_time(queue: WorkQueue) -> None:
             else:
                 queue.submit(operate, work, [thread], index)
 
-    threads = [threading.Thread(target=use, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    run_together(partial(use, index) for index in range(3))
     queue.close()
     assert overlaps == []
 

@@ -26,7 +26,7 @@ except SystemExit:  # torch's tests end the process if torch has no distributed 
     sys.exit("this torch has no torch.distributed")
 
 
-class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
     """torch's tests; ranks are forked from a server that has imported them, because an import takes 5 s."""
 
     def setUp(self) -> None:
@@ -62,7 +62,7 @@ class _Outcomes(unittest.TestResult):
         self._add(test, "skipped", reason)
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
-        self._add(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+        self._add(test, "failed", self._exc_info_to_string(err, test))
 
     addError = addFailure  # noqa: N815
 

@@ -172,12 +172,5 @@ class TestShown:
         assert host.context == "cpu(0)"
         show_devices([host], read_links())
         assert capsys.readouterr().out.splitlines()[-1].startswith("└")
-        assert list(asdict(host)) == [
-            "context",
-            "name",
-            "memory_free",
-            "memory_total",
-            "compute_capability",
-            "display",
-            "peers",
-        ]
+        names = ["context", "name", "memory_free", "memory_total", "compute_capability", "display", "peers"]
+        assert list(asdict(host)) == names

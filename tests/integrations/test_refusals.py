@@ -36,21 +36,17 @@ def prepared(loader: DataLoader[Any], **options: Any) -> Any:
 
 def test_a_loader_of_accelerate_is_taken_apart() -> None:
     need("accelerate")
-    plain = DataLoader(range(10), 4, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    plain = DataLoader(range(10), 4, shuffle=True, drop_last=True)
     assert unprepared(plain) is None
     found = unprepared(prepared(plain))
-    assert found is not None
     assert (found.loader.batch_size, found.loader.drop_last, found.global_batch) == (4, True, None)
     assert found.loader.sampler is plain.sampler
     joined = unprepared(prepared(plain, split_batches=True))
-    assert joined is not None
     assert (joined.loader.batch_size, joined.global_batch) == (4, 4)
-    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))  # type: ignore[arg-type]
+    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))
     kept = unprepared(prepared(own))
-    assert kept is not None
     assert kept.loader.batch_sampler is own.batch_sampler
     stream = unprepared(prepared(DataLoader(Stream(), 4), split_batches=True))
-    assert stream is not None
     assert isinstance(stream.loader.dataset, Stream)
     assert (stream.loader.batch_size, stream.global_batch) == (4, 4)
 
@@ -59,7 +55,7 @@ def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -
     need("accelerate")
     with pytest.raises(ValueError, match=r"DataLoaderDispatcher.*dispatch_batches=False"):
         unprepared(prepared(DataLoader(Stream(), 4), dispatch_batches=True, put_on_device=True))
-    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))  # type: ignore[arg-type]
+    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))
     with pytest.raises(ValueError, match="split_batches=True with a Own"):
         unprepared(prepared(own, split_batches=True))
 
@@ -85,7 +81,7 @@ def refusals_of_trainers(rank: Rank, folder: str) -> None:
     assert type(own) is Trainer  # one rank
     rank.tell(
         [
-            message(lambda: balance(torch.nn.Linear(1, 1))),  # type: ignore[type-var]
+            message(lambda: balance(torch.nn.Linear(1, 1))),
             message(lambda: balance(trainer(average_tokens_across_devices=False))),
             message(lambda: balance(trainer(train_sampling_strategy="batch_rebalance"))),
         ]
