@@ -53,16 +53,6 @@ class Share:
     """What the loss's mean counts on each rank."""
 
 
-@dataclass(frozen=True)
-class Skip:
-    """A step in which some ranks had no gradient; the same on all ranks."""
-
-    share: Share
-    ranks: list[int]
-    out_of_memory: list[int]
-    """Those of the ranks that ran out of memory."""
-
-
 class Signal(IntEnum):
     """What a rank does next: the first number of its messages."""
 
@@ -114,8 +104,9 @@ class Lockstep:
         """True if another rank left the epoch that ended last."""
         self.is_stopping = False
         """True if this rank shall end the epoch when the loop asks for the next batch."""
-        self.skips: list[Skip] = []
-        """Steps in which a rank had no gradient, until they are taken from this list."""
+        self.skips: list[tuple[int, dict[int, int]]] = []
+        """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
+        samples of each rank that ran out of memory. The same on all ranks."""
         self._share: Share | None = None  # of the current batch
         self._rows: _Rows | None = None  # what the ranks said at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
@@ -362,8 +353,7 @@ class Lockstep:
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        out_of_memory = [rank for rank in skipped if rows[rank][2]]
-        self.skips.append(Skip(share, skipped, out_of_memory))
+        self.skips.append((share.number, {rank: share.counts[rank] for rank in skipped if rows[rank][2]}))
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 

@@ -1,4 +1,7 @@
-"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank."""
+"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank.
+
+It uses private names of torch, which tests check with each version of torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from gangline.models.balance.torch_internals import complete_reduction, enter_forward, reduced_parameters
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
 
@@ -25,7 +27,9 @@ class Reduction:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Follow a network."""
         self._model = model
-        named = reduced_parameters(model)
+        named: dict[str, Tensor] = {
+            name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad
+        }
         self._names, self._parameters = list(named), list(named.values())
         # Which parameters a backward uses is not known with find_unused_parameters: its first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
@@ -90,22 +94,36 @@ class Reduction:
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
         if not (self.is_ended or self._has_entered or self._arrived):
-            enter_forward(self._model)
+            self._model._pre_forward(torch.zeros(()))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
     def complete(self) -> None:
         """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought.
 
         Raises:
-            RuntimeError: if a failed backward had reduced all gradients.
+            RuntimeError: if it is not known which gradients a failed backward has brought, or none is missing.
         """
         self.enter_forward()
         self._is_completing = True
         try:
-            complete_reduction(self._model, arrived=self._arrived)
+            with torch.enable_grad():
+                self._zeros().backward()
         finally:
             self._is_completing = False
             self._arrived, self.is_ended = 0, True
+
+    def _zeros(self) -> Any:
+        """Return a number whose gradient with regard to the parameters that have got none yet is zero."""
+        if not self._arrived:
+            output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
+            return self._model._post_forward(output)  # type: ignore[no-untyped-call]
+        count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
+        if not missing or count - len(missing) > self._arrived:
+            raise RuntimeError(
+                f"backward failed after {self._arrived} of {count} gradients, and it is not known which ones "
+                "other ranks have got; restart from a checkpoint"
+            )
+        return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
@@ -122,6 +140,19 @@ class Reduction:
         """Remove the gradient, so that the optimizer does nothing."""
         for parameter in self._parameters:
             parameter.grad = None
+
+
+class _Zeros(torch.autograd.Function):
+    """A number whose gradient with regard to some parameters is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
