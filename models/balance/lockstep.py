@@ -227,7 +227,7 @@ class Lockstep:
                 'loss_reduction="normalized"; this batch has none, or its backward has ended'
             )
         reduction.enter_forward()
-        signal = Signal.LOST if reduction.has_begun else Signal.SKIPPED
+        signal = Signal.LOST if reduction.arrived else Signal.SKIPPED
         rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
@@ -336,7 +336,7 @@ class Lockstep:
         for rank, row in enumerate(rows):
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
-                raise not_finite(reduction.name_of(int(row[2])), rank, f" in global batch {share.number}")
+                raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {share.number}")
         skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
         if not skipped:
             return

@@ -30,7 +30,7 @@ class Reduction:
         named: dict[str, Tensor] = {
             name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad
         }
-        self._names, self._parameters = list(named), list(named.values())
+        self.names, self._parameters = list(named), list(named.values())
         # Which parameters a backward uses is not known with find_unused_parameters: its first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
         self.is_exact = not model.find_unused_parameters
@@ -51,32 +51,28 @@ class Reduction:
 
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
-        self._arrived = 0
+        self.arrived = 0
+        """Gradients that a backward pass has brought, until it has ended."""
         self._has_entered = False  # into the forward of the network
         self.is_ended = False
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
 
-    @property
-    def has_begun(self) -> bool:
-        """True if a backward has brought some of its gradients, but has not ended."""
-        return self._arrived > 0
-
     def note_gradient(self) -> None:
         """Count a gradient that a backward pass brings to a parameter."""
         if self._is_completing:
             return
-        if not self._arrived:
+        if not self.arrived:
             self.adds = self._parameters[0].grad is not None
-        self._arrived += 1
-        if self._arrived == self._expected and self._model.require_backward_grad_sync:
+        self.arrived += 1
+        if self.arrived == self._expected and self._model.require_backward_grad_sync:
             # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def note_not_finite(self, name: str) -> None:
         """Note that the gradient of a parameter is not finite."""
-        self.not_finite = self.not_finite or 1 + self._names.index(name)
+        self.not_finite = self.not_finite or 1 + self.names.index(name)
 
     def _end_backward(self) -> None:
         if (listener := self.listener()) is not None:
@@ -84,7 +80,7 @@ class Reduction:
         Variable._execution_engine.queue_callback(self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self._arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
+        self.arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
         if (listener := self.listener()) is not None:
             listener.end_reduction()
 
@@ -93,7 +89,7 @@ class Reduction:
 
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
-        if not (self.is_ended or self._has_entered or self._arrived):
+        if not (self.is_ended or self._has_entered or self.arrived):
             self._model._pre_forward(torch.zeros(()))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
@@ -110,17 +106,17 @@ class Reduction:
                 self._zeros().backward()
         finally:
             self._is_completing = False
-            self._arrived, self.is_ended = 0, True
+            self.arrived, self.is_ended = 0, True
 
     def _zeros(self) -> Any:
         """Return a number whose gradient with regard to the parameters that have got none yet is zero."""
-        if not self._arrived:
+        if not self.arrived:
             output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
             return self._model._post_forward(output)  # type: ignore[no-untyped-call]
         count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
-        if not missing or count - len(missing) > self._arrived:
+        if not missing or count - len(missing) > self.arrived:
             raise RuntimeError(
-                f"backward failed after {self._arrived} of {count} gradients, and it is not known which ones "
+                f"backward failed after {self.arrived} of {count} gradients, and it is not known which ones "
                 "other ranks have got; restart from a checkpoint"
             )
         return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
@@ -131,10 +127,6 @@ class Reduction:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    def name_of(self, number: int) -> str:
-        """Return the name of a parameter by its number, from 1."""
-        return self._names[number - 1]
 
     def drop(self) -> None:
         """Remove the gradient, so that the optimizer does nothing."""
