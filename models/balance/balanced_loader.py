@@ -276,7 +276,7 @@ class BalancedLoader:
         self._balance.begin_batch(share.number, share.counts)
         self._share = share
         self._first = share.number + 1
-        self._consumed += share.total
+        self._consumed += sum(share.counts)
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)

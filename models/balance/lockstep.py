@@ -47,8 +47,6 @@ class Share:
     """Number of the global batch, counted from the start of the job."""
     counts: list[int]
     """Samples of each rank."""
-    total: int
-    """Samples of the global batch."""
     counted: list[float]
     """What the loss's mean counts on each rank."""
 
@@ -197,7 +195,7 @@ class Lockstep:
         if sum(counts) < smallest:
             self.is_open = False
             return None
-        return Share(number, counts, sum(counts), [row[2] for row in rows]), piece.batch
+        return Share(number, counts, [row[2] for row in rows]), piece.batch
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before. Collective.
