@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/collectives/test_torch_backend.py",
     "tests/collectives/test_torch_interface.py",
-    "tests/models/test_unequal_ranks.py",  # models/balance/torch_internals.py
+    "tests/models/test_unequal_ranks.py",  # models/balance/reduction.py
 )
 NEEDED = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 

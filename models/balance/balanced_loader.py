@@ -21,14 +21,13 @@ from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
     ShareSampler,
-    draw_seed,
     order_of,
     sampler_of,
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
-from gangline.models.balance.prepared_loader import PreparedLoader, own_iteration, unprepared
+from gangline.models.balance.prepared_loader import own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
 from gangline.models.balance.rank_timer import RankTimer
@@ -71,21 +70,21 @@ class BalancedLoader:
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
-        prepared: PreparedLoader | None = None
+        outer: Any = None  # accelerate's loader
         self.global_batch = 0
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None]:
             """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
-            nonlocal given, order, caps, prepared, loader
+            nonlocal given, order, caps, outer, loader
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = _checked_loads(loads, size)
             if loss_reduction != "normalized":
                 check_not_balanced(networks)
-            prepared, samples = unprepared(loader), global_batch
-            if prepared is not None:
-                loader, samples = prepared.loader, global_batch or prepared.global_batch
+            samples = global_batch
+            if (prepared := unprepared(loader)) is not None:
+                outer, loader, samples = loader, prepared.loader, global_batch or prepared.global_batch
             is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
             if stream is None and is_cut:
                 order, self.global_batch = order_of(loader, self._exchange, samples)
@@ -122,7 +121,7 @@ class BalancedLoader:
             keep_freed_memory()
         limited = devices[0] if devices and memory == "auto" else None
         # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
-        horizon = max(aheads) + 1 + (prepared is not None)
+        horizon = max(aheads) + 1 + (outer is not None)
         self._balance = RankBalance(
             rank,
             given,
@@ -143,9 +142,11 @@ class BalancedLoader:
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
             # Batches in another order would not be those of the shares, nor of the other ranks.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
-        self._is_prepared = prepared is not None
+        self._is_prepared = outer is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
-        self._outer: Any = self._steps if prepared is None else prepared.around(self._steps)
+        self._outer = self._steps if outer is None else outer
+        if outer is not None:
+            outer.base_dataloader = self._steps
         self._smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
         self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
         reduction = None
@@ -155,6 +156,7 @@ class BalancedLoader:
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the epoch that comes next, or that is under way."""
+        self._first = 0  # number of the global batch that comes next
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
@@ -206,7 +208,8 @@ class BalancedLoader:
         skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
         if self._seed is None:
-            self._seed = draw_seed(getattr(sampler, "generator", None))
+            generator = getattr(sampler, "generator", None)  # from which torch's RandomSampler draws its seed likewise
+            self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         starts = self._exchange.all_gather(
             {
                 "seed": self._seed,
@@ -220,8 +223,7 @@ class BalancedLoader:
             self._weights.add_new_parameters()
         self._balance.begin_epoch()
         self._seed = starts[0]["seed"]
-        self._source.seed, self._source.skip = self._seed + self.epoch, starts[0]["skip"]
-        self._consumed = self._source.skip
+        self._consumed = starts[0]["skip"]
         timer = self._balance.timer
         batches = iter(self._outer)
         try:
@@ -273,8 +275,8 @@ class BalancedLoader:
         self._end_batch()
         self._balance.begin_batch(share.number, share.counts)
         self._share = share
-        self._source.first = share.number + 1
-        self._consumed += share.total
+        self._first = share.number + 1
+        self._consumed += sum(share.counts)
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
@@ -288,19 +290,16 @@ class BalancedLoader:
             weight = 1.0
         else:
             weight = weight or (NOTHING_COUNTS if samples else 0.0)
-            self._weights.begin(weight)
+            self._weights.set_weight(weight)
         set_current_batch(CurrentBatch(weight, samples > 0, self._group))
 
     def _end_batch(self) -> None:
         self._share = None
         set_current_batch(None)
         if self._weights is not None:
-            self._weights.end()
+            self._weights.set_weight(None)
         while self._lockstep.skips:
-            skip = self._lockstep.skips.pop()
-            self._balance.discard_batch(
-                skip.share.number, {rank: skip.share.counts[rank] for rank in skip.out_of_memory}
-            )
+            self._balance.discard_batch(*self._lockstep.skips.pop())
 
     def _weight_of(self, share: Share) -> float:
         size = self._exchange.size
@@ -314,14 +313,14 @@ class BalancedLoader:
             "epoch": self.epoch,
             "samples": self._consumed,
             "seed": self._seed,
-            "batch": self._source.first,
+            "batch": self._first,
             "split": self._balance.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next epoch begins behind the samples that were handed out."""
         self.set_epoch(state["epoch"])
-        self._source.first = state["batch"]
+        self._first = state["batch"]
         self._balance.load_state(state["split"])
         self._seed, self._skip = state["seed"], state["samples"]
 
@@ -395,9 +394,11 @@ class _Steps:
         owner = self._owner
         timer = owner._balance.timer
         source = owner._source
-        pieces = source.pieces(owner._loader if timer is None else _timed(owner._loader, timer))
+        loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
+        assert owner._seed is not None
+        pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
         for share, batch in owner._lockstep.batches(
-            pieces, source.read_ahead, source.first, owner._count, owner._smallest
+            pieces, source.read_ahead, owner._first, owner._count, owner._smallest
         ):
             self.shares.append(share)
             yield batch

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,14 +20,8 @@ _MOST = 64
 _USED = 0.9  # part of the free memory that growing shares may take; the rest is for fragmentation
 
 
-class Time(Protocol):
-    """Time of a share, which a GPU may still compute."""
-
-    def is_complete(self) -> bool:
-        """Return True if the GPU has passed all events."""
-
-    def seconds(self) -> float | None:
-        """Wait for the GPU and return the time; None if the share did not run."""
+Together = Callable[[Sequence[int], Sequence[float]], float]
+"""Returns the seconds of several shares that count as one, from the samples and seconds of each; 0: it did not run."""
 
 
 def mark(device: torch.device) -> Any:
@@ -41,27 +35,27 @@ def mark(device: torch.device) -> Any:
 
 @dataclass
 class ElapsedTime:
-    """Working time of a replica: seconds of its thread on the host, or between events on its GPU's stream."""
+    """Working time of a replica or rank: seconds of its thread on the host, or between events on its GPU's stream."""
 
     on_host: float = 0.0
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event, float]] = field(default_factory=list)
 
-    def add(self, begin: Any, end: Any) -> None:
-        """Add the time between two results of `mark`."""
+    def add(self, begin: Any, end: Any, factor: float = 1.0) -> None:
+        """Add the time between two results of `mark`, times a factor."""
         if isinstance(begin, float):
-            self.on_host += end - begin
+            self.on_host += (end - begin) * factor
         else:
-            self.events.append((begin, end))
+            self.events.append((begin, end, factor))
 
     def is_complete(self) -> bool:
         """Return True if the GPU has passed all events."""
-        return all(bool(end.query()) for _, end in self.events)  # type: ignore[no-untyped-call]
+        return all(bool(end.query()) for _, end, _ in self.events)  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float | None:
-        """Wait for the GPU and return the sum; None if the replica did not run."""
-        for begin, end in self.events:
+        """Wait for the GPU and return the sum; None if nothing was measured."""
+        for begin, end, factor in self.events:
             end.synchronize()
-            self.on_host += begin.elapsed_time(end) / 1e3
+            self.on_host += begin.elapsed_time(end) / 1e3 * factor
         self.events = []
         return self.on_host if self.on_host > 0 else None
 
@@ -85,7 +79,8 @@ class Balancer:
         self._all_gather = all_gather
         self.limits = limits or MemoryLimits(speeds.names)
         """Numbers of samples that fit into the members' memory."""
-        self._pending: deque[tuple[int, list[int], list[Time]]] = deque()  # batches that a GPU may still compute
+        # Batches that a GPU may still compute.
+        self._pending: deque[tuple[int, list[int], list[ElapsedTime], Together | None]] = deque()
         self._unsent: deque[list[Any]] = deque(maxlen=_MOST)  # [step, samples, seconds]
         self._received: dict[int, dict[int, list[Any]]] = {}  # by step and process
 
@@ -94,15 +89,23 @@ class Balancer:
         """Current loads, one per member, for `split_batch`."""
         return list(self.speeds.loads)
 
-    def record(self, step: int, samples: Sequence[int], times: Sequence[Time]) -> None:
-        """Record samples and times of this process's members in a training batch, numbered equally everywhere."""
-        self._pending.append((step, list(samples), list(times)))
+    def record(
+        self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], together: Together | None = None
+    ) -> None:
+        """Record samples and times of this process's members in a training batch, numbered equally everywhere.
+
+        With ``together`` they are those of replicas of one member.
+        """
+        self._pending.append((step, list(samples), list(times), together))
 
     def measure(self, *, wait: bool = False) -> None:
         """Take the times of the batches that are complete; with ``wait``, of all batches."""
         while self._pending and (wait or all(time.is_complete() for time in self._pending[0][2])):
-            step, samples, times = self._pending.popleft()
-            self._unsent.append([step, samples, [time.seconds() or 0.0 for time in times]])
+            step, samples, times, together = self._pending.popleft()
+            seconds = [time.seconds() or 0.0 for time in times]
+            if together is not None:
+                samples, seconds = [sum(samples)], [together(samples, seconds)]
+            self._unsent.append([step, samples, seconds])
 
     def message(self, *, wait: bool = False) -> list[Any]:
         """Return what was measured since the last message, as plain data, to be gathered from all processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
@@ -45,25 +46,23 @@ class SampleOrder:
         }
 
     def _indices(self, seed: int) -> Iterator[int]:
-        sampler = self._sampler
+        sampler: Any = self._sampler
         if isinstance(sampler, RandomSampler):
-            generator = torch.Generator()
-            generator.manual_seed(seed)
-            return iter(
-                RandomSampler(
-                    sampler.data_source,
-                    replacement=sampler.replacement,
-                    num_samples=sampler._num_samples,
-                    generator=generator,
-                )
-            )
-        if isinstance(sampler, DistributedSampler):
-            return _distributed_order(sampler)
-        return iter(sampler)
+            sampler = copy.copy(sampler)
+            sampler.generator = torch.Generator().manual_seed(seed)
+        if not isinstance(sampler, DistributedSampler):
+            return iter(sampler)
+        # The indices of all ranks, without the repeated ones.
+        whole: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        whole.set_epoch(sampler.epoch)
+        return islice(whole, self._count())
 
     def _count(self) -> int:
-        sampler = self._sampler
-        return _distributed_length(sampler) if isinstance(sampler, DistributedSampler) else len(sampler)  # type: ignore[arg-type]
+        sampler: Any = self._sampler
+        is_distributed = isinstance(sampler, DistributedSampler)
+        return min(len(sampler.dataset), sampler.total_size) if is_distributed else len(sampler)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -115,16 +114,10 @@ class RankOrder:
     def _chunks(self) -> Iterator[list[Sequence[Any]]]:
         """Return lists in the order of training, some at a time."""
         reads = self._of_all_ranks or not self._exchange.rank
-        own: Iterator[Sequence[Any]] = iter(())
-        is_open = False
+        own = chain(self._lists if reads else ())  # `read` opens it, whose errors reach all ranks
+        count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
 
         def read() -> list[Sequence[Any]]:
-            nonlocal own, is_open
-            if not reads:
-                return []
-            if not is_open:
-                own, is_open = iter(self._lists), True
-            count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
             return [list(each) for each in islice(own, count)]
 
         while any(found := self._exchange.all_gather_results(read, "reading the order of samples")):
@@ -215,18 +208,6 @@ def _knows_ranks(sampler: object) -> bool:
     return any(hasattr(sampler, name) for name in ranks) and any(hasattr(sampler, name) for name in sizes)
 
 
-def _distributed_order(sampler: DistributedSampler[Any]) -> Iterator[int]:
-    """Return the indices of all ranks in the order of a DistributedSampler, without the repeated ones."""
-    data, shuffle = sampler.dataset, sampler.shuffle
-    whole: DistributedSampler[Any] = DistributedSampler(data, 1, 0, shuffle=shuffle, seed=sampler.seed)
-    whole.set_epoch(sampler.epoch)
-    return islice(whole, _distributed_length(sampler))
-
-
-def _distributed_length(sampler: DistributedSampler[Any]) -> int:
-    return min(len(sampler.dataset), sampler.total_size)  # type: ignore[arg-type]
-
-
 def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[Any]]:
     """Skip lists until this many samples are left out."""
     for each in lists:
@@ -249,23 +230,21 @@ class ShareSampler(Sampler[list[Any]]):
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
         self._batches: Iterator[list[Any]] = iter(())
         self._is_complete = False
-        self.seed = 0
-        """Seed of the next epoch."""
-        self.skip = 0
-        """Samples of the next epoch to leave out at its beginning."""
-        self.first = 0
-        """Number of the next epoch's first global batch."""
+        self._first = 0  # number of the epoch's first global batch
 
-    def pieces(self, loader: Iterable[Any]) -> Iterator[Piece]:
+    def pieces(self, loader: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:
         """Return this rank's batches of an epoch. Collective, in the order of the training steps.
+
+        The epoch is shuffled by ``seed``. The samples to skip are left out at its beginning, and its global batches are
+        counted from ``first``.
 
         The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose
         DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
         """
         self._known.clear()
         self._drawn.clear()
-        self._is_complete = False
-        self._batches = self._order.batches(self.seed, self.skip)
+        self._is_complete, self._first = False, first
+        self._batches = self._order.batches(seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for batch in loader:
@@ -281,7 +260,7 @@ class ShareSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Draw the shares of the epoch that `pieces` began."""
-        for number in count(self.first):
+        for number in count(self._first):
             if not self._known:
                 assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
                 return
@@ -294,8 +273,3 @@ class ShareSampler(Sampler[list[Any]]):
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
         return len(self._order)
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """Return a random seed, as torch's RandomSampler draws it."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

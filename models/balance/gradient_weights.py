@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -21,7 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.models.balance.reduction import Reduction
-from gangline.models.balance.torch_internals import flat_parameters
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
 
 _log = logging.getLogger("gangline")
@@ -71,16 +70,9 @@ class GradientWeights:
             self._add_to_gathered(unit)
         self.add_new_parameters()
 
-    def begin(self, weight: float) -> None:
-        """Begin a batch of this weight."""
-        self._has_begun = True
-        self._set(weight)
-
-    def end(self) -> None:
-        """End the batch: backward passes outside of batches have no weight."""
-        self._set(None)
-
-    def _set(self, weight: float | None) -> None:
+    def set_weight(self, weight: float | None) -> None:
+        """Begin a batch of this weight, or end it with None: backward passes outside of batches have no weight."""
+        self._has_begun |= weight is not None
         self._weight = weight
         if not self._is_pending:
             self._of_backward = weight
@@ -107,8 +99,10 @@ class GradientWeights:
     def add_new_parameters(self) -> None:
         """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
         for network in self._networks:
-            flat = (("of a flattened unit", parameter) for parameter in flat_parameters(network))
-            for name, parameter in (*network.named_parameters(), *flat):
+            # Under FullyShardedDataParallel (FSDP1) gradients arrive at flat parameters, a private name of torch.
+            flat = [unit._flat_param for unit in FullyShardedDataParallel.fsdp_modules(network)]
+            named_flat = [("of a flattened unit", parameter) for parameter in flat if parameter is not None]
+            for name, parameter in (*network.named_parameters(), *named_flat):
                 if parameter not in _balanced:
                     self._add(name, parameter)
 

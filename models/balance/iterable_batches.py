@@ -59,17 +59,14 @@ class IterableBatches:
         """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
-        self.seed = 0
-        """Not used: the stream shuffles itself."""
-        self.skip = 0
-        """Samples of the next epoch to leave out at its beginning."""
-        self.first = 0
-        """Number of the next epoch's first global batch."""
 
-    def pieces(self, batches: Iterable[Any]) -> Iterator[Piece]:
-        """Return this rank's batches of an epoch; without samples once the stream has ended."""
+    def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:  # noqa: ARG002  the stream shuffles itself
+        """Return this rank's batches of an epoch; without samples once the stream has ended.
+
+        The samples to skip are left out at its beginning, and its global batches are counted from ``first``.
+        """
         samples = _Samples(batches, self._batch_size)
-        return self._of_same(samples) if self._is_same else self._of_own(samples)
+        return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, skip, first)
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
@@ -92,27 +89,27 @@ class IterableBatches:
             raise TypeError("the streams have no length, so the number of batches is not known")
         return -(-samples // self._size)
 
-    def _of_same(self, samples: _Samples) -> Iterator[Piece]:
-        skip = self.skip
+    def _of_same(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
         while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
             skip -= left_out
-        for number in count(self.first):
+        for number in count(first):
             total, batch = samples.take(self._size)
             if not total:
                 return
             counts = self._balance.counts(number, total)
             begin, own = sum(counts[: self._rank]), counts[self._rank]
             part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
-            yield Piece(own, part, whole=total + (_checksum(samples.cut(batch, 0, 1)) << 20))
+            checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # of a sample, to find ranks that read others
+            yield Piece(own, part, whole=total + (checksum << 20))
 
-    def _of_own(self, samples: _Samples) -> Iterator[Piece]:
-        if self.skip:
+    def _of_own(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
+        if skip:
             raise ValueError(
-                f'the epoch cannot continue behind {self.skip} samples with stream="own", since their number on each '
+                f'the epoch cannot continue behind {skip} samples with stream="own", since their number on each '
                 "rank is not known; save the state between epochs, or skip samples in the data set"
             )
         repeated: Any = None
-        for number in count(self.first):
+        for number in count(first):
             total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
             if not total and repeated is None:
                 raise ValueError(
@@ -237,11 +234,6 @@ def _check_alike(name: str, structures: Sequence[Any]) -> None:
     for structure in structures[1:]:
         if structure != structures[0]:
             raise ValueError(f"{name} has {structures[0]} in one batch, but {structure} in another; expected the same")
-
-
-def _checksum(sample: Any) -> int:
-    """Return a checksum of a sample, to find ranks that read others."""
-    return zlib.crc32(_bytes(sample))
 
 
 def _bytes(value: Any) -> bytes:

@@ -47,20 +47,8 @@ class Share:
     """Number of the global batch, counted from the start of the job."""
     counts: list[int]
     """Samples of each rank."""
-    total: int
-    """Samples of the global batch."""
     counted: list[float]
     """What the loss's mean counts on each rank."""
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A step in which some ranks had no gradient; the same on all ranks."""
-
-    share: Share
-    ranks: list[int]
-    out_of_memory: list[int]
-    """Those of the ranks that ran out of memory."""
 
 
 class Signal(IntEnum):
@@ -114,8 +102,9 @@ class Lockstep:
         """True if another rank left the epoch that ended last."""
         self.is_stopping = False
         """True if this rank shall end the epoch when the loop asks for the next batch."""
-        self.skips: list[Skip] = []
-        """Steps in which a rank had no gradient, until they are taken from this list."""
+        self.skips: list[tuple[int, dict[int, int]]] = []
+        """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
+        samples of each rank that ran out of memory. The same on all ranks."""
         self._share: Share | None = None  # of the current batch
         self._rows: _Rows | None = None  # what the ranks said at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
@@ -206,7 +195,7 @@ class Lockstep:
         if sum(counts) < smallest:
             self.is_open = False
             return None
-        return Share(number, counts, sum(counts), [row[2] for row in rows]), piece.batch
+        return Share(number, counts, [row[2] for row in rows]), piece.batch
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before. Collective.
@@ -236,7 +225,7 @@ class Lockstep:
                 'loss_reduction="normalized"; this batch has none, or its backward has ended'
             )
         reduction.enter_forward()
-        signal = Signal.LOST if reduction.has_begun else Signal.SKIPPED
+        signal = Signal.LOST if reduction.arrived else Signal.SKIPPED
         rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
@@ -345,7 +334,7 @@ class Lockstep:
         for rank, row in enumerate(rows):
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
-                raise not_finite(reduction.name_of(int(row[2])), rank, f" in global batch {share.number}")
+                raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {share.number}")
         skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
         if not skipped:
             return
@@ -362,8 +351,7 @@ class Lockstep:
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        out_of_memory = [rank for rank in skipped if rows[rank][2]]
-        self.skips.append(Skip(share, skipped, out_of_memory))
+        self.skips.append((share.number, {rank: share.counts[rank] for rank in skipped if rows[rank][2]}))
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 

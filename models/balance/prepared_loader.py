@@ -5,29 +5,20 @@ accelerate itself is not imported: a script that holds such a loader has done so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gangline.models.data.batches import copy_loader
 
 
-@dataclass(frozen=True)
-class PreparedLoader:
-    """A loader of accelerate, which moves batches to the device and counts them for gradient accumulation."""
+class PreparedLoader(NamedTuple):
+    """What was inside a loader that accelerate prepared."""
 
-    outer: Any
-    """The loader that `prepare` returned."""
     loader: DataLoader[Any]
     """DataLoader as it was before `prepare`."""
     global_batch: int | None
     """Samples of all ranks in a step if the batch size counts them (split_batches); else None."""
-
-    def around(self, loader: Any) -> Any:
-        """Put another loader into accelerate's loader, and return accelerate's."""
-        self.outer.base_dataloader = loader
-        return self.outer
 
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
@@ -63,25 +54,25 @@ def unprepared(loader: Any) -> PreparedLoader | None:
         )
     base: DataLoader[Any] = loader.base_dataloader
     if isinstance(base.dataset, IterableDataset):
-        return _of_stream(loader, base)
+        return _of_stream(base)
     shard: Any = base.batch_sampler
     batches, is_global = shard, False
     if type(shard).__name__ == "BatchSamplerShard":
         batches, is_global = shard.batch_sampler, shard.split_batches
     if type(batches) is BatchSampler:
         plain = copy_loader(base, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
-        return PreparedLoader(loader, plain, batches.batch_size if is_global else None)
+        return PreparedLoader(plain, batches.batch_size if is_global else None)
     if is_global:
         raise ValueError(
             f"split_batches=True with a {type(batches).__name__}: the lists of a batch sampler of one's own cannot be "
             "global batches; leave split_batches out"
         )
-    return PreparedLoader(loader, copy_loader(base, batch_sampler=batches), None)
+    return PreparedLoader(copy_loader(base, batch_sampler=batches), None)
 
 
-def _of_stream(loader: Any, base: DataLoader[Any]) -> PreparedLoader:
+def _of_stream(base: DataLoader[Any]) -> PreparedLoader:
     part: Any = base.dataset
     if type(part).__name__ != "IterableDatasetShard":
-        return PreparedLoader(loader, base, None)
+        return PreparedLoader(base, None)
     plain = copy_loader(base, dataset=part.dataset, batch_size=part.batch_size, drop_last=part.drop_last)
-    return PreparedLoader(loader, plain, part.batch_size if part.split_batches else None)
+    return PreparedLoader(plain, part.batch_size if part.split_batches else None)

@@ -11,8 +11,8 @@ import torch
 
 from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.workload import split_within
-from gangline.models.balance.balancer import Balancer, MemoryLimits, samples_that_fit
-from gangline.models.balance.rank_timer import RankTime, RankTimer
+from gangline.models.balance.balancer import Balancer, ElapsedTime, MemoryLimits, samples_that_fit
+from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import SpeedModel, listed_rates
 
 _log = logging.getLogger("gangline")
@@ -150,7 +150,7 @@ class RankBalance:
         self._largest = max(self._largest, samples)
         time = self.timer.take()
         if self._is_counted:
-            self._balancer.record(self._counted, [samples], [time or RankTime()])
+            self._balancer.record(self._counted, [samples], [time or ElapsedTime()])
         self._counted += self._is_counted
         self._is_counted = False
 

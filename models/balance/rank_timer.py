@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -34,24 +33,6 @@ def waiting_for_ranks() -> Iterator[None]:
             timer.resume()
 
 
-@dataclass
-class RankTime:
-    """Time of a rank's step; that of a GPU may not be complete yet."""
-
-    counted: ElapsedTime = field(default_factory=ElapsedTime)
-    forward: ElapsedTime = field(default_factory=ElapsedTime)
-    """Part in forward passes whose backward is not measured."""
-
-    def is_complete(self) -> bool:
-        """Return True if the GPU has passed all events."""
-        return self.counted.is_complete() and self.forward.is_complete()
-
-    def seconds(self) -> float | None:
-        """Wait for the GPU and return the time; None if nothing was measured."""
-        counted = self.counted.seconds()
-        return None if counted is None else counted + _BACKWARD * (self.forward.seconds() or 0.0)
-
-
 class RankTimer:
     """A stopwatch that runs through a step, and pauses where this rank may wait for others.
 
@@ -71,7 +52,7 @@ class RankTimer:
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._parameters = {id(parameter) for parameter in parameters}
-        self._time = RankTime()
+        self._time = ElapsedTime()
         self._since: Any = None  # mark from which time counts; None: paused
         self._was_running = self._is_after_backward = self._is_in_backward = self._is_in_forward = False
         self._hooks: list[RemovableHandle] = []
@@ -113,10 +94,7 @@ class RankTimer:
         """Count no time until `resume`; return False if it does not run."""
         if self._since is None:
             return False
-        now = mark(self._device)
-        self._time.counted.add(self._since, now)
-        if self._is_in_forward:
-            self._time.forward.add(self._since, now)
+        self._time.add(self._since, mark(self._device), 1 + _BACKWARD if self._is_in_forward else 1.0)
         self._since = None
         return True
 
@@ -124,10 +102,10 @@ class RankTimer:
         """Count time again."""
         self._since = mark(self._device)
 
-    def take(self) -> RankTime | None:
+    def take(self) -> ElapsedTime | None:
         """Return the time since the last call; None if the step was left before its end."""
         is_complete = not self.pause()
-        taken, self._time = self._time, RankTime()
+        taken, self._time = self._time, ElapsedTime()
         return taken if is_complete else None
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank."""
+"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank.
+
+It uses private names of torch, which tests check with each version of torch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from gangline.models.balance.torch_internals import complete_reduction, enter_forward, reduced_parameters
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
 
@@ -25,8 +27,10 @@ class Reduction:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Follow a network."""
         self._model = model
-        named = reduced_parameters(model)
-        self._names, self._parameters = list(named), list(named.values())
+        named: dict[str, Tensor] = {
+            name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad
+        }
+        self.names, self._parameters = list(named), list(named.values())
         # Which parameters a backward uses is not known with find_unused_parameters: its first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
         self.is_exact = not model.find_unused_parameters
@@ -47,32 +51,28 @@ class Reduction:
 
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
-        self._arrived = 0
+        self.arrived = 0
+        """Gradients that a backward pass has brought, until it has ended."""
         self._has_entered = False  # into the forward of the network
         self.is_ended = False
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
 
-    @property
-    def has_begun(self) -> bool:
-        """True if a backward has brought some of its gradients, but has not ended."""
-        return self._arrived > 0
-
     def note_gradient(self) -> None:
         """Count a gradient that a backward pass brings to a parameter."""
         if self._is_completing:
             return
-        if not self._arrived:
+        if not self.arrived:
             self.adds = self._parameters[0].grad is not None
-        self._arrived += 1
-        if self._arrived == self._expected and self._model.require_backward_grad_sync:
+        self.arrived += 1
+        if self.arrived == self._expected and self._model.require_backward_grad_sync:
             # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def note_not_finite(self, name: str) -> None:
         """Note that the gradient of a parameter is not finite."""
-        self.not_finite = self.not_finite or 1 + self._names.index(name)
+        self.not_finite = self.not_finite or 1 + self.names.index(name)
 
     def _end_backward(self) -> None:
         if (listener := self.listener()) is not None:
@@ -80,7 +80,7 @@ class Reduction:
         Variable._execution_engine.queue_callback(self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self._arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
+        self.arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
         if (listener := self.listener()) is not None:
             listener.end_reduction()
 
@@ -89,23 +89,37 @@ class Reduction:
 
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
-        if not (self.is_ended or self._has_entered or self._arrived):
-            enter_forward(self._model)
+        if not (self.is_ended or self._has_entered or self.arrived):
+            self._model._pre_forward(torch.zeros(()))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
     def complete(self) -> None:
         """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought.
 
         Raises:
-            RuntimeError: if a failed backward had reduced all gradients.
+            RuntimeError: if it is not known which gradients a failed backward has brought, or none is missing.
         """
         self.enter_forward()
         self._is_completing = True
         try:
-            complete_reduction(self._model, arrived=self._arrived)
+            with torch.enable_grad():
+                self._zeros().backward()
         finally:
             self._is_completing = False
-            self._arrived, self.is_ended = 0, True
+            self.arrived, self.is_ended = 0, True
+
+    def _zeros(self) -> Any:
+        """Return a number whose gradient with regard to the parameters that have got none yet is zero."""
+        if not self.arrived:
+            output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
+            return self._model._post_forward(output)  # type: ignore[no-untyped-call]
+        count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
+        if not missing or count - len(missing) > self.arrived:
+            raise RuntimeError(
+                f"backward failed after {self.arrived} of {count} gradients, and it is not known which ones "
+                "other ranks have got; restart from a checkpoint"
+            )
+        return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
@@ -114,14 +128,23 @@ class Reduction:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def name_of(self, number: int) -> str:
-        """Return the name of a parameter by its number, from 1."""
-        return self._names[number - 1]
-
     def drop(self) -> None:
         """Remove the gradient, so that the optimizer does nothing."""
         for parameter in self._parameters:
             parameter.grad = None
+
+
+class _Zeros(torch.autograd.Function):
+    """A number whose gradient with regard to some parameters is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,36 +25,6 @@ class WorkerReport:
     """Seconds in which it waited for the store, and through it for other workers, without computing."""
     context_loads: list[float]
     """Loads of its contexts at the end."""
-
-
-@dataclass(frozen=True)
-class _WorkerTime:
-    """Time of a worker's part of a training batch: that of its replicas together."""
-
-    samples: list[int]
-    times: list[ElapsedTime]
-    in_turn: bool
-    best_split: bool
-    note: Callable[[float], None]
-    """Receives the time with the present split, once."""
-
-    def is_complete(self) -> bool:
-        """Return True if the GPUs have passed all events."""
-        return all(time.is_complete() for time in self.times)
-
-    def seconds(self) -> float | None:
-        """Return the time with the present split over the replicas, or with the one that suits their speeds."""
-        measured = [
-            (count, seconds)
-            for count, time in zip(self.samples, self.times, strict=True)
-            if count and (seconds := time.seconds()) is not None
-        ]
-        times = [seconds for _, seconds in measured]
-        together = sum(times) if self.in_turn else max(times, default=0.0)
-        self.note(together)
-        if self.best_split and measured and not self.in_turn:
-            return sum(self.samples) / sum(count / seconds for count, seconds in measured)
-        return together
 
 
 class WorkerBalance:
@@ -84,14 +54,20 @@ class WorkerBalance:
     def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
         """Record samples and working time of each replica in a training batch, numbered equally on all workers."""
         if self._workers.count > 1:
-            time = _WorkerTime(list(samples), list(times), in_turn, self._best_split, self._note_computed)
-            self._balancer.record(step, [sum(samples)], [time])
+            self._balancer.record(step, samples, times, partial(self._together, in_turn))
             self._balancer.measure()
             if self._trial_left is not None:
                 self._trial_left -= 1
 
-    def _note_computed(self, seconds: float) -> None:
-        self._computed += seconds
+    def _together(self, in_turn: bool, samples: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return the time with the present split over the replicas, or with the one that suits their speeds."""
+        measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
+        times = [took for _, took in measured]
+        together = sum(times) if in_turn else max(times, default=0.0)
+        self._computed += together
+        if self._best_split and measured and not in_turn:
+            return sum(samples) / sum(count / took for count, took in measured)
+        return together
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
         """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""

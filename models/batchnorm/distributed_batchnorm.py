@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from gangline.models.batchnorm.joint_statistics import Direction, JointCall, Moments, check_own_forward, normalize
+from gangline.models.batchnorm.joint_statistics import Direction, Moments, check_own_forward, normalize
 from gangline.models.current_batch import current_batch, weighted
 
 _log = logging.getLogger("gangline")
@@ -44,43 +45,39 @@ class DistributedBatchNorm(_BatchNorm):
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
-        return normalize(self, input, _RankCall(self), counts=current_batch().has_samples)
+        batch = current_batch()
+        return normalize(self, input, partial(_exchange, self, batch.weight), counts=batch.has_samples)
 
 
 _SYNCHRONIZED = (nn.SyncBatchNorm, DistributedBatchNorm)
 
 
-class _RankCall(JointCall):
-    """Exchange of a layer's moments between ranks."""
-
-    def __init__(self, layer: DistributedBatchNorm) -> None:
-        self._group, self._number, self._weight = layer.group, layer.number, current_batch().weight
-
-    def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        if direction == "backward":
-            # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's samples gets
-            # this rank's weight at the parameters, so it is divided by it below.
-            own = Moments(own.size, weighted(own.mean, self._weight), weighted(own.squares, self._weight))
-        # float64 holds every count, and the values of float32 unchanged.
-        header = torch.tensor([own.size, self._number, direction == "backward"], dtype=torch.float64)
-        message = torch.cat([header.to(own.mean.device), own.mean.double(), own.squares.double()])
-        received = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(received, message, group=self._group)
-        headers = torch.stack([one[:3] for one in received]).tolist()
-        if len({(number, is_backward) for _, number, is_backward in headers}) > 1:
-            calls = ", ".join(
-                f"rank {rank}: {'backward' if is_backward else 'forward'} of number {number:.0f}"
-                for rank, (_, number, is_backward) in enumerate(headers)
-            )
-            raise RuntimeError(
-                f"ranks are in different layers of batch normalization ({calls}); a network with synchronized batch "
-                "statistics must call its layers in the same order on all ranks"
-            )
-        divisor = self._weight or 1.0 if direction == "backward" else 1.0
-        return [
-            Moments(int(header[0]), *(one[3:] / divisor).to(own.mean.dtype).chunk(2))
-            for header, one in zip(headers, received, strict=True)
-        ]
+def _exchange(layer: DistributedBatchNorm, weight: float, direction: Direction, own: Moments) -> list[Moments]:
+    """Exchange a layer's moments between ranks, of which this one has this weight."""
+    if direction == "backward":
+        # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's samples gets
+        # this rank's weight at the parameters, so it is divided by it below.
+        own = Moments(own.size, weighted(own.mean, weight), weighted(own.squares, weight))
+    # float64 holds every count, and the values of float32 unchanged.
+    header = torch.tensor([own.size, layer.number, direction == "backward"], dtype=torch.float64)
+    message = torch.cat([header.to(own.mean.device), own.mean.double(), own.squares.double()])
+    received = [torch.empty_like(message) for _ in range(dist.get_world_size(layer.group))]
+    dist.all_gather(received, message, group=layer.group)
+    headers = torch.stack([one[:3] for one in received]).tolist()
+    if len({(number, is_backward) for _, number, is_backward in headers}) > 1:
+        calls = ", ".join(
+            f"rank {rank}: {'backward' if is_backward else 'forward'} of number {number:.0f}"
+            for rank, (_, number, is_backward) in enumerate(headers)
+        )
+        raise RuntimeError(
+            f"ranks are in different layers of batch normalization ({calls}); a network with synchronized batch "
+            "statistics must call its layers in the same order on all ranks"
+        )
+    divisor = weight or 1.0 if direction == "backward" else 1.0
+    return [
+        Moments(int(header[0]), *(one[3:] / divisor).to(own.mean.dtype).chunk(2))
+        for header, one in zip(headers, received, strict=True)
+    ]
 
 
 def convert_sync_batchnorm(network: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:

@@ -9,9 +9,8 @@ are summed over the participants, so that every gradient is that of one network 
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,15 +33,11 @@ class Moments(NamedTuple):
     """Sum of squared deviations from the mean, likewise."""
 
 
-class JointCall(abc.ABC):
-    """One call of a layer, in which all participants exchange their moments."""
-
-    @abc.abstractmethod
-    def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        """Return the moments, without a graph, of all participants in the same order on all of them. Collective."""
+Exchange = Callable[[Direction, Moments], list[Moments]]
+"""Returns the moments, without a graph, of all participants in the same order on all of them. Collective."""
 
 
-def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts: bool = True) -> torch.Tensor:  # noqa: A002 - as torch names it
+def normalize(layer: _BatchNorm, input: torch.Tensor, exchange: Exchange, *, counts: bool = True) -> torch.Tensor:  # noqa: A002 - as torch names it
     """Return a layer's output for a part of the batch, (N, C, ...), and update its running statistics. Collective.
 
     With ``counts=False`` the part does not belong to the batch: it is normalized only.
@@ -53,9 +48,9 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, call: JointCall, *, counts
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     part = input if counts else input[:0]
     count = part.numel() // max(1, part.shape[1])
-    mean, squares = _Statistics.apply(part)  # type: ignore[no-untyped-call]
-    shares = call.exchange("forward", Moments(count, mean.detach(), squares.detach()))
-    mean, squares = _JointMoments.apply(mean, squares, count, shares, call)  # type: ignore[no-untyped-call]
+    own = _statistics(part.detach(), count)
+    shares = exchange("forward", own)
+    mean, squares = _JointStatistics.apply(part, own, shares, exchange)  # type: ignore[no-untyped-call]
     total = sum(share.size for share in shares)
     if total == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
@@ -113,52 +108,33 @@ def _mapped(values: torch.Tensor, mean: torch.Tensor, factor: torch.Tensor, shif
     return F.batch_norm(values, mean, torch.ones_like(mean), factor, shift, False, 0.0, epsilon)
 
 
-class _Statistics(Function):
-    """Statistics by channel: (N, C, ...) -> mean (C,), sum of squared deviations (C,); float32 for half precision."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        count = values.numel() // max(1, values.shape[1])
-        dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
-        mean, variance = torch.zeros(2, values.shape[1], dtype=dtype, device=values.device).unbind()
-        if count:
-            # The kernel of torch's own layer, 5 times as fast on a CPU as var_mean. Its results have the dtype of the
-            # running statistics, which enter with weight 0.
-            mean, variance = torch.batch_norm_update_stats(values, mean, torch.ones_like(variance), 0.0)
-        ctx.save_for_backward(values, mean)
-        return mean, variance * count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_mean: torch.Tensor, of_squares: torch.Tensor) -> torch.Tensor:
-        values, mean = ctx.saved_tensors
-        count = max(1, values.numel() // max(1, values.shape[1]))
-        return _mapped(values, mean, 2 * of_squares, of_mean / count)
+def _statistics(values: torch.Tensor, count: int) -> Moments:
+    """Return the statistics by channel of a part of the batch, (N, C, ...); in float32 for half precision."""
+    dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+    mean, variance = torch.zeros(2, values.shape[1], dtype=dtype, device=values.device).unbind()
+    if count:
+        # The kernel of torch's own layer, 5 times as fast on a CPU as var_mean. Its results have the dtype of the
+        # running statistics, which enter with weight 0.
+        mean, variance = torch.batch_norm_update_stats(values, mean, torch.ones_like(variance), 0.0)
+    return Moments(count, mean, variance * count)
 
 
-class _JointMoments(Function):
+class _JointStatistics(Function):
     """Statistics of the whole batch from those of all parts; backward sums the gradients over the participants."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mean: torch.Tensor,
-        squares: torch.Tensor,  # noqa: ARG004 - also in ``shares``; autograd needs it as an argument
-        count: int,
-        shares: list[Moments],
-        call: JointCall,
+        ctx: Any, values: torch.Tensor, own: Moments, shares: list[Moments], exchange: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        joint, joint_squares = combined(shares, mean.device)
-        ctx.save_for_backward(mean, joint)
-        ctx.call, ctx.count, ctx.counts = call, count, [share.size for share in shares]
+        joint, joint_squares = combined(shares, values.device)
+        ctx.save_for_backward(values, own.mean, joint)
+        ctx.exchange, ctx.count, ctx.counts = exchange, own.size, [share.size for share in shares]
         return joint, joint_squares
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, of_mean: torch.Tensor, of_squares: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        received = ctx.call.exchange("backward", Moments(ctx.count, of_mean, of_squares))
+    def backward(ctx: Any, of_mean: torch.Tensor, of_squares: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        received = ctx.exchange("backward", Moments(ctx.count, of_mean, of_squares))
         if [one.size for one in received] != ctx.counts:
             raise RuntimeError(
                 f"batch normalization has joint statistics of parts with {ctx.counts} values per channel, but backward "
@@ -166,10 +142,10 @@ class _JointMoments(Function):
             )
         of_mean = functools.reduce(torch.add, [one.mean.to(of_mean.device) for one in received])
         of_squares = functools.reduce(torch.add, [one.squares.to(of_squares.device) for one in received])
-        mean, joint = ctx.saved_tensors
+        values, mean, joint = ctx.saved_tensors
         total = max(1, sum(ctx.counts))
-        through_mean = of_mean * (ctx.count / total) + of_squares * (mean - joint) * (2 * ctx.count)
-        return through_mean, of_squares, None, None, None
+        of_own_mean = of_mean * (ctx.count / total) + of_squares * (mean - joint) * (2 * ctx.count)
+        return _mapped(values, mean, 2 * of_squares, of_own_mean / max(1, ctx.count)), None, None, None
 
 
 class _Normalized(Function):

@@ -1,28 +1,37 @@
-"""Synchronized batch normalization over the replicas of a module, and over those of all workers of a job."""
+"""Synchronized batch normalization over the replicas of a module, and over those of all workers of a job.
+
+The replicas of a worker exchange moments at a `ThreadBarrier`; a `WorkerRounds` joins the barriers of several workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from threading import Condition
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gangline.collectives.engine import host_staging
+from gangline.kvstore.group.remote_errors import error_name, error_text, make_error
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from gangline.models.batchnorm.joint_statistics import (
     Direction,
-    JointCall,
     Moments,
     check_own_forward,
     combined,
     normalize,
     update_running_statistics,
 )
-from gangline.models.batchnorm.thread_barrier import ThreadBarrier
+from gangline.models.workers import Workers
+
+State = Literal["in a layer", "finished", "without samples", "failed"]
+Value = TypeVar("Value")
 
 
 class JointBatchNorm:
@@ -116,7 +125,7 @@ def _layers(network: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 @dataclass(eq=False)
-class _JointForward(JointCall):
+class _JointForward:
     """Replacement of a layer's ``forward`` inside a section."""
 
     layer: _BatchNorm
@@ -127,31 +136,26 @@ class _JointForward(JointCall):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         layer = self.layer
         if layer.training or (layer.running_mean is None and layer.running_var is None):  # torch then uses the batch
-            return normalize(layer, input, self)
+            return normalize(layer, input, self.exchange)
         return _BatchNorm.forward(layer, input)
 
     def exchange(self, direction: Direction, own: Moments) -> list[Moments]:
         """All-gather moments over the replicas in this layer."""
-        if direction == "forward":
-            return self._exchange(direction, own)
-        call = self.layer.__dict__.get("forward")
+        call = self if direction == "forward" else self.layer.__dict__.get("forward")
         if not isinstance(call, _JointForward) or call.barrier.participants != self.barrier.participants:
             raise RuntimeError(
                 f"batch normalization {self.name!r} has joint statistics of replicas {self.barrier.participants}; "
                 "expected its backward in a backward_section, with a barrier of all of these"
             )
-        return call._exchange(direction, own)
-
-    def _exchange(self, direction: Direction, own: Moments) -> list[Moments]:
-        rounds, device = self.barrier.rounds, own.mean.device
+        barrier, rounds, device = call.barrier, call.barrier.rounds, own.mean.device
         if rounds is not None:
             label = f"rank {rounds.rank}, replica {self.index}"
             given = _on_host(own) if rounds.device is None else own
-            return _from_host(_checked(self.barrier.exchange(self.index, (label, direction, self.name, given))), device)
+            return _from_host(_checked(barrier.exchange(self.index, (label, direction, self.name, given))), device)
         ready = None
         if own.mean.is_cuda:  # other threads read the value on other streams
             ready = torch.cuda.current_stream(device).record_event()
-        received = self.barrier.exchange(self.index, (str(self.index), direction, self.name, own, ready))
+        received = barrier.exchange(self.index, (str(self.index), direction, self.name, own, ready))
         for *_, event in received:
             if event is not None:
                 torch.cuda.current_stream(event.device).wait_event(event)
@@ -184,3 +188,227 @@ def _checked(received: Sequence[Sequence[Any]]) -> list[Moments]:
             "statistics must call its layers in the same order on every share of a batch"
         )
     return [Moments(*moments) for _, _, _, moments, *_ in received]
+
+
+class Aborted(RuntimeError):  # noqa: N818 - it reports no error of its own
+    """Raised in waiting threads after another participant failed; that participant's error is the cause."""
+
+
+class ThreadBarrier:
+    """Barrier for a fixed set of participants, one thread each; the n-th `exchange` of each closes round n.
+
+    A participant finishes with `leave`, or with `abort` on failure, so that no other blocks on it forever. With
+    ``one_after_another`` the participants run one at a time, in the order of their indices: a turn lasts from `begin`
+    or an exchange to the next exchange or the end. Draws from a shared random generator then do not depend on which
+    thread is faster. A barrier serves one pass over a batch.
+    """
+
+    def __init__(
+        self, participants: Iterable[int], *, one_after_another: bool = False, rounds: WorkerRounds | None = None
+    ) -> None:
+        """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if there are any."""
+        self.participants = sorted(set(participants))
+        self.rounds = rounds
+        self.waited = dict.fromkeys(self.participants, 0.0)
+        """Seconds each participant has waited for the others."""
+        self._condition = Condition()
+        self._calls = dict.fromkeys(self.participants, 0)
+        self._values: dict[int, Any] = {}  # of the open round
+        self._result: list[Any] = []  # of the round closed last
+        self._rounds = 0
+        self._left: set[int] = set()
+        self._mismatch = ""
+        self._error: BaseException | None = None
+        self._takes_turns = one_after_another
+        self._turn: int | None = self.participants[0] if self.participants else None
+        self._generators: dict[int, torch.Generator | None] = {}
+        self._own_states: dict[int, torch.Tensor] = {}
+        self._state_before: torch.Tensor | None = None
+
+    def begin(self, index: int, generator: torch.Generator | None = None) -> None:
+        """Wait for the participant's first turn; without turns, return at once.
+
+        Each turn continues a generator that is shared with other participants from the participant's own state, and
+        restores it at the end.
+
+        Raises:
+            Aborted: if another participant failed.
+            RuntimeError: if the participants called `exchange` a different number of times.
+        """
+        if self._takes_turns:
+            with self._condition:
+                self._generators[index] = generator
+                self._wait_for(index, lambda: self._turn == index)
+                self._begin_turn(index)
+
+    def exchange(self, index: int, value: Value) -> list[Value]:
+        """All-gather one value per participant; return them in the order of workers and indices.
+
+        Raises:
+            Aborted: if another participant failed.
+            RuntimeError: if another participant left after fewer calls.
+            Exception: if another worker failed.
+        """
+        with self._condition:
+            self._calls[index] += 1
+            call = self._calls[index]
+            self._values[index] = value
+            self._check_left()
+            if len(self._values) == len(self.participants):
+                self._result = [self._values[one] for one in self.participants]
+                if self.rounds is not None:
+                    began = time.perf_counter()
+                    self._result = self.rounds.exchange(self._result)
+                    self.waited[index] += time.perf_counter() - began
+                self._values = {}
+                self._rounds += 1
+            self._end_turn(index)
+            self._condition.notify_all()
+            self._wait_for(index, lambda: self._rounds >= call and (not self._takes_turns or self._turn == index))
+            self._begin_turn(index)
+            return list(self._result)
+
+    def leave(self, index: int) -> None:
+        """Mark the participant as finished; any other that waits for another value of it gets an error."""
+        with self._condition:
+            self._left.add(index)
+            self._check_left()
+            self._end_turn(index)
+            self._condition.notify_all()
+
+    def abort(self, error: BaseException) -> None:
+        """Raise `Aborted`, caused by ``error``, in all participants that wait now or later."""
+        with self._condition:
+            if self._error is None:
+                self._error = error
+            self._condition.notify_all()
+
+    def _wait_for(self, index: int, condition: Callable[[], bool]) -> None:
+        began = time.perf_counter()
+        self._condition.wait_for(lambda: condition() or self._mismatch or self._error is not None)
+        self.waited[index] += time.perf_counter() - began
+        if condition():  # even after an error: the outcome of a closed round must not depend on thread speed
+            return
+        if self._mismatch:
+            raise RuntimeError(self._mismatch)
+        raise Aborted(f"another replica failed with {type(self._error).__name__}: {self._error}") from self._error
+
+    def _check_left(self) -> None:
+        """Note the mismatch if participants wait for others that have left."""
+        if self._left and self._values and not self._mismatch:
+            ended = ", ".join(f"replica {index} after {self._calls[index]}" for index in sorted(self._left))
+            waiting = ", ".join(f"replica {index} in call {self._calls[index]}" for index in sorted(self._values))
+            self._mismatch = (
+                "replicas called batch normalization a different number of times: "
+                f"{ended} had ended when {waiting} waited; a network with synchronized batch statistics must call each "
+                "layer equally often on every share of a batch"
+            )
+
+    def _begin_turn(self, index: int) -> None:
+        generator = self._generators.get(index)
+        if generator is not None:
+            self._state_before = generator.get_state()
+            if index in self._own_states:
+                generator.set_state(self._own_states.pop(index))
+
+    def _end_turn(self, index: int) -> None:
+        """Pass the turn to the next index, or to the first one if the round has just closed."""
+        generator = self._generators.get(index)
+        if generator is not None and self._state_before is not None:
+            self._own_states[index] = generator.get_state()
+            generator.set_state(self._state_before)
+        if index not in self._left and not self._values:
+            self._turn = self.participants[0]
+        else:
+            self._turn = next((each for each in self.participants if each > index), None)
+
+
+class WorkerRounds:
+    """One pass over a batch on all workers: a round for each call of a layer, and one at the end.
+
+    Every worker takes part in every round. If one fails, the next round raises its error on all others.
+    """
+
+    def __init__(
+        self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
+    ) -> None:
+        """Begin a pass of workers in step. Collective.
+
+        Args:
+            workers: the workers.
+            name: what the pass is.
+            device: GPU of this worker's only replica if all workers have one, and moments are to stay there.
+        """
+        self.rank = workers.rank
+        self.device = device
+        self._workers, self._name = workers, name
+        self._is_over = False
+
+    def exchange(self, values: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+        """Return the values of all workers in rank order: label, direction, name of the layer and moments. Collective.
+
+        Moments are on the host, or on the GPU that the rounds have.
+
+        Raises:
+            RuntimeError: on all workers, if another worker has finished the pass.
+            Exception: the error of a worker that failed.
+        """
+        if self.device is None:
+            return self._round("in a layer", list(values))
+        ((label, direction, name, own),) = values
+        kind = [own.size, len(own.mean), name_of_dtype(own.mean.dtype)]
+        headers = self._round("in a layer", [[label, direction, name, [self.rank, *kind]]])
+        return self._with_moments(headers, torch.cat([own.mean, own.squares]))
+
+    def _with_moments(self, headers: list[Any], own: torch.Tensor | None = None) -> list[Any]:
+        """Gather the moments on the GPUs, if the headers are of one layer; None: this worker has none. Collective."""
+        if len({(direction, name) for _, direction, name, _ in headers}) > 1:
+            return headers
+        if own is None:
+            _, _, channels, dtype = headers[0][-1]
+            own = torch.zeros(2 * channels, dtype=dtype_named(dtype), device=self.device)
+        gathered = self._workers.all_gather_tensor(own)
+        return [
+            [label, direction, name, Moments(size, *gathered[rank].chunk(2))]
+            for label, direction, name, (rank, size, *_) in headers
+        ]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Return a context manager around the whole pass of a worker that has samples. Collective at its end."""
+        with self._reporting_errors():
+            yield
+        self._round("finished", [])
+
+    def follow(self, take: Callable[[list[Any]], None]) -> None:
+        """Take part in a pass without samples; ``take`` receives the values of each round. Collective."""
+        with self._reporting_errors():
+            while values := self._round("without samples", []):
+                take(values if self.device is None else self._with_moments(values))
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:  # otherwise all workers have an error already
+                self._round("failed", [error_name(error), error_text(error)])
+            raise
+
+    def _round(self, state: State, payload: list[Any]) -> list[Any]:
+        self._is_over = True  # also after an error in the exchange itself
+        received = self._workers.all_gather([state, payload], f"sync_batchnorm, {self._name}")
+        for rank, (theirs, failure) in enumerate(received):
+            if theirs == "failed" and state != "failed":
+                error = make_error(*failure)
+                error.add_note(f"Rank {rank} raised this error in {self._name}.")
+                raise error
+        states = {rank: theirs for rank, (theirs, _) in enumerate(received) if theirs != "without samples"}
+        if {"in a layer", "finished"} <= set(states.values()):
+            raise RuntimeError(
+                "workers called batch normalization a different number of times: in this round "
+                f"{', '.join(f'rank {rank} is {theirs}' for rank, theirs in states.items())}; a network with "
+                "synchronized batch statistics must call each layer equally often on every share of a batch"
+            )
+        self._is_over = "in a layer" not in states.values()
+        return [] if self._is_over else [value for _, values in received for value in values]

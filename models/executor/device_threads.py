@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from gangline.collectives.context import Context
-from gangline.models.batchnorm.thread_barrier import Aborted
+from gangline.models.batchnorm.sync_batchnorm import Aborted
 
 Result = TypeVar("Result")
 _PARALLEL = 1 << 18  # elements: enough for torch to parallelize an addition

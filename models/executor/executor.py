@@ -12,9 +12,7 @@ from typing import Literal
 import torch
 
 from gangline.models.balance.balancer import ElapsedTime, mark
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
-from gangline.models.batchnorm.thread_barrier import ThreadBarrier
-from gangline.models.batchnorm.worker_rounds import WorkerRounds
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds, copy_statistics
 from gangline.models.data.batches import Batch, call_network, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.summed_loss import SummedLoss

@@ -49,12 +49,13 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: float, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         own = rows if counts else rows[:0]
-        described = torch.tensor([len(own), _checksum(rows)], device=rows.device)
+        kind = zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])}".encode())  # a number that is equal in all processes
+        described = torch.tensor([len(own), kind], device=rows.device)
         of_ranks = [torch.empty_like(described) for _ in range(size)]
         dist.all_gather(of_ranks, described, group=group)
         lengths, kinds = torch.stack(of_ranks).t().tolist()
-        for other, kind in enumerate(kinds):
-            if kind != kinds[0]:
+        for other, other_kind in enumerate(kinds):
+            if other_kind != kinds[0]:
                 raise ValueError(
                     f"gather_rows: rank {other} has rows of another shape or dtype than rank 0; here they are "
                     f"{rows.dtype} of {tuple(rows.shape[1:])}; expected the same on all ranks"
@@ -78,8 +79,3 @@ class _GatherRows(torch.autograd.Function):
         if ctx.begin == ctx.end:
             return gradient.new_zeros(ctx.rows, *gradient.shape[1:]), None, None, None
         return summed[ctx.begin : ctx.end] / ctx.weight, None, None, None
-
-
-def _checksum(rows: Tensor) -> int:
-    """Return a number that tells dtypes and shapes of rows apart, equal in all processes."""
-    return zlib.crc32(f"{rows.dtype} {tuple(rows.shape[1:])}".encode())

@@ -124,10 +124,16 @@ class Pipeline(nn.Module):
                 f"work_load_list has {len(self._loads)} numbers; expected {len(groups)}, one for each copy"
             )
         networks = [network, *(copy.deepcopy(network) for _ in groups[1:])]
-        cut_by_time = partial(self._cut_by_time, sample=sample, speeds=speeds, memory=memory)
-        self._replicas = [_placed(own, group, cut_by_time) for own, group in zip(networks, groups, strict=True)]
+        names = list(network._modules)  # named_children() leaves out the second of two equal layers
+        self._replicas: list[_Replica] = []
+        for own, group in zip(networks, groups, strict=True):
+            if isinstance(group, Mapping):
+                begins, contexts = _cut_by_name(names, group)
+            else:
+                contexts = contexts_of("auto" if isinstance(group, str) else list(group))
+                begins = self._cut_by_time(own, contexts, sample, speeds, memory)
+            self._replicas.append(_placed(own, begins, contexts))
         self.contexts = [context for replica in self._replicas for context in replica.contexts]
-        names = [name for name, _ in network.named_children()]
         self.stages = [[names[number] for number, _ in stage] for replica in self._replicas for stage in replica.stages]
         """Names of the layers on each context."""
         self.idle: list[float] = []
@@ -344,18 +350,10 @@ class _StageFailed(Exception):  # noqa: N818  the error of the other stage is ra
     """Another stage has failed."""
 
 
-def _placed(
-    network: nn.Sequential, group: Any, cut_by_time: Callable[[nn.Sequential, list[Context]], list[int]]
-) -> _Replica:
-    """Cut a copy of the network into stages, and move each to its context."""
-    names = [name for name, _ in network.named_children()]
-    if isinstance(group, Mapping):
-        begins, contexts = _cut_by_name(names, group)
-    else:
-        contexts = contexts_of("auto" if isinstance(group, str) else list(group))
-        begins = cut_by_time(network, contexts)
+def _placed(network: nn.Sequential, begins: Sequence[int], contexts: list[Context]) -> _Replica:
+    """Cut a copy of the network into stages that begin at these layers, and move each to its context."""
     layers = list(enumerate(network))
-    stages = [layers[begin:end] for begin, end in pairwise([*begins, len(names)])]
+    stages = [layers[begin:end] for begin, end in pairwise([*begins, len(layers)])]
     for stage, context in zip(stages, contexts, strict=True):
         for _, layer in stage:
             layer.to(context.torch_device)

@@ -17,9 +17,7 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import create
 from gangline.models.batchnorm.joint_statistics import Moments
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm
-from gangline.models.batchnorm.thread_barrier import ThreadBarrier
-from gangline.models.batchnorm.worker_rounds import WorkerRounds
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds
 from gangline.models.workers import Workers
 from tests.collectives.ranks import in_threads
 from tests.collectives.simulated_gpus import SimulatedGpuTensor, on_simulated_gpu, simulated_gpus

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, copy_statistics
-from gangline.models.batchnorm.thread_barrier import Aborted, ThreadBarrier
+from gangline.models.batchnorm.sync_batchnorm import Aborted, JointBatchNorm, ThreadBarrier, copy_statistics
 from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
