@@ -25,23 +25,14 @@ class ElasticWorkers(Workers):
         self.first_context = store.rank * num_contexts
         self.first_sample = 0
         """Number of this worker's first sample within the batch of all workers."""
-        self._elastic_store = store
+        self.store = store
+        """Store of the job, which decides who takes part in a step."""
         self._began_at = 0  # position of the job's first step
 
     @property
     def has_others(self) -> bool:
         """True, even if this worker is the only one at present."""
         return True
-
-    @property
-    def is_over(self) -> bool:
-        """True if worker 0 has ended the job, without an error."""
-        return self._elastic_store.is_over
-
-    @property
-    def has_joined(self) -> bool:
-        """True if this worker came after the start of the job."""
-        return self._elastic_store.has_joined
 
     def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
         """Begin to train. Collective; a worker that joins gets what the others gave, and can make no such call later.
@@ -52,22 +43,17 @@ class ElasticWorkers(Workers):
             resumes: whether a checkpoint is resumed, likewise.
 
         Returns:
-            The arguments that worker 0 gave. This worker begins `first_step` after them.
+            The arguments that worker 0 gave. This worker begins the store's `first_step` after them; read that after
+            all collective calls of `fit`.
 
         Raises:
             RuntimeError: if this worker was started again alone: some weights may be newer than those of its step.
         """
-        store = self._elastic_store
-        if store.is_restarted and not store.has_joined:
-            store.check_not_restarted("fit of a worker that has started again")
-        self._began_at, step, resumes = store.group.broadcast([position, step, resumes], "fit")
+        if self.store.is_restarted and not self.store.has_joined:
+            self.store.check_not_restarted("fit of a worker that has started again")
+        self._began_at, step, resumes = self.store.group.broadcast([position, step, resumes], "fit")
         self.has_begun = True
         return self._began_at, step, resumes
-
-    @property
-    def first_step(self) -> int:
-        """Number of the job's steps before this worker's first; read it after all collective calls of `fit`."""
-        return self._elastic_store.first_step
 
     def share_of(self, position: int, samples: int) -> slice | None:
         """Begin a step, and return this worker's slice of its global batch; None if this worker has left the job.
@@ -76,7 +62,7 @@ class ElasticWorkers(Workers):
             position: number of the batch over all epochs.
             samples: number of samples in it.
         """
-        share = self._elastic_store.share(samples, position - self._began_at)
+        share = self.store.share(samples, position - self._began_at)
         self.has_left = share is None
         self.first_sample = 0 if share is None else share.start
         return share
@@ -99,5 +85,5 @@ class ElasticWorkers(Workers):
         if self.is_first:
             super().ask_to_stop(reason)
         elif self._stop_request is None:
-            self._elastic_store.leave()
+            self.store.leave()
             self._stop_request = reason

@@ -38,7 +38,7 @@ from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
-from gangline.models.optimizer_binding import OptimizerBinding, bind_optimizer
+from gangline.models.optimizer_binding import OptimizerBinding, StoreOptimizer, bind_optimizer
 from gangline.models.run_state import Position, RunState
 from gangline.models.training_step import TrainingStep
 from gangline.models.workers import Workers
@@ -469,20 +469,12 @@ class Module:
     @property
     def store_type(self) -> str | None:
         """Name of the store; None before `init_optimizer`, and if a single context needs no store."""
-        return self._store.type if self._store is not None else None
+        return self.store.type if self.store is not None else None
 
     @property
-    def _store(self) -> KVStore | None:
+    def store(self) -> KVStore | None:
+        """The store that sums gradients; None before `init_optimizer`, and if a single context needs no store."""
         return self._step.optimizer.store if self._step.optimizer is not None else None
-
-    @property
-    def keeps_state(self) -> bool:
-        """True if this worker may be started again alone, and `keep` has an effect."""
-        return self._step.optimizer is not None and self._step.optimizer.keeps_state
-
-    def check_not_restarted(self, what: str) -> None:
-        """Fail the job if this worker was started again alone; see `KVStore.check_not_restarted`."""
-        self._require_optimizer("check_not_restarted()").check_not_restarted(what)
 
     @property
     def learning_rate(self) -> float:
@@ -503,7 +495,7 @@ class Module:
 
     def compression_residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals of gradient compression, on the host; see `KVStore.compression_residuals`."""
-        return self._store.compression_residuals() if self._store is not None else {}
+        return self.store.compression_residuals() if self.store is not None else {}
 
     def _require_optimizer(self, call: str) -> OptimizerBinding:
         if self._step.optimizer is None:
@@ -923,6 +915,7 @@ class Module:
 
     def keep(self, of_loop: Any) -> None:
         """Keep the state of this worker between two steps, with that of a loop, for its restart (`KVStore.keep`)."""
+        assert isinstance(self._step.optimizer, StoreOptimizer)  # others are not started again alone
         replicas, run_state = self.bound.replicas, self.run_state
         state = {
             "untrained": [replica.untrained() for replica in replicas.all],
@@ -932,12 +925,12 @@ class Module:
             "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None,
             "load_balancer": self.load_balancer.state() if self.load_balancer is not None else None,
         }
-        self._require_optimizer("keep()").keep([state, of_loop])
+        self._step.optimizer.keep([state, of_loop])
 
     def kept(self) -> Any:
         """Restore what `keep` kept in the former process of this worker; return the loop's part, None if none is."""
-        replicas = self.bound.replicas
-        found = self._require_optimizer("kept()").kept()
+        assert isinstance(self._step.optimizer, StoreOptimizer)
+        replicas, found = self.bound.replicas, self._step.optimizer.kept()
         if found is None:
             return None
         state, of_loop = found

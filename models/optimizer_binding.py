@@ -91,20 +91,6 @@ class OptimizerBinding:
     def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
 
-    @property
-    def keeps_state(self) -> bool:
-        """True if this worker may be started again alone, and `keep` has an effect."""
-        return False
-
-    def keep(self, state: Any) -> None:
-        """Keep a state between two steps, with that of the store on this worker; see `KVStore.keep`."""
-
-    def kept(self) -> Any:
-        """Restore the store on this worker, and return the state of its former process; None if there is none."""
-
-    def check_not_restarted(self, what: str) -> None:
-        """Fail the job if this worker was started again alone; see `KVStore.check_not_restarted`."""
-
     def hand_back(self) -> None:
         """Give the parameters of the user's network memory of their own, until the next step."""
 
@@ -146,7 +132,7 @@ class StoreOptimizer(OptimizerBinding):
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
         if not (self._continues or self.workers.has_begun):
-            self.check_not_restarted("training by a Module without fit")
+            self.store.check_not_restarted("training by a Module without fit")
         self._reducer.begin(active, push_early=push_early, weight=weight, rerun=rerun)
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
@@ -180,22 +166,17 @@ class StoreOptimizer(OptimizerBinding):
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
         self.store.load_optimizer_state(state)
 
-    @property
-    def keeps_state(self) -> bool:  # noqa: D102  inherited
-        return self.store.keeps_state
-
-    def keep(self, state: Any) -> None:  # noqa: D102  inherited
+    def keep(self, state: Any) -> None:
+        """Keep a state between two steps, with that of the store on this worker; see `KVStore.keep`."""
         self._reducer.keep(state)
 
-    def kept(self) -> Any:  # noqa: D102  inherited
+    def kept(self) -> Any:
+        """Restore the store on this worker, and return the state of its former process; None if there is none."""
         found = self._reducer.kept()
         self._continues = True
         if found is None and self.store.is_restarted and self.store.first_step:
-            self.check_not_restarted("training by a Module of which nothing was kept")
+            self.store.check_not_restarted("training by a Module of which nothing was kept")
         return found
-
-    def check_not_restarted(self, what: str) -> None:  # noqa: D102  inherited
-        self.store.check_not_restarted(what)
 
     def hand_back(self) -> None:  # noqa: D102  inherited
         self._reducer.hand_back()

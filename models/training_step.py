@@ -394,12 +394,13 @@ class TrainingStep:
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
         """Run a batch forward and backward, in one task per replica if its normalizer is known before."""
-        normalizer = self._known_normalizer(data, label) if push_early else None
-        if normalizer is None:
-            self._forward_pass(data, label, train=True)
-            self._backward_from_loss(push_early=push_early)
-        else:
-            self._fused_forward_backward(data, label, normalizer)
+        if push_early and data is not None and self.grad_req == "write" and self._bound.executor.can_fuse_backward:
+            normalizer = self._loss.known_normalizer(label, num_samples(data, "data"))
+            if normalizer is not None:
+                self._fused_forward_backward(data, label, normalizer)
+                return
+        self._forward_pass(data, label, train=True)
+        self._backward_from_loss(push_early=push_early)
 
     def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
@@ -480,16 +481,9 @@ class TrainingStep:
                 self._bound.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
-    def _known_normalizer(self, data: Batch | None, label: Batch | None) -> float | None:
-        """Return the normalizer of this worker's batch if it is known before forward."""
-        if data is None or self.grad_req != "write" or not self._bound.executor.can_fuse_backward:
-            return None
-        return self._loss.known_normalizer(label, num_samples(data, "data"))
-
     def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
         """Run forward and backward of each replica in one thread task."""
         assert self.optimizer is not None
-        self._shares = []
         slices = self._slices(data)
         self.normalizer, self._divisor = normalizer, normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer

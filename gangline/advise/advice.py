@@ -11,8 +11,6 @@ from gangline.advise.steps import PHASES, JobSteps
 
 _LEAST_GAIN = 0.1
 """Share of a step that a remedy must be able to save."""
-_LEAST_LATE = 0.5
-"""Share of the steps in which a process must be the last, to be called slow."""
 _PAUSE = 5.0
 """A step this many times as long as the median, in which all others wait for one process, is a pause."""
 _LEAST_WAIT = 0.25

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,8 @@ _FIRST_STEPS = 3
 """Steps at the beginning that are left out: they set up buckets, connections and memory."""
 _QUEUED = ("queue all_reduce", "queue reduce_scatter")
 Event = dict[str, Any]
+Span = tuple[float, float, Event]
+"""Begin and end in seconds of something that a process did, and its event."""
 
 
 @dataclass
@@ -170,17 +173,16 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
     for pid, own in of_process.items():
         name = described.get(pid, {}).get("name", "")
         if name.startswith("server"):
-            busy = _merged(sorted((b, e, {}) for b, e in _spans_of(own, "update of", steps[0].begin, steps[-1].end)))
-            job.servers[name] = described[pid]["host"], sum(e - b for b, e in busy) / len(steps)
+            updates = [_span(e) for e in own if e["ph"] == "X" and e["name"].startswith("update of")]
+            within = [span for span in updates if steps[0].begin <= span[0] and span[1] <= steps[-1].end]
+            busy = _merged(sorted(within, key=itemgetter(0)))
+            job.servers[name] = described[pid]["host"], sum(e - b for b, e, _ in busy) / len(steps)
     return job
 
 
-def _spans_of(events: Iterable[Event], prefix: str, begin: float, end: float) -> list[tuple[float, float]]:
-    """Return begin and end of the spans between two times whose names begin with a text."""
-    times = [
-        (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X" and e["name"].startswith(prefix)
-    ]
-    return [(first, last) for first, last in times if begin <= first and last <= end]
+def _span(event: Event) -> Span:
+    """Return a complete event as begin and end in seconds, and the event itself."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event
 
 
 def _is_gradient(event: Event) -> bool:
@@ -221,30 +223,25 @@ class _Arrivals:
 
 
 def _steps(events: Sequence[Event], arrivals: _Arrivals, threads: Mapping[int, str]) -> list[Step]:
-    spans: dict[str, list[tuple[float, float, Event]]] = defaultdict(list)
+    spans: dict[str, list[Span]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            begin = event["ts"] / 1e6
-            spans[event["name"]].append((begin, begin + event["dur"] / 1e6, event))
+            spans[event["name"]].append(_span(event))
     for own in spans.values():
-        own.sort(key=lambda span: span[0])
+        own.sort(key=itemgetter(0))
     backwards = _merged(spans["backward"])
     exchange_ends = sorted(end for name in ("exchange", "update") for _, end, _ in spans[name])
-    gradients = sorted(
-        (span for name in ("all_reduce", "reduce_scatter") for span in spans[name]), key=lambda span: span[0]
-    )
-    outer: list[tuple[float, float, Event]] = [(begin, end, {}) for begin, end in _merged(spans["forward"])]
+    gradients = sorted([*spans["all_reduce"], *spans["reduce_scatter"]], key=itemgetter(0))
+    forwards = _merged(spans["forward"])
     queued = sorted(e["ts"] / 1e6 for e in events if e["ph"] == "b" and e["name"] in _QUEUED)
     steps: list[Step] = []
     previous = None
-    for index, (begin, end) in enumerate(backwards):
+    for index, (begin, end, _) in enumerate(backwards):
         following = backwards[index + 1][0] if index + 1 < len(backwards) else float("inf")
         number = bisect.bisect_left(exchange_ends, following)
-        last = exchange_ends[number - 1] if number and exchange_ends[number - 1] >= begin else end
-        if last <= begin or last < end:
-            last = end
+        last = max(end, exchange_ends[number - 1] if number else end)
         if previous is not None:
-            steps.append(_step(previous, begin, end, last, spans, outer, gradients, queued, arrivals))
+            steps.append(_step(previous, begin, end, last, spans, forwards, gradients, queued, arrivals))
             steps[-1].contexts = _contexts(spans, previous, last, threads)
         previous = last
     return steps
@@ -255,9 +252,9 @@ def _step(
     backward: float,
     backward_end: float,
     end: float,
-    spans: dict[str, list[tuple[float, float, Event]]],
-    forwards: Sequence[tuple[float, float, Event]],
-    gradients: Sequence[tuple[float, float, Event]],
+    spans: dict[str, list[Span]],
+    forwards: Sequence[Span],
+    gradients: Sequence[Span],
     queued: Sequence[float],
     arrivals: _Arrivals,
 ) -> Step:
@@ -286,7 +283,7 @@ def _step(
 
 
 def _contexts(
-    spans: Mapping[str, Sequence[tuple[float, float, Event]]], begin: float, end: float, threads: Mapping[int, str]
+    spans: Mapping[str, Sequence[Span]], begin: float, end: float, threads: Mapping[int, str]
 ) -> dict[str, float]:
     """Return the seconds of forward and backward of each thread between two times."""
     seconds: dict[str, float] = defaultdict(float)
@@ -297,29 +294,27 @@ def _contexts(
     return dict(seconds)
 
 
-def _merged(spans: Sequence[tuple[float, float, Event]]) -> list[tuple[float, float]]:
-    """Return spans of several threads as (begin, end); those that overlap become one."""
-    merged: list[tuple[float, float]] = []
-    for begin, end, _ in spans:
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Return spans of several threads, of which those that overlap have become one."""
+    merged: list[Span] = []
+    for begin, end, event in spans:
         if merged and begin < merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            merged[-1] = merged[-1][0], max(end, merged[-1][1]), merged[-1][2]
         else:
-            merged.append((begin, end))
+            merged.append((begin, end, event))
     return merged
 
 
-def _begun(
-    spans: Sequence[tuple[float, float, Event]], begin: float, end: float
-) -> Iterator[tuple[float, float, Event]]:
+def _begun(spans: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
     """Yield the spans that have begun between two times; ``spans`` are in that order."""
-    first = bisect.bisect_left(spans, begin, key=lambda span: span[0])
+    first = bisect.bisect_left(spans, begin, key=itemgetter(0))
     for index in range(first, len(spans)):
         if spans[index][0] >= end:
             return
         yield spans[index]
 
 
-def _total(spans: Sequence[tuple[float, float, Event]], begin: float, end: float) -> float:
+def _total(spans: Sequence[Span], begin: float, end: float) -> float:
     """Return the seconds of spans that lie between two times."""
     return sum(min(other, end) - one for one, other, _ in _begun(spans, begin, end))
 

@@ -1,10 +1,10 @@
-"""`gangline env`: report the installation and the machine."""
+"""`gangline env`: report the installation, and the devices to train on or those of each worker of a job."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -12,15 +12,15 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from gangline.cli.devices import show_devices, show_job
 from gangline.cli.launch import local_host
-from gangline.cli.options import JsonFile, write_json
+from gangline.cli.options import JsonFile, print_table, write_json
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.errors import UsageError
-from gangline.doctor.gpu_links import read_links
-from gangline.doctor.inventory import device_table
+from gangline.doctor.gpu_links import LinkMatrix, matrix_table, read_links
+from gangline.doctor.inventory import Device, device_table
 from gangline.doctor.this_host import check_host
+from gangline.launcher.binding import Host, bind
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
 _CHECKS, _CHECK_SECONDS = ("shared-memory", "dev-shm", "cross-memory-attach", "limits"), 30.0
@@ -58,6 +58,75 @@ def env(
         print(section)
         for name, value in values.items():
             print(f"  {name}: {value}")
+
+
+def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
+    """Print a table with the host, GPUs, cores and threads of each worker of a job.
+
+    Raises:
+        UsageError: if the hosts have fewer GPUs or slots than workers.
+    """
+    try:
+        bindings = bind(hosts, workers, idle_surplus=idle_surplus)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    threads = os.environ.get("OMP_NUM_THREADS")
+    rows: list[dict[str, Any]] = [
+        {
+            "rank": one.rank,
+            "host": one.host.address,
+            "local_rank": one.local_rank,
+            "gpus": [gpu.name for gpu in one.gpus],
+            "numa_nodes": sorted({gpu.node for gpu in one.gpus if gpu.node is not None}),
+            "cpus": list(one.cpus),
+            "threads": int(threads) if threads and threads.isdecimal() else one.threads,
+        }
+        for one in bindings
+    ]
+    write_json(json, rows)
+    if json is not None:
+        return
+    print_table(
+        {
+            "worker": [str(one.rank) for one in bindings],
+            "host": [one.host.address for one in bindings],
+            "local rank": [str(one.local_rank) for one in bindings],
+            "GPUs": [", ".join(gpu.name for gpu in one.gpus) or "any" for one in bindings],
+            "NUMA node": [ranges(row["numa_nodes"]) for row in rows],
+            "CPUs": [ranges(one.cpus) or "any" for one in bindings],
+            "threads": [str(row["threads"] or "any") for row in rows],
+        }
+    )
+    for rank in range(len(rows), workers):
+        print(f"worker {rank} is not started: it has no GPU or slot")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in short form: "0-3,8" for 0, 1, 2, 3, 8."""
+    groups: list[list[int]] = []
+    for number in sorted(numbers):
+        if groups and groups[-1][-1] == number - 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
+
+
+def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
+    """Print a table of devices, and one of the links between GPUs."""
+    print_table(
+        {
+            "context": [row.context for row in rows],
+            "name": [row.name for row in rows],
+            "free": [f"{row.memory_free / 2**30:.1f} GiB" for row in rows],
+            "total": [f"{row.memory_total / 2**30:.1f} GiB" for row in rows],
+            "capability": [row.compute_capability or "" for row in rows],
+            "display": ["" if row.display is None else "yes" if row.display else "no" for row in rows],
+            "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
+        }
+    )
+    if len(links) > 1:
+        print(f"\n{matrix_table(links)}")
 
 
 def _report() -> dict[str, dict[str, Any]]:

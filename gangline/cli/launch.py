@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -44,40 +43,31 @@ _host_option = partial(typer.Option, rich_help_panel="Hosts")
 _engine_option = partial(typer.Option, rich_help_panel="Engines")
 
 
-class Launcher(StrEnum):
-    """Ways to start processes."""
-
-    LOCAL = "local"
-    SSH = "ssh"
-    MPI = "mpi"
-    SLURM = "slurm"
-    K8S = "k8s"
-    RAY = "ray"
-
-
+Launcher = Literal["local", "ssh", "mpi", "slurm", "k8s", "ray"]
+"""Ways to start processes."""
 _OF_LAUNCHERS = {
-    "interface": (Launcher.SSH, Launcher.MPI, Launcher.SLURM),
-    "ssh": (Launcher.SSH,),
-    "remote_python": (Launcher.SSH,),
-    "mpirun": (Launcher.MPI,),
-    "engine_option": (Launcher.MPI, Launcher.SLURM),
-    "name": (Launcher.SLURM, Launcher.K8S),
-    "image": (Launcher.K8S,),
-    "k8s_kind": (Launcher.K8S,),
-    "log_dir": (Launcher.LOCAL, Launcher.SSH, Launcher.MPI, Launcher.SLURM),
-    "stop_signals": (Launcher.LOCAL, Launcher.SSH, Launcher.MPI, Launcher.SLURM),
-    "idle_surplus": (Launcher.LOCAL, Launcher.SSH),
-    "bind": (Launcher.LOCAL, Launcher.SSH),
-    "max_restarts": (Launcher.LOCAL, Launcher.SSH, Launcher.RAY),
-    "restart_processes": (Launcher.LOCAL,),
-    "elastic": (Launcher.LOCAL,),
+    "interface": ("ssh", "mpi", "slurm"),
+    "ssh": ("ssh",),
+    "remote_python": ("ssh",),
+    "mpirun": ("mpi",),
+    "engine_option": ("mpi", "slurm"),
+    "name": ("slurm", "k8s"),
+    "image": ("k8s",),
+    "k8s_kind": ("k8s",),
+    "log_dir": ("local", "ssh", "mpi", "slurm"),
+    "stop_signals": ("local", "ssh", "mpi", "slurm"),
+    "idle_surplus": ("local", "ssh"),
+    "bind": ("local", "ssh"),
+    "max_restarts": ("local", "ssh", "ray"),
+    "restart_processes": ("local",),
+    "elastic": ("local",),
 }
 """Launchers that use an option; an option that is not here is for all."""
 _RESTARTS = {
-    Launcher.MPI: "mpirun restarts nothing, so start the job again with --load-epoch auto",
-    Launcher.SLURM: "Slurm queues the job again: at exit code 75, or after the loss of a node by "
+    "mpi": "mpirun restarts nothing, so start the job again with --load-epoch auto",
+    "slurm": "Slurm queues the job again: at exit code 75, or after the loss of a node by "
     "--engine-option=--requeue; --load-epoch auto then resumes",
-    Launcher.K8S: "Kubernetes starts it again: failurePolicy.maxRestarts in the manifest of --k8s-kind jobset, "
+    "k8s": "Kubernetes starts it again: failurePolicy.maxRestarts in the manifest of --k8s-kind jobset, "
     "backoffLimit in that of rayjob; --load-epoch auto then resumes",
 }
 """Restarts of engines that gangline does not restart."""
@@ -108,7 +98,7 @@ def launch(
             help="Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own.",
         ),
     ] = 1,
-    launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = Launcher.LOCAL,
+    launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = "local",
     gpus: Annotated[
         str | None,
         typer.Option(help="GPUs of the workers, such as 0,2: each worker has its own. A GPU named twice is shared."),
@@ -228,7 +218,7 @@ def launch(
         serve_metrics(metrics_port)
     bounds = _bounds(elastic, workers, servers, work_load_list)
     stops = signals_of(stop_signals)
-    if gpus is not None and launcher not in (Launcher.LOCAL, Launcher.K8S):
+    if gpus is not None and launcher not in ("local", "k8s"):
         raise UsageError(
             f"--gpus names GPUs of this host; with --launcher {launcher} name them by gpus=0,2 in a --hostfile, "
             "or by options of the engine"
@@ -244,33 +234,33 @@ def launch(
         restart_processes=restart_processes,
         elastic=bounds,
     )
-    if launcher is Launcher.K8S:
+    if launcher == "k8s":
         if image is None:
             raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
         count = len(numbers("--gpus", gpus, int)) // workers if gpus else 0
         described = text_of_manifests(manifests(job, KubernetesOptions(image, name, k8s_kind, count, grace)))
         raise typer.Exit(_feed(["kubectl", "apply", "-f", "-"], described, dry_run))
     options = tuple(engine_option or ())
-    if launcher is Launcher.SLURM and not is_within_job():
+    if launcher == "slurm" and not is_within_job():
         given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
-    if launcher is Launcher.RAY and not dry_run:
+    if launcher == "ray" and not dry_run:
         raise typer.Exit(_on_ray(job, grace, max_restarts))
     timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
-    if launcher is Launcher.SSH:
+    if launcher == "ssh":
         connection = SshOptions(ssh, remote_python, interface)
         raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
     try:
         host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
         with logging_to_stderr():
             table = _table(job, host)
-        if launcher is Launcher.MPI:
+        if launcher == "mpi":
             table = mpi_table(table, mpirun, detect(mpirun), entries, options)
-        elif launcher is Launcher.SLURM:
+        elif launcher == "slurm":
             table = slurm_table(table, options)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if launcher is Launcher.LOCAL:
+    if launcher == "local":
         _report_surplus(table, workers)
     if dry_run:
         _print_table(table)
@@ -278,7 +268,7 @@ def launch(
 
     def attempt(restart: int) -> Outcome:
         # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-        key = JobKey.new() if launcher is Launcher.LOCAL else None
+        key = JobKey.new() if launcher == "local" else None
         processes = _table(replace(job, restart=restart), host) if restart else table
         return run(
             processes,
@@ -301,8 +291,8 @@ def _table(job: JobSpec, host: Host) -> list[Process]:
 
 def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
     """Return this host as others reach it, if the job has workers on several hosts that mpirun or srun starts."""
-    is_slurm = launcher is Launcher.SLURM and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    if not is_slurm and (launcher is not Launcher.MPI or not entries):
+    is_slurm = launcher == "slurm" and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    if not is_slurm and (launcher != "mpi" or not entries):
         return None
     if interface is not None:
         return Host(find_address(interface, "")[0])
@@ -399,16 +389,16 @@ def _check_used(context: typer.Context, launcher: Launcher) -> None:
 def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:
     if hostfile is not None and words is not None:
         raise UsageError("--hostfile and -H both name the hosts; expected one of them")
-    if launcher is Launcher.SSH and hostfile is None and words is None:
+    if launcher == "ssh" and hostfile is None and words is None:
         raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
-    if launcher not in (Launcher.SSH, Launcher.MPI) and (hostfile is not None or words is not None):
+    if launcher not in ("ssh", "mpi") and (hostfile is not None or words is not None):
         raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
     try:
         entries = parse_hosts(words) if words is not None else []
         entries = read_hostfile(hostfile) if hostfile is not None else entries
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if launcher is Launcher.MPI and any(entry.gpus for entry in entries):
+    if launcher == "mpi" and any(entry.gpus for entry in entries):
         raise UsageError("gpus= of a hostfile is for --launcher ssh; with mpirun each rank chooses by its local rank")
     return entries
 

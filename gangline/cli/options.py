@@ -6,12 +6,13 @@ import inspect
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from gangline.collectives.errors import UsageError
 from gangline.collectives.host_files import write_text
@@ -28,22 +29,12 @@ JsonFile = Annotated[
 ]
 
 
-class ContextWord(StrEnum):
-    """Devices that --context names."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    GPU = "gpu"
-    MULTI_GPU = "multi-gpu"
-    PARALLEL = "parallel"
-
-
 @dataclass(frozen=True)
 class DeviceOptions:
     """Options of every command that runs a network."""
 
     context: Annotated[
-        ContextWord | None,
+        Literal["auto", "cpu", "gpu", "multi-gpu", "parallel"] | None,
         device_option(
             help="Devices by name. auto: one GPU if there is one. multi-gpu: all GPUs. parallel: all processes of the "
             "job (train only)."
@@ -73,7 +64,7 @@ class DeviceOptions:
             from gangline.collectives.context import cpu
 
             return [cpu(index) for index in range(self.cpus)]
-        return str(self.context) if self.context else self.gpus or ContextWord.AUTO.value
+        return self.context or self.gpus or "auto"
 
     def loads(self) -> list[float] | Literal["auto"] | None:
         """Return the work_load_list argument of `Module`."""
@@ -206,6 +197,15 @@ def write_json(path: Path | None, value: Any) -> None:
         print(text, end="")
     else:
         write_text(path, text)
+
+
+def print_table(columns: dict[str, list[str]]) -> None:
+    """Print columns by name, without empty ones."""
+    shown = {name: column for name, column in columns.items() if any(column)}
+    table = Table(*shown)
+    for values in zip(*shown.values(), strict=True):
+        table.add_row(*values)
+    Console().print(table)
 
 
 def _counted(count: int) -> str:

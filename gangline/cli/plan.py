@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gangline.advise.split_plan import RankProfile, SplitPlan, plan_splits
-from gangline.cli.devices import print_table
-from gangline.cli.options import JsonFile, numbers, write_json
+from gangline.cli.options import JsonFile, numbers, print_table, write_json
 from gangline.collectives.errors import UsageError
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any
@@ -113,11 +114,10 @@ def _rates(earlier: ProcessStatus | None, now: ProcessStatus, seconds: float) ->
     return ", ".join(words)
 
 
-def _counters(process: ProcessStatus) -> dict[str, int]:
-    total: dict[str, int] = {}
+def _counters(process: ProcessStatus) -> Counter[str]:
+    total: Counter[str] = Counter()
     for part in process.parts:
-        for name, value in part["counters"].items():
-            total[name] = total.get(name, 0) + value
+        total.update(part["counters"])
     return total
 
 

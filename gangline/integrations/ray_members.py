@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,11 +18,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gangline.collectives.environments.job_key import DESCRIPTOR, JobKey, open_descriptor
-from gangline.launcher.binding import Host
+from gangline.collectives.liveness.process_state import boot_id
+from gangline.launcher.binding import LOCALHOST, Host
 from gangline.launcher.function_process import LAUNCHER, describe_job, search_path
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 
-_LOOPBACK = "127.0.0.1"
 _OWN_TO_NODE = ("PATH", "OMP_NUM_THREADS")
 """Variables of the launcher that each node and Ray set themselves."""
 _READ = 1 << 16
@@ -51,8 +50,7 @@ class Member:
 
     def host(self) -> tuple[str, str, list[int]]:
         """Return this host's address, its name, and two free ports."""
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return ray.util.get_node_ip_address(), f"{socket.gethostname()} {boot}", free_ports(2)
+        return ray.util.get_node_ip_address(), f"{socket.gethostname()} {boot_id()}", free_ports(2)
 
     def call(self, environment: Mapping[str, str | None], key: str | None, fn: Callable[..., Any], args: Any) -> Any:
         """Call a function in this process, which gets the variables first."""
@@ -226,8 +224,8 @@ def _tables(job: JobSpec, hosts: Sequence[tuple[str, str, list[int]]], env: Mapp
         job, dict(os.environ), root_port=first_server[2][0], master_port=hosts[0][2][1], hosts=[Host()]
     )
     addresses = {
-        "DMLC_PS_ROOT_URI": _LOOPBACK if is_one_host else first_server[0],
-        "MASTER_ADDR": _LOOPBACK if is_one_host else hosts[0][0],
+        "DMLC_PS_ROOT_URI": LOCALHOST if is_one_host else first_server[0],
+        "MASTER_ADDR": LOCALHOST if is_one_host else hosts[0][0],
     }
     passed_on = {name: os.environ[name] for name in job.passed_on}
     tables: list[list[Process]] = [[] for _ in hosts]

@@ -111,7 +111,7 @@ def launch(
             root_port, master_port = free_ports(2)
             table = process_table(job, environment, root_port=root_port, master_port=master_port, hosts=[host])
             launcher = _Launcher(table, environment, failure, grace)
-            code = launcher.run(timeout, began, lambda: _missing(results))  # noqa: B023 - called in this iteration
+            code = launcher.run(timeout, began, results)
             try:
                 return _results(results, code, os.pread(failure, _READ, 0).decode())
             except Exception as error:  # whatever failed, a restart may help
@@ -146,13 +146,13 @@ class _Launcher:
                 self._selector.register(source, selectors.EVENT_READ, (decoder, target))
         self._input = describe_job(table, grace, failure)
 
-    def run(self, timeout: float | None, began: float, missing: Callable[[], list[int]]) -> int:
+    def run(self, timeout: float | None, began: float, results: Sequence[int]) -> int:
         """Relay output until the job has ended; return its exit code. Stop the job on any exception.
 
         Args:
             timeout: seconds until the job is stopped; None: no limit.
             began: monotonic time from which they count.
-            missing: returns the workers without a result.
+            results: file of each worker's result.
         """
         assert self._popen.stdin is not None
         deadline = None if timeout is None else began + timeout
@@ -160,7 +160,8 @@ class _Launcher:
             with suppress(BrokenPipeError), self._popen.stdin as pipe:
                 pipe.write(self._input)
             if not self._relay(deadline):
-                names = name_ranks(missing() or [0]).replace("rank", "worker")
+                missing = [rank for rank, file in enumerate(results) if not os.fstat(file).st_size]
+                names = name_ranks(missing or [0]).replace("rank", "worker")
                 raise StallError(f"the job did not end within {timeout:g} s; {names} had no result")
         except BaseException:
             self._stop()
@@ -235,10 +236,6 @@ def _results(files: Sequence[int], code: int, reason: str) -> list[Any]:
     for rank in order:
         cause.add_note(f"worker {rank} failed too: {type(errors[rank]).__name__}: {errors[rank]}")
     raise cause
-
-
-def _missing(files: Sequence[int]) -> list[int]:
-    return [rank for rank, file in enumerate(files) if not os.fstat(file).st_size]
 
 
 def _open_memory(stack: ExitStack, name: str) -> int:

@@ -168,7 +168,12 @@ def process_table(
             role,
             rank,
             (sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"),
-            {**common, **_SUPERVISED, "DMLC_ROLE": role, **_restartable(job, rank)},
+            {
+                **common,
+                **_SUPERVISED,
+                "DMLC_ROLE": role,
+                **({"DMLC_SERVER_ID": str(rank)} if rank is not None and job.restart_processes else {}),
+            },
             used[(rank or 0) % len(used)],
         )
         for role, rank in supervised
@@ -184,13 +189,6 @@ def process_table(
     if not job.restart and any(NCCL_MEMCPY in {*one.environment()} - {*kept} for one in bindings):
         _log.info("%s=1 is set for workers: the GPUs have no access to each other's memory", NCCL_MEMCPY)
     return processes
-
-
-def _restartable(job: JobSpec, rank: int | None) -> dict[str, str]:
-    """Return what a scheduler or server needs if processes are started again."""
-    if not job.restart_processes:
-        return {}
-    return {} if rank is None else {"DMLC_SERVER_ID": str(rank)}
 
 
 def _belongs_to_outer_job(name: str, inherited: Mapping[str, str]) -> bool:

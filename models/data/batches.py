@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,8 @@ from gangline.kvstore.numpy_arrays import readable
 
 Batch = Any
 """A tensor, a tuple or list of batches, or a dict of them."""
-_LOADER_SETTINGS = (
-    "dataset",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+_OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+"""Arguments of a DataLoader that choose the batches."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -95,8 +85,8 @@ def length_of(items: Any) -> int | None:
 
 def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a DataLoader like another one, with other batches: batch_sampler, or batch_size, sampler and drop_last."""
-    settings = {name: getattr(loader, name) for name in _LOADER_SETTINGS}
-    return DataLoader(**{**settings, **changes})
+    kept = signature(DataLoader).parameters.keys() - _OF_BATCHES
+    return DataLoader(**{**{name: getattr(loader, name) for name in kept}, **changes})
 
 
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
@@ -153,6 +143,19 @@ def zeros_of(shapes: Any, what: str) -> Batch:
             return torch.zeros(*shapes)
         return tuple(zeros_of(shape, what) for shape in shapes)
     raise TypeError(f"{what} is {shapes!r}; expected a shape such as (64, 1, 28, 28), or a tuple or dict of shapes")
+
+
+@contextmanager
+def evaluating(networks: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch networks to evaluation mode inside the block, and each of their modules back to its own mode after it."""
+    modes = [(module, module.training) for network in networks for module in network.modules()]
+    for network in networks:
+        network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def call_network(network: nn.Module, inputs: Batch) -> Any:

@@ -53,13 +53,10 @@ class Reader:
         self._base, self._pin = base_dataset(dataset), pin
         self._dataset = _Items(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
+        self.reads_ahead = _PREFETCHED * self._num_workers
+        """Maximum number of batches that are taken from `read`'s argument before the previous ones are returned."""
         self._loader: DataLoader[Any] | None = None
         self._sampler: Any = _ReplaceableSampler()
-
-    @property
-    def reads_ahead(self) -> int:
-        """Maximum number of batches that are taken from `read`'s argument before the previous ones are returned."""
-        return _PREFETCHED * self._num_workers
 
     def read(self, batches: Iterable[list[int]], epoch: int) -> Iterator[Any]:
         """Yield the collated items of each batch of indices; None for a batch without (readable) items.
@@ -82,12 +79,14 @@ class Reader:
 
     def _new_loader(self) -> DataLoader[Any]:
         options: dict[str, Any] = {}
-        if self._num_workers:
+        if self._num_workers:  # forked from a process without threads: a fork of one with torch's threads may hang
+            context = torch.multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOAD)
             options = {
                 "num_workers": self._num_workers,
                 "persistent_workers": True,
                 "prefetch_factor": _PREFETCHED,
-                "multiprocessing_context": _fork_server(),
+                "multiprocessing_context": context,
                 "worker_init_fn": partial(_follow_parent, os.getpid()),
                 "generator": torch.Generator(),  # starting workers draws a seed: not from the stream of training
             }
@@ -139,13 +138,6 @@ def _collate(items: list[Any]) -> _Batch | Exception:
     readable = [item for item in items if not isinstance(item, Unreadable)]
     unreadable = [item for item in items if isinstance(item, Unreadable)]
     return _Batch(default_collate(readable) if readable else None, unreadable)
-
-
-def _fork_server() -> Any:
-    """Return a context that forks from a process without threads: a fork of one with torch's threads may hang."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 def _follow_parent(trainer: int, _: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from gangline.collectives.context import Context
 from gangline.collectives.host_memory import keep_freed_memory
-from gangline.models.data.batches import Batch, call_network, map_tensors
+from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors
 from gangline.models.executor.executor import Executor
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.replicas import Replica, Replicas
@@ -84,12 +84,9 @@ class BoundNetwork:
             return
         if data is None:
             raise RuntimeError(f"parameters {lazy} have no shape yet; call bind(data_shapes) or forward() first")
-        training = self.network.training
-        self.network.eval()
-        with torch.no_grad():
+        with evaluating([self.network]), torch.no_grad():
             inputs = map_tensors(lambda tensor: tensor[:1].cpu(), data)
             call_network(self.network.cpu(), inputs)
-        self.network.train(training)
 
     def close(self) -> None:
         """Stop the executor's threads and drop the replicas; the network keeps its weights."""

@@ -13,7 +13,7 @@ import torch
 
 from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds, copy_statistics
-from gangline.models.data.batches import Batch, call_network, map_tensors, move, take, tensors_of
+from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, mixed_seed, stream
@@ -84,7 +84,7 @@ class Executor:
         self._sync_batchnorm = sync_batchnorm
         self._batchnorm: JointBatchNorm | None = None
         if sync_batchnorm and len(replicas) > 1:
-            self._batchnorm = self._joint_batchnorm()
+            self._batchnorm = JointBatchNorm([replica.network for replica in replicas])
         # Timing needs threads too: one backward call over all replicas would end for all of them at once.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
         self._times: list[ElapsedTime] = []  # of each replica, if they are timed
@@ -109,14 +109,11 @@ class Executor:
                     f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store "
                     "are not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
                 )
-            self._batchnorm = self._batchnorm or self._joint_batchnorm()
+            self._batchnorm = self._batchnorm or JointBatchNorm([replica.network for replica in self._replicas])
             devices = [replica.context.torch_device for replica in self._replicas]
             has_one_gpu = len(devices) == 1 and devices[0].type == "cuda" and workers.gathers_tensors
             self._moments_device = devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
         self._workers = workers
-
-    def _joint_batchnorm(self) -> JointBatchNorm:
-        return JointBatchNorm([replica.network for replica in self._replicas])
 
     @property
     def joins_workers(self) -> bool:
@@ -170,9 +167,9 @@ class Executor:
     def forward_without_samples(self) -> None:
         """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
         rounds = self._begin_rounds("forward")
-        if rounds is not None:
+        if rounds is not None and self._batchnorm is not None:
             with self._mode(True):
-                self._follow(rounds)
+                rounds.follow(self._batchnorm.follow)
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
         """Return the indices of the replicas whose slice has samples."""
@@ -195,10 +192,6 @@ class Executor:
 
     def _begin_rounds(self, name: Literal["forward", "backward"]) -> WorkerRounds | None:
         return WorkerRounds(self._workers, name, self._moments_device) if self.joins_workers else None
-
-    def _follow(self, rounds: WorkerRounds) -> None:
-        assert self._batchnorm is not None
-        rounds.follow(self._batchnorm.follow)
 
     def _make_barrier(self, active: Sequence[int], in_turn: bool, rounds: WorkerRounds | None) -> ThreadBarrier | None:
         """Return a barrier for this pass if batch statistics are synchronized."""
@@ -244,12 +237,13 @@ class Executor:
         if inputs_need_grad:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._is_random is not False
+        own_seed = *seed, self._workers.first_context + replica.context_index
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
-                stack.enter_context(self._stream(replica, seed))
+                stack.enter_context(self._stream(device, own_seed))
             if train and self._has_replica_dropout and device.type == "cpu":
-                stack.enter_context(self._replica_dropout(mixed_seed(*self._stream_of(replica, seed))))
+                stack.enter_context(self._replica_dropout(mixed_seed(*own_seed)))
             if train and self._dropout_by_sample:
                 is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
                 rank = 0 if is_joint else self._workers.rank
@@ -270,14 +264,11 @@ class Executor:
         return Share(replica, samples, inputs, moved_label, output, loss, count)
 
     @contextlib.contextmanager
-    def _stream(self, replica: Replica, seed: tuple[int, ...]) -> Iterator[None]:
-        """Seed the device's generator for this replica and step, and record whether it was used."""
-        with stream(replica.context.torch_device, *self._stream_of(replica, seed)) as drew:
+    def _stream(self, device: torch.device, seed: tuple[int, ...]) -> Iterator[None]:
+        """Seed the device's generator for a replica and step, and record whether it was used."""
+        with stream(device, *seed) as drew:
             yield
         self._found_random(drew[0])
-
-    def _stream_of(self, replica: Replica, seed: tuple[int, ...]) -> tuple[int, ...]:
-        return (*seed, self._workers.first_context + replica.context_index)
 
     @contextlib.contextmanager
     def _replica_dropout(self, seed: int) -> Iterator[None]:
@@ -335,8 +326,8 @@ class Executor:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
         in_turn = bool(self._is_random)  # checkpointed layers draw again when recomputed, from a shared generator
         rounds = self._begin_rounds("backward")
-        if rounds is not None and not active:
-            self._follow(rounds)
+        if rounds is not None and self._batchnorm is not None and not active:
+            rounds.follow(self._batchnorm.follow)
             return
         barrier = self._make_barrier(active, in_turn, rounds)
 
@@ -371,15 +362,9 @@ class Executor:
                 for mine, theirs in zip(networks[0].modules(), other.modules(), strict=True):
                     theirs.training = mine.training
             yield
-            return
-        before = [(module, module.training) for network in networks for module in network.modules()]
-        for network in networks:
-            network.eval()
-        try:
-            yield
-        finally:
-            for module, training in before:
-                module.training = training
+        else:
+            with evaluating(networks):
+                yield
 
     @contextlib.contextmanager
     def _monitored(

@@ -165,7 +165,9 @@ class Epochs:
         self._stop_exchange = StopExchange(workers, self.module.worker_balance) if makes_same_updates else None
         on_host = all(replica.context.device_type == "cpu" for replica in self.module.bound.replicas.all)
         self._rise = LossRise(on_host=on_host, batches_per_epoch=self.batches_per_epoch)
-        self._keeps_state = self.module.keeps_state and not obstacle_to_restarts(self.module, self.train)
+        store = self.module.store
+        can_restart = store is not None and store.keeps_state
+        self._keeps_state = can_restart and not obstacle_to_restarts(self.module, self.train)
         self._divergence: list[Any] | None = None
         """Whether the inputs are finite, the step, and a text: the first divergence of this worker."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +36,15 @@ def score(
     data_source = source(eval_data, batch_size, shuffle=False, seed=0, what="eval_data") if is_ours else eval_data
     context = {"module": module, "num_batches": data_source.num_batches()}
     with closing(data_source) if is_ours else nullcontext():
-        for nbatch, item in enumerate(_parts(module, data_source, num_batch)):
+        for nbatch, item in enumerate(_forwarded(module, data_source, num_batch, with_labels=True)):
             data, label = item if item is not None else (None, None)
             if item is not None:
-                module.forward(data, label, is_train=False)
                 metric.update_from(module, label)
-            if after_batch:
-                batch = {**context, "data": data, "label": label}
-                call(after_batch, BatchEndParam(epoch, nbatch, metric, batch))
+            for callback in after_batch:
+                callback(BatchEndParam(epoch, nbatch, metric, {**context, "data": data, "label": label}))
     metric.gather(module.workers)
-    call(at_end, BatchEndParam(epoch, nbatch, metric, context))
+    for callback in at_end:
+        callback(BatchEndParam(epoch, nbatch, metric, context))
     return metric.get_global_name_value()
 
 
@@ -55,9 +54,8 @@ def iter_predict(
     """Yield the outputs of each batch; see `Module.iter_predict`."""
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
     with closing(data_source):
-        for number, item in enumerate(_parts(module, data_source, num_batch)):
+        for number, item in enumerate(_forwarded(module, data_source, num_batch)):
             if item is not None:
-                module.forward(item[0], is_train=False)
                 yield module.get_outputs(), number, item[0]
 
 
@@ -65,12 +63,11 @@ def predict(module: Module, data: Any, batch_size: int | None, num_batch: int | 
     """Return the outputs of all samples; see `Module.predict`."""
     host = torch.device("cpu")
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
-    own: list[Any] = []  # one per batch; None where this worker has no samples of it
     with closing(data_source):
-        for item in _parts(module, data_source, num_batch):
-            if item is not None:
-                module.forward(item[0], is_train=False)
-            own.append(map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None)
+        own = [  # one per batch; None where this worker has no samples of it
+            map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None
+            for item in _forwarded(module, data_source, num_batch)
+        ]
     if not own:
         raise ValueError("predict() got data without batches; expected at least one")
     received = module.workers.gather(own, "predict") if data_source.is_shared else [own]
@@ -95,19 +92,19 @@ def as_list(callbacks: Any) -> list[Any]:
     return found
 
 
-def call(callbacks: Iterable[Callable[[BatchEndParam], object]], param: BatchEndParam) -> None:
-    """Call each callback with ``param``."""
-    for callback in callbacks:
-        callback(param)
+def _forwarded(
+    module: Module, data_source: Source, num_batch: int | None, *, with_labels: bool = False
+) -> Iterator[Item | None]:
+    """Yield this worker's part of each batch, which the module has run forward; None where it has no samples.
 
-
-def _parts(module: Module, data_source: Source, num_batch: int | None) -> Iterator[Item | None]:
-    """Yield this worker's part of each batch; data that is not shared is scored without the other workers."""
+    Data that is not shared is run without the other workers.
+    """
     is_joint = data_source.is_shared and not module.workers.is_elastic
     workers = module.workers if is_joint or module.divides_weights else Workers()
     for number, item in enumerate(data_source.parts(workers, 0)):
         if num_batch is not None and number >= num_batch:
             return
-        if item is None and module.divides_weights:
-            module.forward(None, is_train=False)
+        if item is not None or module.divides_weights:
+            data, label = item if item is not None else (None, None)
+            module.forward(data, label if with_labels else None, is_train=False)
         yield item

@@ -76,7 +76,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException as error:
         workers = module.workers
-        if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.is_over:
+        if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.store.is_over:
             return LEFT
         if workers.has_others:
             module.leave()
@@ -185,7 +185,7 @@ def _run(
     module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead)
     begin_epoch, skip = options.begin_epoch, 0
     began = _begin_elastic(elastic, module, per_epoch, saved, options.begin_epoch) if elastic is not None else None
-    if elastic is not None and elastic.has_joined:
+    if elastic is not None and elastic.store.has_joined:
         saved = None
     if kept is not None:
         for name, each in module.run_state.stateful.items():
@@ -236,9 +236,10 @@ def _begin_elastic(
     if saved is not None:
         epoch, batch, step = saved.position["epoch"], saved.position["batch"], saved.step
     position, step, resumes = workers.begin(epoch * per_epoch + batch, step, resumes=saved is not None)
-    if workers.has_joined and resumes:
+    if workers.store.has_joined and resumes:
         module.follow_resume()
-    return *divmod(position + workers.first_step, per_epoch), step + workers.first_step
+    first = workers.store.first_step
+    return *divmod(position + first, per_epoch), step + first
 
 
 def _kept(module: Module, train: Source) -> Any:
@@ -247,14 +248,15 @@ def _kept(module: Module, train: Source) -> Any:
     Raises:
         RuntimeError: if this worker was started again alone, and cannot repeat the step; on the others, too.
     """
-    if not module.keeps_state:
+    store = module.store
+    if store is None or not store.keeps_state:
         return None
     if why := obstacle_to_restarts(module, train):
-        module.check_not_restarted(why)
+        store.check_not_restarted(why)
         return None
     kept = module.kept()
     if kept is not None and kept["run"] != module.run_state.run:
-        module.check_not_restarted("a second call of fit")
+        store.check_not_restarted("a second call of fit")
     return kept
 
 

@@ -40,13 +40,9 @@ class Meter:
         self._begin_point()
 
     def _begin_point(self) -> None:
-        self.updates = 0
-        """Number of updates since the last `point`."""
+        self.pending = Point(samples=dict.fromkeys(labels(self._module), 0))
+        """The updates since the last `point`."""
         self._losses: list[torch.Tensor] = []
-        self._values: dict[str, float] = {}
-        self._seconds = self._waiting = 0.0
-        self._samples: dict[str, int] = dict.fromkeys(labels(self._module), 0)
-        self._total = 0
 
     def pause(self) -> None:
         """Exclude the time since the last update, such as that of a validation."""
@@ -58,17 +54,18 @@ class Meter:
         now, module = time.perf_counter(), self._module
         seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
         before = self._seen if param.epoch == self._epoch else [0] * len(seen)  # the counters restart in each epoch
+        point = self.pending
         if self._since is not None:
-            self._seconds += now - self._since
-            self._waiting += waited - self._waited
-            names, local = list(self._samples), 0
+            point.seconds += now - self._since
+            point.waiting += waited - self._waited
+            names, local = list(point.samples), 0
             for replica, count, was in zip(module.bound.replicas.all, seen, before, strict=True):
                 new = count - was if count >= was else count
-                self._samples[names[replica.context_index]] += new
+                point.samples[names[replica.context_index]] += new
                 local += new
-            self._total += samples_of_job(module, param, local)
+            point.total += samples_of_job(module, param, local)
         self._since, self._seen, self._waited, self._epoch = now, seen, waited, param.epoch
-        self.updates += 1
+        point.updates += 1
         if param.locals.get("data") is not None:  # None: this worker had no samples in the batch
             self._losses.append(module.get_loss())
             if measure:
@@ -86,26 +83,16 @@ class Meter:
         if self._metric is not None:
             self._metric.reset()
             self._metric.update_from(self._module, param.locals.get("label"))
-            self._values = dict(self._metric.get_global_name_value())
+            self.pending.metrics = dict(self._metric.get_global_name_value())
 
     def point(self, when: float) -> Point:
         """Return the point of all updates since the last one, at ``when`` seconds into the run, and start the next."""
-        losses = torch.stack([loss.double() for loss in self._losses]).tolist() if self._losses else []
-        point = Point(
-            self._module.step,
-            self._epoch or 0,
-            when,
-            self.updates,
-            math.fsum(losses) / len(losses) if losses else None,
-            min(losses) if losses else None,
-            max(losses) if losses else None,
-            self._values,
-            self._module.learning_rate,
-            self._seconds,
-            self._waiting,
-            self._samples,
-            self._total,
-        )
+        point = self.pending
+        point.step, point.epoch, point.time = self._module.step, self._epoch or 0, when
+        point.learning_rate = self._module.learning_rate
+        if self._losses:
+            losses = torch.stack([loss.double() for loss in self._losses]).tolist()
+            point.loss, point.loss_min, point.loss_max = math.fsum(losses) / len(losses), min(losses), max(losses)
         self._begin_point()
         return point
 

@@ -17,26 +17,26 @@ _LESS_IS_BETTER = {"cross-entropy", "loss", "mae", "mse", "nll-loss", "perplexit
 class Point:
     """Consecutive updates; in a job, "this worker" is rank 0."""
 
-    step: int
+    step: int = 0
     """Number of batches by its end, from the start of the first run; `Module.step`."""
-    epoch: int
-    time: float
+    epoch: int = 0
+    time: float = 0.0
     """Seconds of training by its end, from the start of the first run."""
-    updates: int
-    loss: float | None
+    updates: int = 0
+    loss: float | None = None
     """Mean loss of this worker over the last batch of each update; None if it had no samples."""
-    loss_min: float | None
-    loss_max: float | None
-    metrics: dict[str, float]
+    loss_min: float | None = None
+    loss_max: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of this worker on the last measured batch; for a merged point the mean over such batches."""
-    learning_rate: float
-    seconds: float
+    learning_rate: float = 0.0
+    seconds: float = 0.0
     """Duration of the updates without the first one of a run, which includes set-up."""
-    waiting: float
+    waiting: float = 0.0
     """Seconds of them in which the training thread waited for the store; see `Module.seconds_waiting`."""
-    samples: dict[str, int]
+    samples: dict[str, int] = field(default_factory=dict)
     """Number of samples in these seconds per context of this worker."""
-    total: int
+    total: int = 0
     """Number of samples in these seconds of all workers; of this worker if workers have batches of their own."""
 
 

@@ -77,13 +77,13 @@ class TensorBoard:
             self._events = _writer()(str(self.folder), purge_step=begins_at + 1)
             self._meter.begin_run()
             self._begun = time.perf_counter()
-        last = self._meter.updates + 1 >= self.period
+        last = self._meter.pending.updates + 1 >= self.period
         self._meter.count(param, measure=last)
         if last:
             self._add_point()
 
     def _add_point(self) -> None:
-        if not self._meter.updates or self._events is None:
+        if not self._meter.pending.updates or self._events is None:
             return
         point = self._meter.point(time.perf_counter() - self._begun)
         values = {f"train/{name}": value for name, value in point.metrics.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.cli.devices import show_devices
+from gangline.cli.env import show_devices
 from gangline.doctor.gpu_links import (
     Link,
     LinkKind,

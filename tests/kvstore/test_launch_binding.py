@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gangline import num_gpus
-from gangline.cli.devices import ranges, show_job
+from gangline.cli.env import ranges, show_job
 from gangline.cli.main import main
 from gangline.launcher.binding import Binding, Cpu, Gpu, Host, bind
 from gangline.launcher.topology import gpu_addresses, numa_node, read_cpus, read_host

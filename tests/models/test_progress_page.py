@@ -27,8 +27,7 @@ from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
-from gangline.models.reports.drawing import drawn
-from gangline.models.reports.page import FORMAT, TrainingProgress, read_progress
+from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
 SIX = 1e-5  # as six digits show it

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from gangline.models.data.batches import Batch, as_batch, call_network, map_tensors, take, tensors_of
+from gangline.models.data.batches import Batch, as_batch, call_network, evaluating, map_tensors, take, tensors_of
 
 IGNORED = -100
 """Default ``ignore_index`` of torch's CrossEntropyLoss and NLLLoss."""
@@ -31,7 +30,7 @@ def check_fits(network: nn.Module, sample: Batch, num_classes: int | None) -> in
     Raises:
         ValueError: if the network does not accept the sample, or its output is not (1, num_classes, ...).
     """
-    with _preserved(network):
+    with evaluating([network]), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             output = call_network(network, sample)
         except Exception as error:  # layers raise many types
@@ -130,16 +129,3 @@ def _labels(data: Any) -> torch.Tensor | None:
     else:
         return None
     return torch.as_tensor(labels) if isinstance(labels, (torch.Tensor, np.ndarray)) else None
-
-
-@contextmanager
-def _preserved(network: nn.Module) -> Iterator[None]:
-    """Run a block in evaluation mode without gradients, and restore training modes and random states after it."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,34 +23,7 @@ _keep = partial(typer.Option, rich_help_panel="Stopping and checkpoints")
 _show = partial(typer.Option, rich_help_panel="Output")
 
 
-class Dtype(StrEnum):
-    """Number format of the weights; the half precisions keep float32 weights."""
-
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class LearningRateSchedule(StrEnum):
-    """Learning-rate schedules."""
-
-    PIECEWISE = "piecewise"
-    COSINE = "cosine"
-    POLY = "poly"
-    CONSTANT = "constant"
-
-
-class GradientCompression(StrEnum):
-    """Codecs for gradients."""
-
-    TWO_BIT = "2bit"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    TOP_K = "topk"
-
-
-class Plots(StrEnum):
+class Plots(StrEnum):  # typer has no lists of literals
     """What shows a run."""
 
     TRAINING_PROGRESS = "training-progress"
@@ -114,12 +87,14 @@ class TrainOptions(DeviceOptions):
         ),
     ] = None
     dtype: Annotated[
-        Dtype,
+        Literal["float32", "float64", "bfloat16", "float16"],
         _where(help="Number format. bfloat16 and float16 keep float32 weights and compute forward in half precision."),
-    ] = Dtype.FLOAT32
+    ] = "float32"
     num_epochs: Annotated[int, _rate(help="Total number of epochs, including those of a resumed run.", min=1)] = 10
     lr: Annotated[float, _rate(help="Initial learning rate.")] = 0.05
-    lr_schedule: Annotated[LearningRateSchedule, _rate(help="Learning-rate schedule.")] = LearningRateSchedule.PIECEWISE
+    lr_schedule: Annotated[
+        Literal["piecewise", "cosine", "poly", "constant"], _rate(help="Learning-rate schedule.")
+    ] = "piecewise"
     lr_factor: Annotated[float, _rate(help="Factor of the learning rate at each of --lr-step-epochs.")] = 0.1
     lr_step_epochs: Annotated[str | None, _rate(help="Epochs at which the piecewise schedule steps, such as 5,8.")] = (
         None
@@ -150,7 +125,8 @@ class TrainOptions(DeviceOptions):
         ),
     ] = None
     gc_type: Annotated[
-        GradientCompression | None, _gradients(help="Compress gradients between devices or workers.")
+        Literal["2bit", "fp16", "bf16", "topk"] | None,
+        _gradients(help="Compress gradients between devices or workers."),
     ] = None
     gc_threshold: Annotated[
         float | None, _gradients(help="Threshold of 2bit, in units of the gradient of the mean loss. Default: 0.5.")

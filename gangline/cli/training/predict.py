@@ -82,13 +82,14 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
     from gangline.models.data.images.folder import ImageFolder
 
     module, normalised = _loaded(options)
-    classes = _names(module)
+    about = module.run_state.metadata
+    classes = about.get("classes") or [str(number) for number in range(about["num_classes"])]
     top_k = options.top_k
     if top_k > len(classes):
         raise UsageError(f"--top-k is {top_k}, but there are {len(classes)} classes")
     images = ImageFolder.unlabelled(
         options.data_dir,
-        module.run_state.metadata["image_shape"],
+        about["image_shape"],
         augmentation=normalised,
         num_workers=options.data_workers,
         skip_unreadable=options.skip_unreadable,
@@ -109,19 +110,20 @@ def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     from gangline.models.data.images.folder import ImageFolder
 
     module, normalised = _loaded(options)
-    metrics = metrics_of(options.top_k, module.run_state.metadata["num_classes"])
+    about = module.run_state.metadata
+    metrics = metrics_of(options.top_k, about["num_classes"])
     images = ImageFolder(
         options.data_dir,
-        module.run_state.metadata["image_shape"],
+        about["image_shape"],
         augmentation=normalised,
-        classes=module.run_state.metadata.get("classes"),
+        classes=about.get("classes"),
         num_workers=options.data_workers,
         skip_unreadable=options.skip_unreadable,
     )
-    if len(images.classes) != module.run_state.metadata["num_classes"]:
+    if len(images.classes) != about["num_classes"]:
         raise UsageError(
             f"--data-dir {options.data_dir} has {len(images.classes)} classes, but the network was trained on "
-            f"{module.run_state.metadata['num_classes']}"
+            f"{about['num_classes']}"
         )
     return module.score(images, metrics, batch_size=options.batch_size)
 
@@ -169,8 +171,3 @@ def _epoch(prefix: str, word: str) -> int | str:
     if not there:
         raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json; see --model-prefix")
     return there[-1]
-
-
-def _names(module: Module) -> list[str]:
-    """Return the names of the classes, or their numbers if the checkpoint has no names."""
-    return list(module.run_state.metadata.get("classes") or map(str, range(module.run_state.metadata["num_classes"])))

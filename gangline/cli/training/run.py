@@ -21,17 +21,9 @@ from torch import nn
 from gangline.advise.context_scaling import scaling_of
 from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
-from gangline.cli.options import (
-    ContextWord,
-    check_network,
-    image_shape_of,
-    metrics_of,
-    normalization,
-    numbers,
-    signals_of,
-)
+from gangline.cli.options import check_network, image_shape_of, metrics_of, normalization, numbers, signals_of
 from gangline.cli.training.checks import check_fits, check_labels, first_sample
-from gangline.cli.training.options import GradientCompression, Plots, TrainOptions
+from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.context import Context, contexts
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
@@ -232,7 +224,7 @@ def _fit_and_score(
 def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, int | None]:
     """Return the store and its largest staleness; unless one is asked for, processes of one job are joined."""
     if options.kv_store is None:
-        return (job_store() if context == ContextWord.PARALLEL else default_store()), None
+        return (job_store() if context == "parallel" else default_store()), None
     name, colon, staleness = options.kv_store.partition(":")
     if colon and ("async" not in name or not staleness.isdecimal()):
         raise UsageError(f"--kv-store is {options.kv_store!r}; expected a number of updates, and dist_async before it")
@@ -394,16 +386,16 @@ def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store:
     return lines
 
 
-def _compression(kind: GradientCompression | None, threshold: float | None) -> dict[str, Any] | None:
-    if threshold is not None and kind != GradientCompression.TWO_BIT:
+def _compression(kind: str | None, threshold: float | None) -> dict[str, Any] | None:
+    if threshold is not None and kind != "2bit":
         raise UsageError(f"--gc-threshold is {threshold}, but --gc-type is {kind}; only 2bit has a threshold")
-    params = {"type": kind and kind.value, "threshold": threshold}
+    params = {"type": kind, "threshold": threshold}
     return {name: value for name, value in params.items() if value is not None} or None
 
 
 def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     """Return name and settings of the learning-rate schedule, as `fit` takes them."""
-    name, steps = options.lr_schedule.value, numbers("--lr-step-epochs", options.lr_step_epochs, int)
+    name, steps = options.lr_schedule, numbers("--lr-step-epochs", options.lr_step_epochs, int)
     settings: dict[str, Any] = {}
     if name == "piecewise":
         late = [step for step in steps if step >= options.num_epochs]

@@ -41,11 +41,6 @@ class KubernetesOptions:
     grace: float = 30.0
     """Seconds from SIGTERM until the containers are killed."""
 
-    @property
-    def secret(self) -> str:
-        """Name of the Secret whose entry ``key`` holds the job's key."""
-        return f"{self.name}-key"
-
 
 def manifests(job: JobSpec, options: KubernetesOptions) -> list[Manifest]:
     """Return the manifests of a job, in the order in which they are applied.
@@ -131,7 +126,7 @@ def _server_job(job: JobSpec, options: KubernetesOptions, root: str) -> Manifest
 
 
 def _indexed(count: int, containers: list[Manifest], options: KubernetesOptions) -> Manifest:
-    key = {"secretName": options.secret, "defaultMode": 0o400, "items": [{"key": "key", "path": "key"}]}
+    key = {"secretName": f"{options.name}-key", "defaultMode": 0o400, "items": [{"key": "key", "path": "key"}]}
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": round(options.grace),
