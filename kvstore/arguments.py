@@ -128,19 +128,6 @@ def checked_priority(priority: Any) -> int:
     return priority
 
 
-def check_weight(weight: Any) -> None:
-    """Check a weight.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is negative, NaN or infinite.
-    """
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(f"weight is {weight!r}; expected a number")
-    if not 0 <= weight < float("inf"):
-        raise ValueError(f"weight is {weight!r}; expected a finite number, 0 or more")
-
-
 def check_mean(key: Key, dtype: torch.dtype) -> None:
     """Raise ValueError if no mean can be taken of values of ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):

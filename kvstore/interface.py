@@ -27,7 +27,6 @@ from gangline.kvstore.arguments import (
     check_like,
     check_mean,
     check_shard,
-    check_weight,
     checked_priority,
     keys_of,
     outs,
@@ -42,7 +41,7 @@ from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -640,7 +639,7 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = pushed_or_none(key, value)
         self._check(pairs)
-        check_weight(weight)
+        check_not_negative("weight", weight)
         for one, _ in pairs:
             check_mean(one, self._layout[one][1])
         priority = checked_priority(priority)
@@ -701,7 +700,7 @@ class KVStore(abc.ABC):
             present = [key for key in present if key in chosen]
         priority = checked_priority(priority)
         if weight is not None:
-            check_weight(weight)
+            check_not_negative("weight", weight)
             check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
         self._check_pushed_once(present)

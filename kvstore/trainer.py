@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from gangline.collectives.eager import run_eagerly
-from gangline.kvstore.arguments import Value, check_shard, check_weight
+from gangline.kvstore.arguments import Value, check_shard
 from gangline.kvstore.interface import KVStore
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
@@ -153,11 +153,12 @@ class Trainer:
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
         self._sharded: ShardedWeights | None = None
+        self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
             trained = list(self._trained.values())
             self._reducer = self._sharded = ShardedWeights(trained, self._network, self.kvstore, memory)
-            self._owned = OwnedKeys(spec, self._sharded, self.kvstore)
+            self._optimizer = OwnedKeys(spec, self._sharded, self.kvstore)
             self._reducer.begin([0], push_early=False)
             return
         weights = list(self._parameters.values())
@@ -203,7 +204,7 @@ class Trainer:
             trainer.backward(loss_function(model(data), label), len(data))
             trainer.step(len(data))
         """
-        check_weight(batch_size)
+        check_not_negative("weight", batch_size)
         self._check_backward()
         if self._early_samples is not None:
             raise RuntimeError(
@@ -254,7 +255,7 @@ class Trainer:
                 has failed after it had sent a part of the gradients.
             GanglineError: if a worker is dead, late or makes a different call.
         """
-        check_weight(batch_size)
+        check_not_negative("weight", batch_size)
         self._check_backward()
         check_frozen(self._parameters, self._trained, "Trainer")
         if ignore_stale_grad:
@@ -284,8 +285,8 @@ class Trainer:
             for key, gradient in kept.items():
                 self._parameters[key].grad = gradient
             self._reducer.begin([0], push_early=False)
-        if self._sharded is not None:
-            self._owned.update()
+        if isinstance(self._optimizer, OwnedKeys):
+            self._optimizer.update()
         if ignore_stale_grad:
             gradients = {key: parameter.grad for key, parameter in self._parameters.items()}
             self._used = {key: (weakref.ref(one), one._version) for key, one in gradients.items() if one is not None}
@@ -434,7 +435,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate."""
-        return self.kvstore.learning_rate if self._sharded is None else self._owned.optimizer.learning_rate
+        return self._optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next step on; rank 0's counts.
@@ -443,17 +444,12 @@ class Trainer:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.
         """
-        if self._sharded is None:
-            self.kvstore.set_learning_rate(learning_rate)
-        else:
-            self._owned.optimizer.learning_rate = learning_rate
+        self._optimizer.set_learning_rate(learning_rate)
 
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state to a safetensors file on rank 0; with ``shard`` collective."""
-        if self._sharded is not None:
-            self._owned.save(path)
-        elif not self.kvstore.rank or self._is_sharded:
-            self.kvstore.save_optimizer_states(path)
+        if not self.kvstore.rank or self._is_sharded:
+            self._optimizer.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:
         """Replace the optimizer's state by that of rank 0's file. Collective: all workers must call it.
@@ -462,10 +458,7 @@ class Trainer:
             FileNotFoundError: if there is no such file.
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
-        if self._sharded is None:
-            self.kvstore.load_optimizer_states(path)
-        else:
-            self._owned.load(path)
+        self._optimizer.load_optimizer_states(path)
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.

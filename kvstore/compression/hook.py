@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, get_type_hints
 
 import torch
@@ -75,7 +76,7 @@ class CompressHook:
         """Return the residual of a bucket, whose parameters change when DDP rebuilds its buckets."""
         parameters: list[Tensor] = bucket.parameters()
         known, flat = self._buckets.get(bucket.index(), ([], torch.empty(0)))
-        if len(known) == len(parameters) and all(map(_is, known, parameters)):
+        if len(known) == len(parameters) and all(map(is_, known, parameters)):
             return flat
         flat = torch.zeros_like(bucket.buffer())
         views = torch.split(flat, [parameter.numel() for parameter in parameters])
@@ -85,10 +86,6 @@ class CompressHook:
             self._of_parameter[parameter] = view
         self._buckets[bucket.index()] = parameters, flat
         return flat
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 # DDP compares a hook's annotations with the classes themselves, not with their names.

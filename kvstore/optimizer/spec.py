@@ -251,13 +251,18 @@ def _is_number(value: Any) -> bool:
 
 
 def check_learning_rate(value: Any) -> None:
-    """Check a learning rate.
+    """Check a learning rate, as `check_not_negative`."""
+    check_not_negative("learning rate", value)
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Check a number.
 
     Raises:
         TypeError: if it is not a number.
         ValueError: if it is negative, NaN or infinite.
     """
-    if not _is_number(value):
-        raise TypeError(f"learning rate is {value!r}; expected a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; expected a number")
     if not 0 <= value < float("inf"):
-        raise ValueError(f"learning rate is {value!r}; expected a finite number, 0 or more")
+        raise ValueError(f"{name} is {value!r}; expected a finite number, 0 or more")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, dataclass_transform
 
 import msgpack
 
@@ -30,7 +30,6 @@ MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
 
-_M = TypeVar("_M", bound="Message")
 _MOST_FIELDS = 16
 _kinds: dict[int, type[Message]] = {}
 
@@ -80,24 +79,19 @@ Views = list[list[Any]]
 """``[first round, ranks]`` each, in ascending order: the workers of an elastic job from that round on."""
 
 
+@dataclass_transform(field_specifiers=(field,))
 class Message:
-    """Base class of all messages."""
+    """Base class of all messages; ``class Name(Message, kind=NUMBER)`` makes a dataclass of that kind number."""
 
     kind: ClassVar[int]
     fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
     """Name, type and check of each field."""
 
-
-def message(kind: int) -> Callable[[type[_M]], type[_M]]:
-    """Register the decorated dataclass as the message of this kind number."""
-
-    def decorate(cls: type[_M]) -> type[_M]:
+    def __init_subclass__(cls, kind: int) -> None:
+        dataclass(cls)
         cls.kind = kind
         cls.fields = tuple((one.name, str(one.type), _CHECKS[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
         _kinds[kind] = cls
-        return cls
-
-    return decorate
 
 
 def pack(one: Message) -> bytes:
@@ -151,9 +145,7 @@ def _unpack_flat(frame: bytes | memoryview) -> list[object]:
 # Scheduler messages
 
 
-@message(1)
-@dataclass
-class Register(Message):
+class Register(Message, kind=1):
     """Request of a process to take part in the job. Its ZeroMQ identity identifies this incarnation."""
 
     role: String
@@ -168,9 +160,7 @@ class Register(Message):
     """Number of times that this process was started again while its job ran on."""
 
 
-@message(2)
-@dataclass
-class Registered(Message):
+class Registered(Message, kind=2):
     """Start of the job: all processes have registered."""
 
     rank: Rank
@@ -189,9 +179,7 @@ class Registered(Message):
     """Views of an elastic job; empty: the workers are always the same."""
 
 
-@message(3)
-@dataclass
-class Rejected(Message):
+class Rejected(Message, kind=3):
     """Rejection of a `Register`."""
 
     error: String
@@ -199,9 +187,7 @@ class Rejected(Message):
     text: Text
 
 
-@message(4)
-@dataclass
-class Heartbeat(Message):
+class Heartbeat(Message, kind=4):
     """Heartbeat, in either direction."""
 
     sent: Count = 0
@@ -210,9 +196,7 @@ class Heartbeat(Message):
     """Clock of the scheduler, in such an answer."""
 
 
-@message(5)
-@dataclass
-class MemberGone(Message):
+class MemberGone(Message, kind=5):
     """Notice that a process has died, or has left (``why`` is empty)."""
 
     role: String
@@ -220,9 +204,7 @@ class MemberGone(Message):
     why: Text
 
 
-@message(6)
-@dataclass
-class Collective(Message):
+class Collective(Message, kind=6):
     """Contribution of a worker to the collective of this number; a barrier has empty data."""
 
     number: Count
@@ -235,18 +217,14 @@ class Collective(Message):
     """Why this worker does not take part, which fails the collective for all; empty: it does."""
 
 
-@message(7)
-@dataclass
-class CollectiveResult(Message):
+class CollectiveResult(Message, kind=7):
     """Contributions of all workers in rank order, empty for workers inside join(); none for ranks but the root."""
 
     number: Count
     data: Blobs
 
 
-@message(8)
-@dataclass
-class Join(Message):
+class Join(Message, kind=8):
     """Call of join(): collectives go on without this worker until all workers have joined."""
 
     number: Count
@@ -254,9 +232,7 @@ class Join(Message):
     data: Blob
 
 
-@message(9)
-@dataclass
-class JoinResult(Message):
+class JoinResult(Message, kind=9):
     """End of join(): all workers have called it."""
 
     last: Rank
@@ -266,41 +242,31 @@ class JoinResult(Message):
     data: Blobs
 
 
-@message(10)
-@dataclass
-class Leave(Message):
+class Leave(Message, kind=10):
     """Notice that the sender leaves the job."""
 
     why: Text = ""
     """Reason if others cannot go on without it; "" otherwise."""
 
 
-@message(11)
-@dataclass
-class JobOver(Message):
+class JobOver(Message, kind=11):
     """Acknowledgement of `Leave`; sent to servers when all workers have left."""
 
 
-@message(12)
-@dataclass
-class CollectiveFailed(Message):
+class CollectiveFailed(Message, kind=12):
     """End of a collective because workers made different calls, or one refused its call."""
 
     number: Count
     text: Text
 
 
-@message(13)
-@dataclass
-class Withdraw(Message):
+class Withdraw(Message, kind=13):
     """Withdrawal of a `Collective` whose worker does not wait any longer; its next call has the same number."""
 
     number: Count
 
 
-@message(14)
-@dataclass
-class Withdrawn(Message):
+class Withdrawn(Message, kind=14):
     """Answer to `Withdraw` if the collective has not completed before."""
 
     number: Count
@@ -308,9 +274,7 @@ class Withdrawn(Message):
     """Workers that the collective waits for."""
 
 
-@message(15)
-@dataclass
-class Waiting(Message):
+class Waiting(Message, kind=15):
     """Notice to servers of the workers that wait in collectives for other workers, each time this changes."""
 
     ranks: Counts
@@ -320,26 +284,20 @@ class Waiting(Message):
     """Number of the collective of each of them."""
 
 
-@message(16)
-@dataclass
-class SilenceQuery(Message):
+class SilenceQuery(Message, kind=16):
     """Question which processes the scheduler has not heard for this many seconds."""
 
     seconds: Number
 
 
-@message(17)
-@dataclass
-class SilenceResult(Message):
+class SilenceResult(Message, kind=17):
     """Answer to `SilenceQuery`."""
 
     members: Strings
     """Role and rank of each, such as "worker 1"."""
 
 
-@message(18)
-@dataclass
-class MemberAway(Message):
+class MemberAway(Message, kind=18):
     """Notice that a process has died whose place a restarted one may take; `MemberBack` or `MemberGone` follows."""
 
     role: String
@@ -349,9 +307,7 @@ class MemberAway(Message):
     """Identity of its sockets, from which servers accept nothing any more."""
 
 
-@message(19)
-@dataclass
-class MemberBack(Message):
+class MemberBack(Message, kind=19):
     """Notice that a restarted process has taken the place of one that has died, or that a new worker has come."""
 
     role: String
@@ -362,9 +318,7 @@ class MemberBack(Message):
     """Address of a server; "" for workers."""
 
 
-@message(33)
-@dataclass
-class Recall(Message):
+class Recall(Message, kind=33):
     """Question of a restarted worker whether a collective is over, whose result it then gets from the record."""
 
     number: Count
@@ -372,26 +326,20 @@ class Recall(Message):
     """True if collectives of smaller numbers go on without this worker from now on."""
 
 
-@message(34)
-@dataclass
-class Recalled(Message):
+class Recalled(Message, kind=34):
     """Answer to `Recall`."""
 
     number: Count
     is_over: Flag
 
 
-@message(40)
-@dataclass
-class ViewRequest(Message):
+class ViewRequest(Message, kind=40):
     """Request of a worker of an elastic job to take part, or to leave."""
 
     enters: Flag
 
 
-@message(41)
-@dataclass
-class ViewRequested(Message):
+class ViewRequested(Message, kind=41):
     """Answer to `ViewRequest`; `ViewChange` follows if it is granted."""
 
     enters: Flag
@@ -399,17 +347,13 @@ class ViewRequested(Message):
     """Reason why the worker cannot leave; "": granted."""
 
 
-@message(42)
-@dataclass
-class ViewQuery(Message):
+class ViewQuery(Message, kind=42):
     """Question which step a worker has begun; it begins no further one until it knows the view of this number."""
 
     number: Count
 
 
-@message(43)
-@dataclass
-class ViewAnswer(Message):
+class ViewAnswer(Message, kind=43):
     """Answer of a worker to `ViewQuery`; of a server, notice that it follows the views up to this number."""
 
     number: Count
@@ -417,9 +361,7 @@ class ViewAnswer(Message):
     """Last step that the worker has begun; 0 of servers."""
 
 
-@message(44)
-@dataclass
-class ViewChange(Message):
+class ViewChange(Message, kind=44):
     """The next view of an elastic job."""
 
     number: Count
@@ -432,9 +374,7 @@ class ViewChange(Message):
 # Server messages
 
 
-@message(20)
-@dataclass
-class Hello(Message):
+class Hello(Message, kind=20):
     """First message of a worker on every connection to a server."""
 
     rank: Rank
@@ -449,9 +389,7 @@ class Hello(Message):
     """Highest `Values.number` of this server that the worker has read; 0: none."""
 
 
-@message(21)
-@dataclass
-class Welcome(Message):
+class Welcome(Message, kind=21):
     """Answer to `Hello`."""
 
     shared: Flag
@@ -460,9 +398,7 @@ class Welcome(Message):
     """Handle of the server's shared memory; empty: none."""
 
 
-@message(22)
-@dataclass
-class Define(Message):
+class Define(Message, kind=22):
     """Shards and their initial values, from rank 0."""
 
     sequence: Count
@@ -470,9 +406,7 @@ class Define(Message):
     region: Region
 
 
-@message(23)
-@dataclass
-class Push(Message):
+class Push(Message, kind=23):
     """Values of a worker for rounds of shards."""
 
     sequence: Count
@@ -485,9 +419,7 @@ class Push(Message):
     region: Region
 
 
-@message(24)
-@dataclass
-class Pull(Message):
+class Pull(Message, kind=24):
     """Request for shards, each to be sent when its round is closed."""
 
     sequence: Count
@@ -497,25 +429,19 @@ class Pull(Message):
     region: Region
 
 
-@message(25)
-@dataclass
-class Ack(Message):
+class Ack(Message, kind=25):
     """Notice that the server has received the messages of these sequence numbers."""
 
     sequences: Counts
 
 
-@message(26)
-@dataclass
-class Release(Message):
+class Release(Message, kind=26):
     """Notice that the memory regions of these messages may be overwritten."""
 
     sequences: Counts
 
 
-@message(27)
-@dataclass
-class Values(Message):
+class Values(Message, kind=27):
     """Values of shards, in data frames or in the server's shared memory."""
 
     sequence: Count
@@ -526,17 +452,13 @@ class Values(Message):
     """Offset of each entry in the server's shared memory; empty: the values are in data frames."""
 
 
-@message(28)
-@dataclass
-class ValuesRead(Message):
+class ValuesRead(Message, kind=28):
     """Confirmation that the worker has read the `Values` of these numbers."""
 
     numbers: Counts
 
 
-@message(29)
-@dataclass
-class Failed(Message):
+class Failed(Message, kind=29):
     """Failure of the request of this sequence number."""
 
     sequence: Count
@@ -547,9 +469,7 @@ class Failed(Message):
     """Number to confirm by `ValuesRead`; the error is sent again if the request is repeated before. 0: none."""
 
 
-@message(30)
-@dataclass
-class Command(Message):
+class Command(Message, kind=30):
     """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "rounds", ..."""
 
     sequence: Count
@@ -557,18 +477,14 @@ class Command(Message):
     payload: Blob
 
 
-@message(31)
-@dataclass
-class CommandResult(Message):
+class CommandResult(Message, kind=31):
     """Result of a command."""
 
     sequence: Count
     payload: Blob
 
 
-@message(32)
-@dataclass
-class Blocked(Message):
+class Blocked(Message, kind=32):
     """Notice that a request waits for a push of a worker which itself waits in a collective for the requesting one."""
 
     sequence: Count
@@ -577,9 +493,7 @@ class Blocked(Message):
     text: Text
 
 
-@message(35)
-@dataclass
-class Repeated(Message):
+class Repeated(Message, kind=35):
     """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
 
 

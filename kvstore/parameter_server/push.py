@@ -122,27 +122,27 @@ class PushEncoder:
                 shard, size = one.shard, one.nbytes
                 entries.append([shard.number, rounds[shard.layout.key], one.kind, size])
                 nbytes += aligned(size)
-            request = Request(server, _no_message, what, nbytes=nbytes or 1, priority=priority)
-            region = None
+            region: list[int] | None = None
+            frames: list[bytes | memoryview] = []
             owns_data = True
+            is_held = self._allows_restarts and targets is None
             if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
                 offset = self._pool.allocate(nbytes)
                 region = [offset, nbytes]
                 for one in group:
                     one.write(self._pool.tensor_at(offset, one.nbytes))
                     offset += aligned(one.nbytes)
-                request.on_release = partial(self._pool.free, region[0])
-                request.is_held = True
+                is_held = True
             else:
-                frames: list[bytes | memoryview] = []
-                request.is_held = self._allows_restarts and targets is None
                 for one in group:
                     total = one.total()
-                    is_copied = request.is_held and not one.owns_data and total.nbytes > INLINE
+                    is_copied = is_held and not one.owns_data and total.nbytes > INLINE
                     frames.append(frame_of(total.clone() if is_copied else total))
                     owns_data &= isinstance(frames[-1], bytes) or one.owns_data or is_copied
-                request.frames = frames
-            request.message = _message(entries, weight, learning_rate, targets is not None, region)
+            message = _message(entries, weight, learning_rate, targets is not None, region)
+            request = Request(server, message, what, nbytes or 1, frames, is_held=is_held, priority=priority)
+            if self._pool is not None and region is not None:
+                request.on_release = partial(self._pool.free, region[0])
             if targets is None:
                 request.completes_when_sent = owns_data
             else:
@@ -257,10 +257,6 @@ def _message(
     entries: list[list[int]], weight: float | None, rate: float | None, wants_values: bool, region: list[int] | None
 ) -> Callable[[int], Message]:
     return lambda sequence: Push(sequence, entries, weight, rate, wants_values, region)
-
-
-def _no_message(sequence: int) -> Message:
-    raise AssertionError(f"request {sequence} has no message yet")
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,16 +15,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gangline.collectives.eager import run_eagerly
-from gangline.kvstore.allreduce.store import with_owners
-from gangline.kvstore.arguments import check_shard, check_weight
+from gangline.kvstore.allreduce.store import AllReduceStore, with_owners
+from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.interface import KVStore
-from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.optimizer.spec import Key, check_not_negative
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
-from gangline.kvstore.reducer.owned_parameters import OwnedParameters
 from gangline.kvstore.reducer.reducer import check_frozen
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
 from gangline.kvstore.registry import create
 
+_LARGE = 1 << 16
+"""Bytes from which a parameter is copied from its owner on its own."""
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
 
 
@@ -104,7 +106,7 @@ class DistributedOptimizer(Optimizer):
         self._parameters: dict[Key, nn.Parameter] = {}  # of several workers
         self._trained: dict[Key, nn.Parameter] = {}
         self._reducer: GradientReducer | ShardedWeights | None = None
-        self._owned: OwnedParameters | None = None
+        self._owned: _OwnedParameters | None = None
         self._sharded: ShardedWeights | None = None
         self._network = network if shard == "weights" else None
         check_shard(shard, or_weights=True)
@@ -143,7 +145,7 @@ class DistributedOptimizer(Optimizer):
         if shard == "weights":
             assert self._network is not None
             self._reducer = self._sharded = ShardedWeights(list(parameters.values()), self._network, store, memory)
-            self._owned = OwnedParameters(self._optimizer, self._sharded.owners, with_owners(store))
+            self._owned = _OwnedParameters(self._optimizer, self._sharded.owners, with_owners(store))
             return
         tensors = [parameter.data for parameter in parameters.values()]
         store.broadcast(list(parameters), tensors, tensors)
@@ -151,7 +153,7 @@ class DistributedOptimizer(Optimizer):
         if shard is not None:
             owning = with_owners(store)
             owners = owning.owners_of([one.data for one in trained.values()], memory)
-            self._owned = OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), owning)
+            self._owned = _OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), owning)
 
     # Averaging
 
@@ -167,7 +169,7 @@ class DistributedOptimizer(Optimizer):
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        check_weight(weight)
+        check_not_negative("weight", weight)
         self._weight = float(weight)
 
     @contextmanager
@@ -372,6 +374,60 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Show the wrapped optimizer and the store."""
         return f"DistributedOptimizer({self._optimizer!r}, kvstore={self.kvstore.type!r})"
+
+
+class _OwnedParameters:
+    """Steps of an optimizer over the parameters that a worker owns."""
+
+    def __init__(self, optimizer: Optimizer, owners: Mapping[nn.Parameter, int], store: AllReduceStore) -> None:
+        """Drop the optimizer's state of parameters that other workers own."""
+        self._optimizer, self._owners, self._store = optimizer, owners, store
+        self._others = [one for one, owner in owners.items() if owner != store.rank]
+        self.drop_others()
+
+    def step(self) -> None:
+        """Update the owned parameters."""
+        gradients = [one.grad for one in self._others]
+        for one in self._others:
+            one.grad = None  # an optimizer leaves parameters without a gradient alone
+        try:
+            self._optimizer.step()
+        finally:
+            for one, gradient in zip(self._others, gradients, strict=True):
+                one.grad = gradient
+
+    @torch.no_grad()
+    def copy_from_owners(self) -> None:
+        """Give all workers the weights of all: large ones in place, small ones of an owner joined. Collective."""
+        small: dict[tuple[int, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        tensors, owners = [], []
+        for one, owner in self._owners.items():
+            if one.nbytes >= _LARGE and one.is_contiguous():
+                torch.autograd.graph.increment_version(one)  # a graph that needs the old values learns of it
+                tensors.append(one.data.view(-1))
+                owners.append(owner)
+            else:
+                small[owner, one.dtype].append(one)
+        joined = [torch.cat([one.flatten() for one in parameters]) for parameters in small.values()]
+        self._store.copy_from_owners("updated parameters", tensors + joined, owners + [owner for owner, _ in small])
+        for flat, ((owner, _), parameters) in zip(joined, small.items(), strict=True):
+            if owner != self._store.rank:
+                parts = torch.split(flat, [one.numel() for one in parameters])
+                for one, part in zip(parameters, parts, strict=True):
+                    one.copy_(part.view(one.shape))
+
+    def drop_others(self) -> None:
+        """Drop the state of parameters that other workers own."""
+        for one in self._others:
+            self._optimizer.state.pop(one, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, in torch's form, on the host. Collective."""
+        own = self._optimizer.state_dict()
+        state: dict[int, Any] = {}
+        for theirs in self._store.group.all_gather(list(own["state"].items()), "state_dict"):
+            state |= {int(number): values for number, values in theirs}
+        return {**own, "state": dict(sorted(state.items()))}
 
 
 def _runs_optimizer(store: KVStore) -> bool:

@@ -22,6 +22,15 @@ class OwnedKeys:
         for name, parameter in weights.owned().items():
             self.optimizer.add(name, parameter.data)
 
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate."""
+        return self.optimizer.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on; rank 0's counts."""
+        self.optimizer.learning_rate = learning_rate
+
     def update(self) -> None:
         """Update the owned weights from the means of their gradients. Collective."""
         self.optimizer.learning_rate = self._store.group.broadcast(self.optimizer.learning_rate, "learning rate")
@@ -51,13 +60,13 @@ class OwnedKeys:
         part = whole.of_keys(owned.__contains__)
         self.optimizer.load_state(replace(part, shapes={json.dumps(name): shapes[json.dumps(name)] for name in owned}))
 
-    def save(self, path: str | Path) -> None:
+    def save_optimizer_states(self, path: str | Path) -> None:
         """Write the state of all weights to a file on rank 0. Collective."""
         whole = self.state()
         if not self._store.rank:
             files.save(Path(path), whole.tensors, whole.header())
 
-    def load(self, path: str | Path) -> None:
+    def load_optimizer_states(self, path: str | Path) -> None:
         """Replace the state by that of rank 0's file. Collective.
 
         Raises:

@@ -342,7 +342,9 @@ class Reducer:
                 self._push_incomplete(state)
         try:
             rows = self._push_rows()
-            self._wait_for_pushes()  # a failed push must raise before any update
+            for state in self._buckets:  # a failed push must raise before any update
+                if state.push is not None:
+                    state.push.wait()
         except (DeadNodeError, StallError):
             raise
         except Exception:  # whatever failed, no later update may use what was pushed; raised again
@@ -360,11 +362,6 @@ class Reducer:
         present = [key for key in state.keys if key in on_any]
         if present or self._in_step:
             self._push(state, [index for index, found in enumerate(by_replica) if found], present)
-
-    def _wait_for_pushes(self) -> None:
-        for state in self._buckets:
-            if state.push is not None:
-                state.push.wait()
 
     def _pull(self, state: BucketState) -> None:
         if not state.is_loose:

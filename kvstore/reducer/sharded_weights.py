@@ -194,7 +194,7 @@ class ShardedWeights:
         for weight in with_gradient:
             node: Any = torch.autograd.graph.get_gradient_edge(weight.parameter).node
             self._nodes.append(node)
-            self._gradient_hooks.append(node.register_prehook(partial(self._before_gradient, weight)))
+            self._gradient_hooks.append(node.register_prehook(partial(self._keep_accumulated_mean, weight)))
             after = partial(self._on_gradient, weight)
             hook = weight.parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
             self._gradient_hooks.append(hook)
@@ -489,10 +489,7 @@ class ShardedWeights:
         self._pending = [len(group) for group in self._gradient_groups]
         self._not_ready = self._all_groups
 
-    def _before_gradient(self, weight: _Weight, _: object) -> None:
-        self._keep_accumulated_mean(weight)
-
-    def _keep_accumulated_mean(self, weight: _Weight) -> None:
+    def _keep_accumulated_mean(self, weight: _Weight, _: object = None) -> None:
         """Keep the mean of earlier backwards apart from this one's gradient, unless it was reset."""
         parameter = weight.parameter
         if parameter.grad is None:

@@ -35,8 +35,6 @@ class Request:
     is_held: bool = False
     """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
-    shards: Sequence[int] = ()
-    """Shards of a push; empty for other requests."""
     wants_values: bool = False
     """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
     is_awaited: Callable[[], bool] = lambda: False

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,46 +26,17 @@ from gangline.collectives.errors import (
     StallError,
     name_ranks,
 )
-from gangline.collectives.faults import Script, script_of
+from gangline.collectives.faults import script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.protocol import (
-    ROUND,
-    Collective,
-    CollectiveFailed,
-    CollectiveResult,
-    Heartbeat,
-    JobOver,
-    Join,
-    JoinResult,
-    Leave,
-    MemberAway,
-    MemberBack,
-    MemberGone,
-    Message,
-    Recall,
-    Recalled,
-    Register,
-    Registered,
-    Rejected,
-    SilenceQuery,
-    SilenceResult,
-    ViewAnswer,
-    ViewChange,
-    ViewQuery,
-    ViewRequest,
-    ViewRequested,
-    Waiting,
-    Withdraw,
-    Withdrawn,
-)
-from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
+from gangline.kvstore.parameter_server.protocol import ROUND, Message
+from gangline.kvstore.parameter_server.transport.client_channel import scheduler_address
 from gangline.kvstore.parameter_server.transport.poller import Poller
-from gangline.kvstore.parameter_server.transport.scripted import points_of
+from gangline.kvstore.parameter_server.transport.scripted import open_scripted
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -162,7 +132,8 @@ class SchedulerClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = Poller()
         try:
-            self._channel = open_channel(scheduler_address(scheduler), self._context, self.identity, self._poller)
+            endpoint = scheduler_address(scheduler)
+            self._channel = open_scripted(endpoint, self._context, self.identity, self._poller, self.faults)
         except BaseException:
             self._poller.close()
             self._context.term()
@@ -170,13 +141,13 @@ class SchedulerClient:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.add(self._event_fd)
         self._connections = 0
-        is_here = scheduler_address(scheduler).startswith("unix:")
+        is_here = endpoint.startswith("unix:")
         self._clock = None if recorder.current is None or is_here else ClockOffset(recorder.current)
         self._is_registered = False
         self._has_left = False
-        registering: Future[Registered] = Future()
+        registering: Future[protocol.Registered] = Future()
         job = os.environ.get("GANGLINE_JOB_ID", "")
-        self._registration = Register(role, rank, this_process(), address, job, incarnation())
+        self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation())
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -195,7 +166,7 @@ class SchedulerClient:
         self.is_joining = bool(self.views) and self.is_restarted and self.in_view() is None
         """True if this worker came to an elastic job after its start, and has not asked to take part yet."""
 
-    def _wait_for_start(self, registering: Future[Registered]) -> Registered:
+    def _wait_for_start(self, registering: Future[protocol.Registered]) -> protocol.Registered:
         """Wait until the job begins; log what is missing after some seconds."""
         limit = min(_NOTICE_SECONDS, self._timeout)
         try:
@@ -206,7 +177,7 @@ class SchedulerClient:
                 _log.info("%s waits for other processes to register with the scheduler at %s", self.role, address)
             else:
                 _log.warning("%s waits for the scheduler at %s", self.role, address)
-        registered: Registered = self._wait(
+        registered: protocol.Registered = self._wait(
             registering, f"{self.role} waits for the job to begin at {self._address}", self._timeout - limit
         )
         return registered
@@ -245,7 +216,7 @@ class SchedulerClient:
                 return False
             following = number or following
             self._count(following)
-            message = Collective(following, name, -1, b"", text)
+            message = protocol.Collective(following, name, -1, b"", text)
             with self._lock:
                 self._pending[following] = Future(), message
             self._send(message)
@@ -360,7 +331,7 @@ class SchedulerClient:
         """Ask to leave because of a signal, without waiting for the answer."""
         with self._lock:
             self._leave_request, message = self._pending.setdefault(
-                ("view", False), (Future(), ViewRequest(enters=False))
+                ("view", False), (Future(), protocol.ViewRequest(enters=False))
             )
         self._leave_request.add_done_callback(self._end_if_refused)
         self._send(message)
@@ -373,7 +344,9 @@ class SchedulerClient:
 
     def _request_view(self, *, enters: bool) -> str:
         what = f"request of worker {self.rank} to {'take part' if enters else 'leave'}"
-        answer: ViewRequested = self._wait(self._ask(ViewRequest(enters), ("view", enters), what), what)
+        answer: protocol.ViewRequested = self._wait(
+            self._ask(protocol.ViewRequest(enters), ("view", enters), what), what
+        )
         return answer.text
 
     def _wait_for_view(self, is_known: Callable[[], object], what: str) -> None:
@@ -387,13 +360,13 @@ class SchedulerClient:
 
     def _answer_query(self) -> None:
         if self._asked >= len(self.views) and self.begun is not None:
-            self._send(ViewAnswer(self._asked, max(self.begun, self._floor)))
+            self._send(protocol.ViewAnswer(self._asked, max(self.begun, self._floor)))
 
     def confirm_views(self, count: int) -> None:
         """Tell the scheduler that this server follows so many views."""
         with self._view_known:
             self.confirmed = count
-            self._send(ViewAnswer(self.confirmed - 1, 0))
+            self._send(protocol.ViewAnswer(self.confirmed - 1, 0))
 
     def _set_views(self, views: Iterable[tuple[int, Iterable[int]]]) -> None:
         with self._view_known:
@@ -424,7 +397,9 @@ class SchedulerClient:
 
     def _recall(self, number: int, *, skips: bool) -> bool:
         what = f"question of worker {self.rank} about earlier collectives"
-        result: Recalled = self._wait(self._ask(Recall(number, skips), ("recall", number), what), what)
+        result: protocol.Recalled = self._wait(
+            self._ask(protocol.Recall(number, skips), ("recall", number), what), what
+        )
         return result.is_over
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
@@ -434,10 +409,10 @@ class SchedulerClient:
             self._count(number)
             if self.is_restarted and self._recall(number, skips=False):
                 self._recorded.add(number)
-            message = Collective(number, name, -1 if root is None else root, data, "")
+            message = protocol.Collective(number, name, -1 if root is None else root, data, "")
             answer = self._ask(message, number, f"{name} of worker {self.rank}")
         try:
-            result: CollectiveResult = self._wait(answer, f"{name} of worker {self.rank}")
+            result: protocol.CollectiveResult = self._wait(answer, f"{name} of worker {self.rank}")
         except StallError as error:
             result = self._withdraw(number, answer, error)
         except KeyboardInterrupt as error:
@@ -445,15 +420,15 @@ class SchedulerClient:
             raise
         return result.data
 
-    def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> CollectiveResult:
+    def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> protocol.CollectiveResult:
         """Withdraw from a collective, so that the next call takes its place; return its result if it has completed.
 
         Raises:
             BaseException: ``error`` if it has not completed; a StallError with the ranks that are missing.
         """
-        self._send(Withdraw(number))
+        self._send(protocol.Withdraw(number))
         try:
-            result: CollectiveResult = answer.result(_WITHDRAW_SECONDS)
+            result: protocol.CollectiveResult = answer.result(_WITHDRAW_SECONDS)
         except (StallError, TimeoutError) as missing:
             with self._lock:
                 self._pending.pop(number, None)
@@ -469,14 +444,14 @@ class SchedulerClient:
         """Return the names of processes that the scheduler has not heard for some time; none if it is dead."""
         if self.lost:
             return []
-        message = SilenceQuery(max(seconds, 0.0))
+        message = protocol.SilenceQuery(max(seconds, 0.0))
         with self._lock:
             answer, _ = self._pending.setdefault("silence", (Future(), message))
         self._send(message)
-        result: SilenceResult = self._wait(answer, "num_dead_nodes")
+        result: protocol.SilenceResult = self._wait(answer, "num_dead_nodes")
         return result.members
 
-    def join(self, data: bytes) -> JoinResult:
+    def join(self, data: bytes) -> protocol.JoinResult:
         """Wait until all workers have called it; meanwhile other collectives run without this worker.
 
         Returns:
@@ -488,7 +463,7 @@ class SchedulerClient:
         """
         call = f"join() of worker {self.rank}"
         last = max(self._number, self._number_in_round)
-        result: JoinResult = self._wait(self._ask(Join(last, data), "join", call), call)
+        result: protocol.JoinResult = self._wait(self._ask(protocol.Join(last, data), "join", call), call)
         self._count(result.number)
         return result
 
@@ -502,8 +477,8 @@ class SchedulerClient:
             return
         self._has_left = True
         leaving: Future[Any] = Future()
-        self._pending["over"] = leaving, Leave(why)
-        self._send(Leave(why))
+        self._pending["over"] = leaving, protocol.Leave(why)
+        self._send(protocol.Leave(why))
         try:
             leaving.result(_LEAVE_SECONDS)
         except (TimeoutError, GanglineError):
@@ -614,14 +589,12 @@ class SchedulerClient:
                     outgoing, self._outbox = self._outbox, []
             # heartbeats are also due while other processes have yet to register
             if time.monotonic() >= heartbeat_at and is_connected:
-                outgoing.append(Heartbeat() if self._clock is None else Heartbeat(time.monotonic_ns()))
+                outgoing.append(
+                    protocol.Heartbeat() if self._clock is None else protocol.Heartbeat(time.monotonic_ns())
+                )
                 heartbeat_at = time.monotonic() + self._heartbeat
             for message in outgoing:
-                act = partial(self._channel.send, [protocol.pack(message)])
-                if self.faults is None:
-                    act()
-                else:
-                    self._pass_on(message, "sent", act, self.faults)
+                self._channel.send([protocol.pack(message)])
             for frames in self._channel.receive(events):
                 heard_at = time.monotonic()
                 self._receive(frames[0])
@@ -658,17 +631,11 @@ class SchedulerClient:
         except ProtocolError as error:
             _log.warning("%s drops a message of the scheduler: %s", self.role, error)
             return
-        if self.faults is None:
-            self._handle(message)
-        else:
-            self._pass_on(message, "received", partial(self._handle, message), self.faults)
-
-    def _pass_on(self, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
-        faults.pass_on(points_of(message), way, act, self._channel.cut)
+        self._handle(message)
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Registered():
+            case protocol.Registered():
                 if message.is_restarted and not self._is_registered:
                     self.begun = None
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
@@ -677,57 +644,57 @@ class SchedulerClient:
                 self._set_views([(first, ranks) for first, ranks in message.views])
                 self.on_change()
                 self._settle("registered", message)
-            case Heartbeat(sent, answered) if sent and self._clock is not None:
+            case protocol.Heartbeat(sent, answered) if sent and self._clock is not None:
                 self._clock.add(sent, answered, time.monotonic_ns())
-            case Rejected(kind, text):
+            case protocol.Rejected(kind, text):
                 self._settle("registered", error=StallError(text) if kind == StallError.__name__ else ValueError(text))
-            case CollectiveResult(number, _):
+            case protocol.CollectiveResult(number, _):
                 self._settle(number, message)
-            case CollectiveFailed(number, text):
+            case protocol.CollectiveFailed(number, text):
                 self._settle(number, error=MismatchError(text))
-            case Withdrawn(number, missing):
+            case protocol.Withdrawn(number, missing):
                 self._settle(number, error=StallError(name_ranks(missing)))
-            case Recalled(number, _):
+            case protocol.Recalled(number, _):
                 self._settle(("recall", number), message)
-            case SilenceResult():
+            case protocol.SilenceResult():
                 self._settle("silence", message)
-            case ViewQuery(number):
+            case protocol.ViewQuery(number):
                 with self._view_known:
                     self._asked = number
                     self._answer_query()
-            case ViewChange(number, first, ranks):
+            case protocol.ViewChange(number, first, ranks):
                 if number == len(self.views):
                     self._set_views([*self.views, (first, ranks)])
                 self.on_change()
-            case ViewRequested(enters, _):
+            case protocol.ViewRequested(enters, _):
                 self._settle(("view", enters), message)
-            case Waiting(ranks, calls, numbers):
+            case protocol.Waiting(ranks, calls, numbers):
                 self.waiting = dict(zip(ranks, zip(calls, numbers, strict=False), strict=False))
                 self.on_change()
-            case JoinResult():
+            case protocol.JoinResult():
                 self._settle("join", message)
-            case MemberGone(role, rank, why) if self._is_registered and (role, rank) == (self.role, self.rank):
+            case protocol.MemberGone(role, rank, why) if self._is_registered and (role, rank) == (self.role, self.rank):
                 self._lose(f"counts this process as dead: it {why}")
-            case MemberAway(role, rank, why, identity):
+            case protocol.MemberAway(role, rank, why, identity):
                 self.away[role, rank] = why
                 self.fenced.add(identity)
                 _log.info("%s %d %s; waiting for its restart", role, rank, why)
                 self.on_change()
-            case MemberBack(role, rank, view, address):
+            case protocol.MemberBack(role, rank, view, address):
                 self.view = view
                 if role == "server":
                     self.servers[rank] = address
                 self.away.pop((role, rank), None)
                 _log.info("%s %d is back", role, rank)
                 self.on_change()
-            case MemberGone(role, rank, why):
+            case protocol.MemberGone(role, rank, why):
                 with self._lock:
                     self.away.pop((role, rank), None)
                     if why or role == "server" or self.role == "server" or self.is_needed(rank):
                         self.gone[role, rank] = why
                 self._fail_collectives()
                 self.on_change()
-            case JobOver():
+            case protocol.JobOver():
                 self.is_over = True
                 self._settle("over", message)
                 self.on_change()

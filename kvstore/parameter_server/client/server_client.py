@@ -28,19 +28,7 @@ from gangline.kvstore.group.remote_errors import hint, make_error
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.protocol import (
-    Ack,
-    Blocked,
-    CommandResult,
-    Failed,
-    Hello,
-    Message,
-    Release,
-    Repeated,
-    Values,
-    ValuesRead,
-    Welcome,
-)
+from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.transport.client_channel import Channel
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
@@ -72,7 +60,7 @@ class _ServerConnection:
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
-        self.hello: Hello | None = None  # sent instead of the client's, without shared memory
+        self.hello: protocol.Hello | None = None  # sent instead of the client's, without shared memory
         self.in_flight = 0  # bytes that the server has not received
         self.undelivered = 0  # number of requests in flight that completed when sent
         self.pending: dict[int, Request] = {}  # not answered
@@ -104,7 +92,7 @@ class ServerClient:
         self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
         handle = b"" if pool is None else pool.handle
-        self._hello = Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
+        self._hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
         self._order = itertools.count()
@@ -471,7 +459,7 @@ class ServerClient:
 
     def _handle(self, server: int, connection: _ServerConnection, message: Message, frames: list[memoryview]) -> None:
         match message:
-            case Welcome(shared, memory):
+            case protocol.Welcome(shared, memory):
                 if shared and memory and connection.memory is None:
                     try:
                         connection.memory = open_offered(memory)
@@ -483,11 +471,11 @@ class ServerClient:
                 connection.greeted = True
                 connection.shares_memory = shared and connection.memory is not None
                 if self._scheduler.allows_restarts:
-                    connection.channel.send([protocol.pack(Repeated())])
-            case Ack(sequences):
+                    connection.channel.send([protocol.pack(protocol.Repeated())])
+            case protocol.Ack(sequences):
                 for sequence in sequences:
                     self._acknowledge(connection, sequence)
-            case Release(sequences):
+            case protocol.Release(sequences):
                 for sequence in sequences:
                     request = connection.unreleased.pop(sequence, None) or connection.pending.get(sequence)
                     if request is None:
@@ -496,15 +484,15 @@ class ServerClient:
                     if request.on_release is not None:
                         request.on_release()
                         request.on_release = None
-            case Values(sequence, number, _, _):
+            case protocol.Values(sequence, number, _, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
                 self._confirm(connection, number)
-            case CommandResult(sequence, _):
+            case protocol.CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
-            case Blocked(sequence, number, text):
+            case protocol.Blocked(sequence, number, text):
                 if sequence in connection.pending:
                     connection.pending[sequence].blocked = number, text
-            case Failed(sequence, kind, text, number):
+            case protocol.Failed(sequence, kind, text, number):
                 error = make_error(kind, text)
                 self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
@@ -519,7 +507,7 @@ class ServerClient:
             connection.last_read = max(connection.last_read, number)
             connection.read_at = time.monotonic()
             if connection.has_hello:
-                connection.channel.send([protocol.pack(ValuesRead([number]))])
+                connection.channel.send([protocol.pack(protocol.ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -546,7 +534,7 @@ class ServerClient:
         if request is not None:
             self._mark_received(connection, request)
             if not request.wants_values:
-                self._settle(connection, sequence, Ack([sequence]), [])
+                self._settle(connection, sequence, protocol.Ack([sequence]), [])
 
     def _mark_received(self, connection: _ServerConnection, request: Request) -> None:
         if not request.received:

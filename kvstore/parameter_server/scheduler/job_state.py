@@ -10,16 +10,8 @@ from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.kvstore.group.remote_errors import differing, refused
-from gangline.kvstore.parameter_server.protocol import (
-    ROUND,
-    Collective,
-    CollectiveFailed,
-    CollectiveResult,
-    JoinResult,
-    Message,
-    Register,
-    Withdrawn,
-)
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
 _KEPT = 4
@@ -42,7 +34,7 @@ class Member:
     """A process that has registered."""
 
     identity: bytes
-    registration: Register
+    registration: protocol.Register
     rank: int = -1
     heard_at: float = 0.0
     disconnected_at: float = 0.0
@@ -87,8 +79,8 @@ class Outcome:
     def message(self, number: int, rank: int) -> Message:
         """Return the message to a worker."""
         if self.error:
-            return CollectiveFailed(number, self.error)
-        return CollectiveResult(number, self.data if self.root in (-1, rank) else [])
+            return protocol.CollectiveFailed(number, self.error)
+        return protocol.CollectiveResult(number, self.data if self.root in (-1, rank) else [])
 
 
 @dataclass
@@ -101,7 +93,7 @@ class JobState:
     """GANGLINE_JOB_ID of the scheduler."""
     members: dict[bytes, Member] = field(default_factory=dict)
     """Members by the identity of their socket."""
-    collectives: dict[int, dict[int, Collective]] = field(default_factory=dict)
+    collectives: dict[int, dict[int, protocol.Collective]] = field(default_factory=dict)
     """Contributions by rank, for each collective in progress, by its number."""
     since: dict[int, float] = field(default_factory=dict)
     """Time of the first worker's call of each collective in progress."""
@@ -109,7 +101,7 @@ class JobState:
     """Collectives in progress for which a stall warning was logged."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """Last outcomes, by number of the collective."""
-    join_result: JoinResult | None = None
+    join_result: protocol.JoinResult | None = None
     """Result of the last join()."""
     number: int = 0
     """Highest number of a collective so far."""
@@ -148,7 +140,7 @@ class JobState:
         """Return the number of members that a role must have."""
         return self.workers if role == "worker" else self.servers
 
-    def rejection(self, registration: Register) -> str:
+    def rejection(self, registration: protocol.Register) -> str:
         """Return why a process cannot take part; "" if it can."""
         role, rank = registration.role, registration.rank
         if registration.job != self.job:
@@ -178,7 +170,7 @@ class JobState:
             return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
 
-    def predecessor(self, registration: Register) -> Member | None:
+    def predecessor(self, registration: protocol.Register) -> Member | None:
         """Return the member whose place a restarted process takes."""
         for member in self.of_role(registration.role):
             if member.rank == registration.rank and member.registration.incarnation < registration.incarnation:
@@ -199,7 +191,7 @@ class JobState:
             new.is_restarted = True
         self.members[new.identity] = new
 
-    def is_new_worker(self, registration: Register) -> bool:
+    def is_new_worker(self, registration: protocol.Register) -> bool:
         """Return whether a process that may register is a worker that an elastic job gets beside those of its start."""
         is_added = self.started or registration.rank >= self.workers
         return self.views is not None and registration.role == "worker" and is_added
@@ -229,7 +221,7 @@ class JobState:
         self.started = True
         return True
 
-    def add(self, rank: int, message: Collective) -> Message | None:
+    def add(self, rank: int, message: protocol.Collective) -> Message | None:
         """Add a worker's contribution to a collective; return the answer if the collective has ended before.
 
         Raises:
@@ -241,12 +233,12 @@ class JobState:
             if outcome.error or (outcome.name, outcome.root) == (call, message.root):
                 return outcome.message(number, rank)
             others = next(iter({0, 1} - {rank}))  # they have returned from the call that this worker had given up
-            return CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
+            return protocol.CollectiveFailed(number, differing({rank: call, others: outcome.name}, self.workers))
         if number not in self.collectives:
             last = max((one for one in self.outcomes if (one < ROUND) == (number < ROUND)), default=0)
             if number <= last - (0 if self._keeps_records else _KEPT):
                 text = f"rank {rank} called {call} as its collective {number}, which is over"
-                return CollectiveFailed(number, text)
+                return protocol.CollectiveFailed(number, text)
             if sum(rank in present for present in self.collectives.values()) >= _MAX_OPEN:
                 raise ProtocolError(f"worker {rank} calls more than {_MAX_OPEN} collectives at once")
             self.collectives[number] = {}
@@ -265,7 +257,7 @@ class JobState:
         missing = sorted(self.active(number) - present.keys() - {rank})
         if not present:
             self._forget(number)
-        return Withdrawn(number, missing)
+        return protocol.Withdrawn(number, missing)
 
     def complete(self) -> list[int]:
         """End the collectives that all active workers have called, or that fail; return their numbers."""
@@ -294,7 +286,7 @@ class JobState:
             ):
                 del self.outcomes[number]
 
-    def _passed_by(self, number: int, present: Mapping[int, Collective]) -> str:
+    def _passed_by(self, number: int, present: Mapping[int, protocol.Collective]) -> str:
         """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
         if not self._keeps_records:
             return ""
@@ -305,7 +297,7 @@ class JobState:
                     return differing({**calls, rank: f"{others[rank].name}, after another push"}, self.workers)
         return ""
 
-    def _error(self, present: Mapping[int, Collective]) -> str:
+    def _error(self, present: Mapping[int, protocol.Collective]) -> str:
         """Return the error of a collective if a worker refuses its call or the calls differ; "" if not."""
         calls = {rank: one.refusal or one.name for rank, one in present.items()}
         for rank, one in present.items():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from functools import partial
 
 from gangline.collectives.environments.restart import (
     KEPT_MEMORY,
@@ -17,44 +15,19 @@ from gangline.collectives.environments.restart import (
     incarnation,
 )
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.faults import Script, script_of
+from gangline.collectives.faults import script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.kept_state import KeptState
-from gangline.kvstore.parameter_server.protocol import (
-    Collective,
-    Heartbeat,
-    JobOver,
-    Join,
-    JoinResult,
-    Leave,
-    MemberAway,
-    MemberBack,
-    MemberGone,
-    Message,
-    Recall,
-    Recalled,
-    Register,
-    Registered,
-    Rejected,
-    SilenceQuery,
-    SilenceResult,
-    ViewAnswer,
-    ViewChange,
-    ViewQuery,
-    ViewRequest,
-    ViewRequested,
-    Waiting,
-    Withdraw,
-)
+from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
 from gangline.kvstore.parameter_server.scheduler.views import Views
 from gangline.kvstore.parameter_server.transport.listener import Listener
-from gangline.kvstore.parameter_server.transport.scripted import points_of
+from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
 
 _log = logging.getLogger("gangline")
@@ -90,7 +63,6 @@ class Scheduler:
         self, workers: int, servers: int, host: str = "127.0.0.1", port: int = 0, *, is_supervised: bool = False
     ) -> None:
         self._is_supervised = is_supervised
-        self._faults = script_of("scheduler", 0)
         restarts = max(int(os.environ.get(PROCESS_RESTARTS) or 0) - incarnation(), 0)
         bounds_of_workers = elastic_bounds()
         views = None if bounds_of_workers is None else Views(*bounds_of_workers, workers)
@@ -100,7 +72,9 @@ class Scheduler:
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
-        self._listener = Listener(resolved(host), port=port)
+        address, script = resolved(host), script_of("scheduler", 0)
+        scripted = None if script is None else ScriptedListener(address, port=port, script=script)
+        self._listener = scripted or Listener(address, port=port)
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
@@ -173,7 +147,7 @@ class Scheduler:
             assert self._kept is not None
             self._kept.write((self._state, self._last_joined))
             for member, message in unsent:
-                self._send_faulty(member, message)
+                self._send_now(member, message)
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered. Idempotent."""
@@ -189,22 +163,22 @@ class Scheduler:
                 raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
             message = protocol.unpack(frames[0])
             if member is None:
-                if isinstance(message, Heartbeat):
+                if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
-                    self._send(Member(identity, Register("", -1, [], "")), Rejected(ValueError.__name__, text))
+                    self._send(
+                        Member(identity, protocol.Register("", -1, [], "")),
+                        protocol.Rejected(ValueError.__name__, text),
+                    )
                     return
-                if not isinstance(message, Register):
+                if not isinstance(message, protocol.Register):
                     raise ProtocolError(f"received {type(message).__name__} from a process that has not registered")
                 member = self._register(identity, message)
                 if member is None:
                     return
-            if isinstance(message, Register):
+            if isinstance(message, protocol.Register):
                 self._listener.admit(identity, _MAX_MESSAGE)
             member.heard_at, member.disconnected_at = time.monotonic(), 0.0
-            if self._faults is None:
-                self._handle(member, message)
-            else:
-                self._pass_on(member, message, "received", partial(self._handle, member, message), self._faults)
+            self._handle(member, message)
         except ProtocolError as error:
             self.rejected += 1
             self._refusals.warn("the scheduler drops a message: %s", error)
@@ -214,26 +188,26 @@ class Scheduler:
 
     def _handle(self, member: Member, message: Message) -> None:
         why = member.gone or member.away
-        if why and not isinstance(message, Leave):  # counted as dead, for example after it was stopped
-            self._send(member, MemberGone(member.registration.role, member.rank, why))
+        if why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped
+            self._send(member, protocol.MemberGone(member.registration.role, member.rank, why))
             return
         is_active_worker = member.registration.role == "worker" and self._state.started
         match message:
-            case Heartbeat(sent, _):
-                self._send(member, Heartbeat(sent, time.monotonic_ns()) if sent else Heartbeat())
-            case Register():
+            case protocol.Heartbeat(sent, _):
+                self._send(member, protocol.Heartbeat(sent, time.monotonic_ns()) if sent else protocol.Heartbeat())
+            case protocol.Register():
                 if self._state.started:  # it has reconnected
                     self._send_again(member)
-            case Collective() if is_active_worker:
+            case protocol.Collective() if is_active_worker:
                 answer = self._state.add(member.rank, message)
                 if answer is not None:
                     self._send(member, answer)
                 self._complete_collectives()
-            case Withdraw(number) if is_active_worker:
+            case protocol.Withdraw(number) if is_active_worker:
                 answer = self._state.withdraw(member.rank, number)
                 if answer is not None:
                     self._send(member, answer)
-            case Join(number, data) if is_active_worker:
+            case protocol.Join(number, data) if is_active_worker:
                 if self._state.join_result is not None and number < self._state.join_result.number:
                     self._send(member, self._state.join_result)
                     return
@@ -241,28 +215,28 @@ class Scheduler:
                 self._last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
-            case Recall(number, skips) if is_active_worker:
-                self._send(member, Recalled(number, number in self._state.outcomes))
+            case protocol.Recall(number, skips) if is_active_worker:
+                self._send(member, protocol.Recalled(number, number in self._state.outcomes))
                 if skips:
                     member.first_number = number
                     self._complete_collectives()
-            case ViewRequest(enters) if is_active_worker and self._state.views is not None:
+            case protocol.ViewRequest(enters) if is_active_worker and self._state.views is not None:
                 text = ""
                 if enters:
                     self._state.views.enter(member.rank)
                 else:
                     text = self._state.views.refusal(member.rank)
-                self._send(member, ViewRequested(enters, text))
+                self._send(member, protocol.ViewRequested(enters, text))
                 self._advance_views()
-            case ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
+            case protocol.ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
                 self._state.views.answer(member.registration.role, member.rank, number, begun)
                 self._advance_views()
-            case SilenceQuery(seconds):
+            case protocol.SilenceQuery(seconds):
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
-                self._send(member, SilenceResult(silent))
-            case Leave(why):
-                self._send(member, JobOver())
+                self._send(member, protocol.SilenceResult(silent))
+            case protocol.Leave(why):
+                self._send(member, protocol.JobOver())
                 if member.is_present:
                     if not why:
                         self._tell_launcher(member.name.encode())
@@ -270,11 +244,11 @@ class Scheduler:
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
 
-    def _register(self, identity: bytes, registration: Register) -> Member | None:
+    def _register(self, identity: bytes, registration: protocol.Register) -> Member | None:
         rejection = self._state.rejection(registration)
         member = Member(identity, registration, heard_at=time.monotonic())
         if rejection:
-            self._send(member, Rejected(ValueError.__name__, rejection))
+            self._send(member, protocol.Rejected(ValueError.__name__, rejection))
             return None
         predecessor = self._state.predecessor(registration) if self._state.started else None
         if self._state.is_new_worker(registration) and predecessor is None:
@@ -296,59 +270,62 @@ class Scheduler:
         _log.warning("%s is back: restart %d", new.name, new.registration.incarnation)
         self._send_to_others(new, self._back(new))
 
-    def _back(self, member: Member) -> MemberBack:
+    def _back(self, member: Member) -> protocol.MemberBack:
         registration = member.registration
-        return MemberBack(registration.role, member.rank, self._state.view, registration.address)
+        return protocol.MemberBack(registration.role, member.rank, self._state.view, registration.address)
 
     def _set_away(self, member: Member, why: str) -> None:
         """Wait for the restart of a member that has died, instead of failing the others."""
         self._state.restarts -= 1
         member.away, member.away_since = why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
-        self._send_to_others(member, MemberAway(member.registration.role, member.rank, why, member.identity))
-        self._send(member, MemberGone(member.registration.role, member.rank, why))  # which it reads if it goes on
+        self._send_to_others(member, protocol.MemberAway(member.registration.role, member.rank, why, member.identity))
+        # If it goes on, it reads this:
+        self._send(member, protocol.MemberGone(member.registration.role, member.rank, why))
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""
         if not self._state.started and self._state.is_full():
             for one in self._state.members.values():  # sending shows which connections are lost
-                self._send(one, Heartbeat())
+                self._send(one, protocol.Heartbeat())
         if self._state.assign_ranks():
             for one in self._state.members.values():
                 self._send(one, self._registered(one))
 
-    def _registered(self, member: Member) -> Registered:
+    def _registered(self, member: Member) -> protocol.Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         state = self._state
         views = [] if state.views is None else state.views.known_to(member.registration.role)
         workers = state.workers if state.views is None else state.views.most
-        return Registered(
+        return protocol.Registered(
             *(member.rank, state.view, workers, addresses, self._heartbeat, self._limit),
             *(state.allows_restarts, member.is_restarted, views),
         )
 
-    def _waiting_message(self) -> Waiting:
+    def _waiting_message(self) -> protocol.Waiting:
         calls = self._waiting.values()
-        return Waiting(list(self._waiting), [name[:_NAME] for name, _ in calls], [number for _, number in calls])
+        return protocol.Waiting(
+            list(self._waiting), [name[:_NAME] for name, _ in calls], [number for _, number in calls]
+        )
 
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
         if self._state.views is not None and self._state.views.asked and member.registration.role == "worker":
-            self._send(member, ViewQuery(self._state.views.asked))
+            self._send(member, protocol.ViewQuery(self._state.views.asked))
         for one in self._state.replaced.values():
-            self._send(member, MemberAway(one.registration.role, one.rank, one.away, one.identity))
+            self._send(member, protocol.MemberAway(one.registration.role, one.rank, one.away, one.identity))
         for other in self._state.members.values():
             if other.is_restarted:
                 self._send(member, self._back(other))
             if other.gone is not None:
-                self._send(member, MemberGone(other.registration.role, other.rank, other.gone))
+                self._send(member, protocol.MemberGone(other.registration.role, other.rank, other.gone))
             elif other.away:
-                self._send(member, MemberAway(other.registration.role, other.rank, other.away, other.identity))
+                self._send(member, protocol.MemberAway(other.registration.role, other.rank, other.away, other.identity))
         if member.registration.role == "server":
             self._send(member, self._waiting_message())
             if self._over_since:
-                self._send(member, JobOver())
+                self._send(member, protocol.JobOver())
 
     def _advance_views(self) -> None:
         """Agree on the next view of an elastic job, as far as the answers that have come allow."""
@@ -358,13 +335,13 @@ class Scheduler:
         if any(member.gone is not None for member in state.of_role("worker") if member.rank in views.newest):
             return  # the job ends
         if views.ask():
-            self._send_to_role("worker", ViewQuery(views.asked))
+            self._send_to_role("worker", protocol.ViewQuery(views.asked))
         if views.make():
             first, ranks = views.table[-1]
             _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, ranks)))
-            self._send_to_role("server", ViewChange(views.asked, first, ranks))
+            self._send_to_role("server", protocol.ViewChange(views.asked, first, ranks))
         if views.confirm(member.rank for member in state.of_role("server") if member.gone is None):
-            self._send_to_role("worker", ViewChange(len(views.table) - 1, *views.table[-1]))
+            self._send_to_role("worker", protocol.ViewChange(len(views.table) - 1, *views.table[-1]))
             self._complete_collectives()
             self._advance_views()  # to the view of requests that have come meanwhile
 
@@ -385,7 +362,7 @@ class Scheduler:
             data[member.rank] = member.join_data or b""
             member.join_data = None
         self._state.number += 1
-        self._state.join_result = JoinResult(self._last_joined, self._state.number, data)
+        self._state.join_result = protocol.JoinResult(self._last_joined, self._state.number, data)
         self._send_to_role("worker", self._state.join_result)
 
     def _handle_disconnects(self) -> None:
@@ -419,7 +396,7 @@ class Scheduler:
                 continue
             # a process may die with its last messages unread: sending shows whether the connection is lost
             if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
-                self._send(member, Heartbeat())
+                self._send(member, protocol.Heartbeat())
             why = self._death_of(member, now, looks=looks)
             if why and self._state.started and self._state.restarts > 0 and member.join_data is None:
                 self._set_away(member, why)
@@ -464,7 +441,7 @@ class Scheduler:
                 self._state.restarts = 0
             if why:  # before the others learn of it
                 self._tell_launcher(LOST)
-            self._send_to_others(member, MemberGone(member.registration.role, member.rank, why))
+            self._send_to_others(member, protocol.MemberGone(member.registration.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()
             self._advance_views()
@@ -475,7 +452,7 @@ class Scheduler:
         servers = [member for member in self._state.of_role("server") if member.gone is None]
         if not self._over_since:
             self._over_since = time.monotonic()
-            self._send_to_role("server", JobOver())
+            self._send_to_role("server", protocol.JobOver())
         return not servers or time.monotonic() - self._over_since > _LEAVE_SECONDS
 
     def _give_up(self) -> None:
@@ -488,7 +465,7 @@ class Scheduler:
                 missing.append(f"{count - len(ranks)} of {count} {role}s{f' (present: {known})' if known else ''}")
         text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
         for member in state.members.values():
-            self._send_faulty(member, Rejected(StallError.__name__, text))
+            self._send_now(member, protocol.Rejected(StallError.__name__, text))
         self._tell_launcher(LOST)
         raise StallError(text)
 
@@ -506,21 +483,11 @@ class Scheduler:
             if other is not member:
                 self._send(other, message)
 
-    def _pass_on(self, member: Member, message: Message, way: str, act: Callable[[], object], faults: Script) -> None:
-        faults.pass_on(points_of(message), (member.identity, way), act, partial(self._listener.cut, member.identity))
-
     def _send(self, member: Member, message: Message) -> None:
-        if self._kept is None or isinstance(message, Heartbeat):
-            self._send_faulty(member, message)
-        else:
-            self._unsent.append((member, message))
-
-    def _send_faulty(self, member: Member, message: Message) -> None:
-        """Send a message, with the scripted faults."""
-        if self._faults is None:
+        if self._kept is None or isinstance(message, protocol.Heartbeat):
             self._send_now(member, message)
         else:
-            self._pass_on(member, message, "sent", partial(self._send_now, member, message), self._faults)
+            self._unsent.append((member, message))
 
     def _send_now(self, member: Member, message: Message) -> None:
         # it has died, or does not read and will exceed the heartbeat limit

@@ -218,28 +218,25 @@ def merge_states(
     results: Sequence[tuple[bytes, list[Tensor]]],
 ) -> OptimizerState:
     """Return the state of whole keys from the servers' results of `ShardOptimizers.state`."""
-    tensors: dict[int, dict[str, Tensor]] = {}
-    plain: dict[int, dict[str, Any]] = {}
+    of_shards: dict[int, dict[str, Any]] = {}
     for payload, datas in results:
-        _, _, _, of_shards, described = msgpack.unpackb(payload)
-        for path, value in of_shards.items():
+        _, _, _, plain, described = msgpack.unpackb(payload)
+        for path, value in [*plain.items(), *_tensors(described, datas)]:
             number, _, name = path.rpartition("/")
-            plain.setdefault(int(number), {})[name] = value
-        for path, tensor in _tensors(described, datas):
-            number, _, name = path.rpartition("/")
-            tensors.setdefault(int(number), {})[name] = tensor
+            of_shards.setdefault(int(number), {})[name] = value
     state = OptimizerState(spec.name, float(spec.arguments["lr"]), learning_rate, {}, {}, {})
     for key, of_key in shards.items():
         encoded, first = json.dumps(key), of_key[0]
         state.shapes[encoded] = list(first.layout.shape)
-        for name, value in plain.get(first.number, {}).items():
-            state.plain[f"{encoded}/{name}"] = value
-        for name, one in tensors.get(first.number, {}).items():
-            if one.dim() and one.numel() == first.numel and not first.is_whole:
-                flats = [tensors[shard.number][name].view(-1) for shard in of_key]
-                state.tensors[f"{encoded}/{name}"] = torch.cat(flats).view(first.layout.shape)
+        for name, value in of_shards.get(first.number, {}).items():
+            path = f"{encoded}/{name}"
+            if not isinstance(value, Tensor):
+                state.plain[path] = value
+            elif value.dim() and value.numel() == first.numel and not first.is_whole:
+                flats = [of_shards[shard.number][name].view(-1) for shard in of_key]
+                state.tensors[path] = torch.cat(flats).view(first.layout.shape)
             else:
-                state.tensors[f"{encoded}/{name}"] = one.clone()
+                state.tensors[path] = value.clone()
     return state
 
 

@@ -23,23 +23,7 @@ from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.protocol import (
-    CODED,
-    DENSE,
-    REFUSED,
-    Blocked,
-    Command,
-    CommandResult,
-    Define,
-    Failed,
-    Hello,
-    Message,
-    Pull,
-    Push,
-    Repeated,
-    ValuesRead,
-    Welcome,
-)
+from gangline.kvstore.parameter_server.protocol import CODED, DENSE, REFUSED, Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
@@ -95,8 +79,8 @@ class Server:
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
-        self._commands: list[tuple[WorkerSession, Command, list[memoryview]]] = []
-        self._early: dict[bytes, Hello] = {}  # of processes that the scheduler has not told of yet
+        self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
+        self._early: dict[bytes, protocol.Hello] = {}  # of processes that the scheduler has not told of yet
         self._fenced: set[bytes] = set()
         self._refusals = RefusalLog()
         self.rejected = 0
@@ -162,7 +146,7 @@ class Server:
                 self._end_hold()
                 self._rounds.set_in_collectives(self._scheduler.waiting)
                 for waiter, number, text in self._rounds.blocked():
-                    self._sessions.send_to_rank(waiter.rank, Blocked(waiter.sequence, number, text))
+                    self._sessions.send_to_rank(waiter.rank, protocol.Blocked(waiter.sequence, number, text))
                 self._rounds.warn_of_stalls()
                 self._advance()
         finally:
@@ -219,7 +203,7 @@ class Server:
                 raise ProtocolError(f"received {nbytes} bytes before a Hello")
             message = protocol.unpack(frames[0])
             sequence = getattr(message, "sequence", 0)
-            if isinstance(message, Hello):
+            if isinstance(message, protocol.Hello):
                 self._greet(identity, message)
                 return
             if identity in self._fenced:
@@ -229,7 +213,7 @@ class Server:
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             self._reject(identity, sequence, error)
-            is_refused_push = isinstance(message, Push) and self._scheduler.allows_restarts
+            is_refused_push = isinstance(message, protocol.Push) and self._scheduler.allows_restarts
             if is_refused_push and worker is not None and sequence not in worker.in_use:
                 self._sessions.release(worker, sequence)
 
@@ -242,9 +226,9 @@ class Server:
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
         text = text[: 1 << 16] if is_expected else text_with_traceback(text, error)
-        self._sessions.send(identity, Failed(sequence, error_name(error), text))
+        self._sessions.send(identity, protocol.Failed(sequence, error_name(error), text))
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
+    def _greet(self, identity: bytes, hello: protocol.Hello) -> None:
         view = self._scheduler.view
         self._fence_dead_workers()
         if identity in self._fenced:
@@ -284,9 +268,9 @@ class Server:
         self._listener.admit(identity, self._max_message(hello.rank))
         self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
-        self._sessions.send(identity, Welcome(worker.memory is not None, handle))
+        self._sessions.send(identity, protocol.Welcome(worker.memory is not None, handle))
 
-    def _memory_of(self, hello: Hello) -> Segment | None:
+    def _memory_of(self, hello: protocol.Hello) -> Segment | None:
         if hello.memory:
             try:
                 return open_offered(hello.memory)
@@ -296,25 +280,25 @@ class Server:
 
     def _handle(self, worker: WorkerSession, message: Message, frames: list[memoryview]) -> None:
         match message:
-            case Push():
+            case protocol.Push():
                 self._push(worker, message, frames)
-            case Pull(sequence, entries, has_rows, region):
+            case protocol.Pull(sequence, entries, has_rows, region):
                 datas = self._data(worker, entries, region, frames) if has_rows else [None] * len(entries)
                 shards = [self._shard(entry[0]) for entry in entries]
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
                     self._wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
-            case ValuesRead(numbers):
+            case protocol.ValuesRead(numbers):
                 for number in numbers:
                     self._sessions.end_read(worker.rank, number)
-            case Define(sequence, definitions, region):
+            case protocol.Define(sequence, definitions, region):
                 if sequence not in worker.handled:
                     self._define(worker, definitions, region, frames)
                     self._mark_handled(worker, sequence)
                 self._sessions.acknowledge(worker, [sequence])
-            case Command():
+            case protocol.Command():
                 self._commands.append((worker, message, frames))
-            case Repeated():
+            case protocol.Repeated():
                 self._repeated.add(worker.identity)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
@@ -401,7 +385,7 @@ class Server:
             raise KeyError(f"shard {number} is unknown to server {self._scheduler.rank}")
         return shard
 
-    def _push(self, worker: WorkerSession, push: Push, frames: list[memoryview]) -> None:
+    def _push(self, worker: WorkerSession, push: protocol.Push, frames: list[memoryview]) -> None:
         datas = self._data(worker, push.entries, push.region, frames)
         self._received_bytes += sum(data.nbytes for data in datas)
         shards = [self._shard(entry[0]) for entry in push.entries]
@@ -426,13 +410,13 @@ class Server:
             if push.wants_values:
                 self._wait(shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
-            self._sessions.send(worker.identity, Failed(push.sequence, DeadNodeError.__name__, lost))
+            self._sessions.send(worker.identity, protocol.Failed(push.sequence, DeadNodeError.__name__, lost))
             return
         is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
 
     def _read(
-        self, shard: Shard, worker: WorkerSession, push: Push, kind: int, data: Tensor, use: _RegionUse
+        self, shard: Shard, worker: WorkerSession, push: protocol.Push, kind: int, data: Tensor, use: _RegionUse
     ) -> PushedValue:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
@@ -518,7 +502,7 @@ class Server:
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
             else:
-                self._sessions.send(worker.identity, CommandResult(command.sequence, payload), datas)
+                self._sessions.send(worker.identity, protocol.CommandResult(command.sequence, payload), datas)
 
     def _run_command(
         self, worker: WorkerSession, name: str, payload: bytes, frames: list[memoryview]

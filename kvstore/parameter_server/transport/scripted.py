@@ -10,72 +10,49 @@ from typing import Any, cast
 import zmq
 
 from gangline.collectives.faults import Script
-from gangline.kvstore.parameter_server.protocol import (
-    Ack,
-    Collective,
-    CollectiveResult,
-    Command,
-    CommandResult,
-    Define,
-    Hello,
-    Leave,
-    Message,
-    Pull,
-    Push,
-    Register,
-    Values,
-    ValuesRead,
-    ViewAnswer,
-    ViewChange,
-    ViewQuery,
-    ViewRequest,
-)
+from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames, open_channel
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 
 _POINTS = {
-    Register.kind: "join",
-    Collective.kind: "meet",
-    CollectiveResult.kind: "met",
-    Leave.kind: "leave",
-    ViewRequest.kind: "view",
-    ViewQuery.kind: "view",
-    ViewAnswer.kind: "view",
-    ViewChange.kind: "view",
-    Hello.kind: "hello",
-    Define.kind: "define",
-    Pull.kind: "pull",
-    Ack.kind: "ack",
-    Values.kind: "values",
-    ValuesRead.kind: "done",
-    Command.kind: "command",
-    CommandResult.kind: "result",
+    protocol.Register.kind: "join",
+    protocol.Collective.kind: "meet",
+    protocol.CollectiveResult.kind: "met",
+    protocol.Leave.kind: "leave",
+    protocol.ViewRequest.kind: "view",
+    protocol.ViewQuery.kind: "view",
+    protocol.ViewAnswer.kind: "view",
+    protocol.ViewChange.kind: "view",
+    protocol.Hello.kind: "hello",
+    protocol.Define.kind: "define",
+    protocol.Pull.kind: "pull",
+    protocol.Ack.kind: "ack",
+    protocol.Values.kind: "values",
+    protocol.ValuesRead.kind: "done",
+    protocol.Command.kind: "command",
+    protocol.CommandResult.kind: "result",
 }
 
 
-def points_of(message: Message) -> list[str]:
-    """Return the points of a message from or to the scheduler."""
-    points = [_POINTS[message.kind]] if message.kind in _POINTS else []
-    return [*points, "barrier"] if isinstance(message, Collective) and message.name.startswith("barrier") else points
-
-
 def _points_of(frames: Frames, push: str) -> list[str]:
-    """Return the points of a message from or to a server; ``push`` is the point of a `Push`."""
+    """Return the points of a message; ``push`` is the point of a `Push`."""
     kind = frames[0][2] if frames and len(frames[0]) > 2 else 0  # after the length of the list and the version
-    return [push] if kind == Push.kind else [_POINTS[kind]] if kind in _POINTS else []
+    points = [push] if kind == protocol.Push.kind else [_POINTS[kind]] if kind in _POINTS else []
+    call = protocol.unpack(frames[0]) if kind == protocol.Collective.kind else None
+    return [*points, "barrier"] if isinstance(call, protocol.Collective) and call.name.startswith("barrier") else points
 
 
 def open_scripted(
     address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller, script: Script | None
 ) -> Channel:
-    """Connect to a server as `client_channel.open_channel`; messages pass the script, unless there is none."""
+    """Connect as `client_channel.open_channel`; messages pass the script, unless there is none."""
     channel = open_channel(address, context, identity, poller)
     return channel if script is None else cast(Channel, ScriptedChannel(channel, script))
 
 
 class ScriptedChannel:
-    """Connection of a worker to a server whose messages pass a script."""
+    """Connection to a server or the scheduler whose messages pass a script."""
 
     def __init__(self, channel: Channel, script: Script) -> None:
         self._channel = channel
@@ -107,13 +84,14 @@ class ScriptedChannel:
 
 
 class ScriptedListener(Listener):
-    """Sockets of a server whose messages pass a script."""
+    """Sockets of a server or the scheduler whose messages pass a script."""
 
-    script: Script | None = None
-    """Set once the server knows its rank."""
-
-    def __init__(self, host: str, event_fd: int) -> None:
-        super().__init__(host, event_fd)
+    def __init__(
+        self, host: str, event_fd: int | None = None, *, port: int | None = None, script: Script | None = None
+    ) -> None:
+        super().__init__(host, event_fd, port=port)
+        self.script = script
+        """None until a server knows its rank."""
         self._passed: deque[tuple[bytes, list[memoryview]]] = deque()  # received messages
 
     def wait(self, timeout_ms: int, before_sleep: Callable[[], object] = lambda: None) -> bool:  # noqa: D102
@@ -136,8 +114,13 @@ class ScriptedListener(Listener):
             yield self._passed.popleft()
 
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:  # noqa: D102
-        act = partial(super().send, identity, frames, in_place=in_place)
         if self.script is None:
-            return act()
+            return super().send(identity, frames, in_place=in_place)
+        sent = [True]
+        send = super().send
+
+        def act() -> None:
+            sent[0] = send(identity, frames, in_place=in_place)
+
         self.script.pass_on(_points_of(frames, "push-taken"), (identity, "sent"), act, partial(self.cut, identity))
-        return True
+        return sent[0]
