@@ -281,11 +281,6 @@ def test_a_list_reports_each_in_order() -> None:
     assert all(math.isnan(found) for _, found in metric.get_global_name_value())
 
 
-def test_a_metric_of_ours_is_taken_as_it_is() -> None:
-    metric = create("acc")
-    assert create(metric) is metric
-
-
 def test_an_object_of_torchmetrics_counts_outputs_and_labels() -> None:
     batches = of_classes(CLASSES)
     metric = counted(create(MulticlassAccuracy(CLASSES, average="macro")), batches)

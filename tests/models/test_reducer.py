@@ -844,32 +844,6 @@ def test_under_a_clip_by_the_common_norm_a_backward_that_fails_changes_no_weight
     assert same_bits(steps({0, 2}), steps(()))
 
 
-@small_buckets
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_step_that_the_store_refuses_does_not_spoil_the_next(eager: bool) -> None:
-    """A gradient that is not finite cannot be compressed, so the store raises an error."""
-    data, label = batch()
-    spoilt = torch.full_like(data, float("nan"))
-    network = perceptron()
-    compression = {"type": "fp16"}
-    with (
-        create("local") as store,
-        Module(network, nn.MSELoss(), contexts(2), compression_params=compression) as module,
-    ):
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
-        module.forward_backward_update(data, label)
-
-        def step(samples: torch.Tensor) -> None:
-            step_of(module, eager, samples, label)
-
-        with pytest.raises(ValueError, match="NaN or infinity"):
-            step(spoilt)
-        agree(module, store)
-        step(data)
-        agree(module, store)
-        assert all(value.isfinite().all() for value in module.get_params().values())
-
-
 # -- copies ---------------------------------------------------------------------------------------------------------
 
 

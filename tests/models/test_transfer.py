@@ -259,14 +259,6 @@ def test_backward_ends_at_the_fixed_layers() -> None:
     assert in_graph == {"conv": False, "fc1": True}
 
 
-# -- several devices ------------------------------------------------------------------------------------------------
-
-
-def test_batch_and_rate_grow_with_the_devices() -> None:
-    assert scale_batch(32, 0.01, 4) == (128, pytest.approx(0.04))
-    assert scale_batch(7, 0.5, 1) == (7, 0.5)
-
-
 # -- wrong input ----------------------------------------------------------------------------------------------------
 
 
