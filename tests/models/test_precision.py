@@ -166,6 +166,10 @@ def test_gradients_of_all_gpus_have_one_flag_which_the_host_reads_once(where: in
         assert reads.count == 1
 
 
+def test_no_gradients_are_finite() -> None:
+    assert bool(all_finite([torch.empty(0, 2)]))
+
+
 def test_a_scale_that_never_fits_ends_at_1_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "gangline")
     with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16) as module:

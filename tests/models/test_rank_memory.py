@@ -144,6 +144,12 @@ def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest
     ]
 
 
+def test_without_a_context_that_ran_out_nothing_is_lowered() -> None:
+    made = limits(None, 8)
+    assert not made.lower([], made.micro_steps([slice(0, 4), slice(4, 8)]))
+    assert made.max_samples == [None, 8]
+
+
 def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
     made = limits(None, None)
     assert made.lower([0, 1], [[slice(0, 1), slice(1, 9)]])
