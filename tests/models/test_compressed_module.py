@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from command import gangline_command
-from measure import contexts, replicas_are_equal
+from measure import contexts, mlp, replicas_are_equal
 from torch import nn
 
 from gangline import Module, cpu
@@ -17,6 +18,7 @@ from gangline import Module, cpu
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 6, 3
 TWO_BITS: dict[str, Any] = {"type": "2bit", "threshold": 0.03}
+perceptron = partial(mlp, FEATURES, 16, CLASSES, seed=3, dtype=torch.float32)
 
 
 def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,11 +27,6 @@ def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     label = torch.randint(CLASSES, (samples,), generator=generator)
     centres = torch.randn(CLASSES, FEATURES, generator=generator) * 2
     return centres[label] + torch.randn(samples, FEATURES, generator=generator) * 0.3, label
-
-
-def perceptron() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 def step_by_verbs(module: Module, data: Any, label: Any) -> None:

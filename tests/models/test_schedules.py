@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, labelled
+from measure import Cut, labelled, mlp
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -23,11 +23,7 @@ from gangline.models.loop.schedules import Schedule, TorchScheduler, schedule
 
 SAMPLES = 24
 arrays = partial(labelled, SAMPLES, 4, 3, dtype=torch.float64)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+network = partial(mlp, 4, 6, 3, seed=1)
 
 
 def rates_of(found: Schedule, epochs: int, batches: int) -> list[float]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import plain_loop
+from measure import mlp, plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
@@ -19,20 +20,7 @@ from gangline.kvstore.reducer import reducer
 
 STEPS = 20
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    layers = [
-        nn.Linear(10, 40),
-        nn.Tanh(),
-        nn.Linear(40, 30),
-        nn.Tanh(),
-        nn.Linear(30, 20),
-        nn.Tanh(),
-        nn.Linear(20, 4),
-    ]
-    return nn.Sequential(*layers).double()
+network = partial(mlp, 10, 40, 30, 20, 4, seed=3)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
