@@ -76,15 +76,6 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_pulls_within_a_process_are_not_compressed(store: str) -> None:
-    params = {"type": "2bit", "pull_type": "fp16"}
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
-        with pytest.raises(ValueError, match=f"pull_type is 'fp16', but a '{store}' store"):
-            module.init_optimizer(store, "sgd", {"lr": 0.1})
-        assert not module.optimizer_initialized
-
-
 # -- what cannot be compressed ---------------------------------------------------------------------
 
 
