@@ -369,7 +369,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
         ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
-        ({"batch_end_callback": 3}, TypeError, "callback is 3"),
         ({"begin_epoch": True}, TypeError, "begin_epoch is True"),
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected"),
         ({"accumulate": None}, TypeError, "accumulate is None; expected"),
