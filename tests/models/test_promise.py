@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from matrix import COMPRESSIONS, LOSSES, OPTIMIZERS, Case, Jobs, on_servers, plainly, train
-from measure import distance, same_bits
+from measure import distance, mlp, same_bits
 from torch import nn
 
 from gangline import Module, cpu
@@ -206,8 +206,7 @@ def test_one_context_gives_the_same_bits_with_and_without_a_store() -> None:
 
 
 def test_a_share_whose_labels_are_all_ignored_adds_exactly_nothing() -> None:
-    torch.manual_seed(0)
-    network = nn.Linear(6, 4).double()
+    network = mlp(6, 8, 4, seed=0)
     data = torch.randn(4, 6, dtype=torch.float64)
     label = torch.tensor([2, 1, -100, -100])
     with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
