@@ -40,7 +40,6 @@ from gangline.models.random_streams import mixed_seed
 from gangline.models.sample_dropout import SampleDropout
 
 FEATURES, WIDTH, CLASSES, WORDS = 6, 8, 4, 9
-EPOCHS = 3  # of four batches
 THRESHOLDS = {"clip_gradient": 0.02, "clip_norm": 0.1, "clip_global_norm": 0.15}
 COMPRESSIONS: dict[str, dict[str, Any]] = {
     "fp16": {"type": "fp16"},
@@ -49,19 +48,51 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
+    "nag": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}),
     "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
 }
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
-LOSSES: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "ignored": {"ignore_index": -1},
-    "weighted": {"ignore_index": -1, "weight": CLASS_WEIGHTS},
-    "sum": {"reduction": "sum"},
-}
-"""Arguments of cross-entropy."""
 State = dict[str, Tensor]
+
+
+class OwnLoss(nn.Module):
+    """A loss of the user's own: the mean over samples, or their sum."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.is_sum = reduction == "sum"
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        losses = (output - label).abs().pow(1.5).sum(1)
+        return losses.sum() if self.is_sum else losses.mean()
+
+
+LOSSES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
+    "mean": (nn.CrossEntropyLoss, {}),
+    "ignored": (nn.CrossEntropyLoss, {"ignore_index": -1}),
+    "weighted": (nn.CrossEntropyLoss, {"ignore_index": -1, "weight": CLASS_WEIGHTS}),
+    "sum": (nn.CrossEntropyLoss, {"reduction": "sum"}),
+    "smoothed": (nn.CrossEntropyLoss, {"ignore_index": -1, "label_smoothing": 0.2}),
+    "weighted, smoothed": (
+        nn.CrossEntropyLoss,
+        {"ignore_index": -1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS},
+    ),
+    "margin": (nn.MultiMarginLoss, {}),
+    "probabilities": (nn.CrossEntropyLoss, {}),
+    "divergence": (nn.KLDivLoss, {"reduction": "batchmean"}),
+    "logits": (nn.BCEWithLogitsLoss, {}),
+    "squares": (nn.MSELoss, {}),
+    "sum of squares": (nn.MSELoss, {"reduction": "sum"}),
+    "own": (OwnLoss, {}),
+}
+"""Losses and their arguments."""
+OF_PROBABILITIES = ("probabilities", "divergence", "logits")
+OF_NUMBERS = ("squares", "sum of squares", "own")
+OF_ELEMENTS = ("logits", "squares")
+"""Losses whose mean is over elements, not samples."""
 
 
 class Network(nn.Module):
@@ -120,6 +151,8 @@ class Case:
     accumulate: int = 1
     way: str = "early"
     """Of a step: "early" or "late", by when gradients leave, where the road has a call for either; "fit" of Module."""
+    epochs: int = 3
+    """Of four batches."""
     batch: int = 8
     last: int = 5
     bucket: int | None = None
@@ -142,9 +175,14 @@ class Case:
         return self.road in ("DDP", "FSDP2")
 
     @property
+    def reduction(self) -> str:
+        """Return the reduction of the user's loss."""
+        return str(LOSSES[self.loss][1].get("reduction", "mean"))
+
+    @property
     def is_summed(self) -> bool:
         """True if gradients are those of a sum; Trainer divides them by the number of samples."""
-        return self.loss == "sum" and self.road != "Trainer"
+        return self.reduction == "sum" and self.road != "Trainer"
 
     def arguments(self) -> dict[str, Any]:
         """Return the optimizer's arguments; a summed loss needs a smaller learning rate, or training diverges."""
@@ -175,8 +213,11 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
         samples = 3 * self.batch + self.last
         data = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+        if self.loss in OF_PROBABILITIES + OF_NUMBERS:
+            label = torch.randn(samples, CLASSES, generator=generator, dtype=torch.float64)
+            return data, label.softmax(1) if self.loss in OF_PROBABILITIES else label
         label = torch.randint(CLASSES, (samples,), generator=generator)
-        if "ignore_index" in LOSSES[self.loss]:
+        if "ignore_index" in LOSSES[self.loss][1]:
             label[torch.rand(samples, generator=generator) < 0.4] = -1
             label[self.batch : 2 * self.batch] = -1
             label[:: self.batch * (1 if self.is_wrapped else self.accumulate)] = 1
@@ -186,27 +227,31 @@ class Case:
         """Return the batches of each update."""
         data, label = self.arrays()
         batches = list(zip(data.split(self.batch), label.split(self.batch), strict=True))
-        return [batches[i : i + self.accumulate] for i in range(0, len(batches), self.accumulate)] * EPOCHS
+        return [batches[i : i + self.accumulate] for i in range(0, len(batches), self.accumulate)] * self.epochs
 
     def loss_of(self, output: Tensor, label: Tensor) -> Tensor:
         """Return the loss as the user writes it; with in-place outputs, of an output that it divides."""
         if "inplace" in self.features:
             output /= 2
-        return self.criterion(LOSSES[self.loss].get("reduction", "mean"))(output, label)
+        return cast("Tensor", self.criterion(self.reduction)(output, label))
 
     def sum_of(self, output: Tensor, label: Tensor) -> Tensor:
         if "inplace" in self.features:
             output /= 2
-        return self.criterion("sum")(output, label)
+        return cast("Tensor", self.criterion("sum")(output, label))
 
-    def criterion(self, reduction: str) -> nn.CrossEntropyLoss:
-        return nn.CrossEntropyLoss(**{**LOSSES[self.loss], "reduction": reduction}).to(self.dtype)
+    def criterion(self, reduction: str) -> nn.Module:
+        make, arguments = LOSSES[self.loss]
+        return make(**{**arguments, "reduction": reduction}).to(self.dtype)
 
     def count(self, label: Tensor) -> float:
         """Return what the mean over a batch divides by."""
         if self.is_summed:
             return 1.0
-        return float(CLASS_WEIGHTS[label[label >= 0]].sum()) if self.loss == "weighted" else float((label >= 0).sum())
+        if label.is_floating_point():
+            return float(label.numel() if self.loss in OF_ELEMENTS else len(label))
+        valid = label[label >= 0]
+        return float(CLASS_WEIGHTS[valid].sum() if "weight" in LOSSES[self.loss][1] else len(valid))
 
     def clip_by_torch(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.clip == "clip_gradient":
@@ -314,7 +359,7 @@ def share_of(case: Case, rank: int, data: Tensor, label: Tensor) -> tuple[Tensor
 
 
 def by_module(case: Case, store: str | KVStore, rank: int) -> State:
-    loss: Any = case.criterion(LOSSES[case.loss].get("reduction", "mean"))
+    loss: Any = case.criterion(case.reduction)
     normalizer = None
     if "inplace" in case.features:
         loss, normalizer = case.loss_of, case.count
@@ -340,7 +385,12 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
         how: Any = (OPTIMIZERS[case.optimizer][0], {**case.arguments(), **clip})
         if case.way == "fit":
             options: dict[str, Any] = dict(zip(("optimizer", "optimizer_params"), how, strict=True))
-            options |= {"kvstore": store, "num_epoch": EPOCHS, "batch_size": case.batch, "accumulate": case.accumulate}
+            options |= {
+                "kvstore": store,
+                "num_epoch": case.epochs,
+                "batch_size": case.batch,
+                "accumulate": case.accumulate,
+            }
             module.fit(case.arrays(), shuffle=False, eval_metric=lambda *_: 0.0, **options)
         else:
             module.bind((case.batch, FEATURES), grad_req="add" if case.accumulate > 1 else "write")
@@ -373,7 +423,7 @@ def by_trainer(case: Case, store: str | KVStore, rank: int) -> State:
         OPTIMIZERS[case.optimizer][0],
         {**case.arguments(), **clip},
         store,
-        loss_reduction="sum" if case.loss == "sum" else "mean",
+        loss_reduction="sum" if case.reduction == "sum" else "mean",
         shard=case.shard,
         memory=[*range(1, 1 + len(case.loads))] if case.shard else "auto",
     )
@@ -423,7 +473,7 @@ def by_distributed_optimizer(case: Case, store: str | KVStore, rank: int) -> Sta
     for window in case.windows():
         optimizer.zero_grad()
         shares = [share_of(case, rank, *batch) for batch in window]
-        if case.loss == "sum":
+        if case.reduction == "sum":
             active = [any(len(share_of(case, one, *batch)[0]) for batch in window) for one in range(len(case.loads))]
             count = len(active) if case.shard == "weights" else sum(active)  # workers that run a backward
             optimizer.weight, divisor = 1.0, 1 / count  # the mean over these workers of so many times the sum
@@ -479,12 +529,12 @@ def by_wrapper(case: Case) -> State:
         loads=case.by_worker,
         global_batch=case.batch,
         count=lambda batch: case.count(batch[1]),
-        loss_reduction="sum" if case.loss == "sum" else "mean",
+        loss_reduction="sum" if case.reduction == "sum" else "mean",
         memory=None,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=case.half)
     with contextlib.closing(loader):
-        for _ in range(EPOCHS):
+        for _ in range(case.epochs):
             batches = len(loader)
             for number, (data, label) in enumerate(loader):
                 begin = number - number % case.accumulate

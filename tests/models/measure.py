@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def labelled(
     generator = torch.Generator().manual_seed(seed)
     data = torch.randn(samples, features, generator=generator, dtype=dtype)
     return data, torch.randint(classes, (samples,), generator=generator)
+
+
+def mlp(*sizes: int, seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Return linear layers of these sizes, with a tanh between two of them."""
+    torch.manual_seed(seed)
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(dtype)
 
 
 class Told:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from measure import labelled
+from measure import labelled, mlp
 from torch import nn
 
 from gangline import Module, cpu
 
 RATE = {"learning_rate": 0.1, "momentum": 0.9}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+network = partial(mlp, 4, 8, 3, seed=3, dtype=torch.float32)
 
 
 def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

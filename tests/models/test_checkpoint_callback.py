@@ -269,31 +269,25 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "how"),
-    [
-        (".json", "torn"),
-        (".json", "empty"),
-        (".json", "other-form"),
-        (".json", "nested"),
-        (".json", "step"),
-        (".safetensors", "foreign"),
-        (".safetensors", "last-byte"),
-        (".state.safetensors", "last-byte"),
-        (".state.safetensors", "state"),
-        (".safetensors", "torn"),
-        (".safetensors", "gone"),
-        (".state.safetensors", "torn"),
-    ],
-)
-def test_a_corrupt_newest_checkpoint_is_an_error_before_training(tmp_path: Path, suffix: str, how: str) -> None:
-    prefix = tmp_path / "net"
-    fitted(prefix, 2)
-    damage(tmp_path / f"net-0002{suffix}", how)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises((ValueError, FileNotFoundError), match=f"net-0002{suffix}".replace(".", r"\.")):
-        fitted(prefix, 3, resume="auto")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+CORRUPT = [
+    *((".json", how) for how in ("torn", "empty", "other-form", "nested", "step")),
+    *((".safetensors", how) for how in ("foreign", "last-byte", "torn", "gone")),
+    *((".state.safetensors", how) for how in ("foreign", "last-byte", "state", "torn")),
+]
+
+
+def test_a_corrupt_newest_checkpoint_is_an_error_before_training(tmp_path: Path) -> None:
+    fitted(tmp_path / "net", 2)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for suffix, how in CORRUPT:
+        damage(tmp_path / f"net-0002{suffix}", how)
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        message = f"net-0002{suffix}".replace(".", r"\.") + (" does not belong to" if how == "foreign" else "")
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            fitted(tmp_path / "net", 3, resume="auto")
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, (suffix, how)
+        for path, content in whole.items():
+            path.write_bytes(content)
 
 
 def test_auto_resume_is_refused_if_weights_lack_their_json(tmp_path: Path) -> None:

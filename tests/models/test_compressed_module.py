@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from command import gangline_command
-from measure import contexts, replicas_are_equal
+from measure import contexts, mlp, replicas_are_equal
 from torch import nn
 
 from gangline import Module, cpu
@@ -17,6 +18,7 @@ from gangline import Module, cpu
 pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 6, 3
 TWO_BITS: dict[str, Any] = {"type": "2bit", "threshold": 0.03}
+perceptron = partial(mlp, FEATURES, 16, CLASSES, seed=3, dtype=torch.float32)
 
 
 def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,11 +27,6 @@ def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     label = torch.randint(CLASSES, (samples,), generator=generator)
     centres = torch.randn(CLASSES, FEATURES, generator=generator) * 2
     return centres[label] + torch.randn(samples, FEATURES, generator=generator) * 0.3, label
-
-
-def perceptron() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 def step_by_verbs(module: Module, data: Any, label: Any) -> None:
@@ -77,15 +74,6 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_pulls_within_a_process_are_not_compressed(store: str) -> None:
-    params = {"type": "2bit", "pull_type": "fp16"}
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), compression_params=params) as module:
-        with pytest.raises(ValueError, match=f"pull_type is 'fp16', but a '{store}' store"):
-            module.init_optimizer(store, "sgd", {"lr": 0.1})
-        assert not module.optimizer_initialized
 
 
 # -- what cannot be compressed ---------------------------------------------------------------------

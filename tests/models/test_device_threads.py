@@ -81,17 +81,6 @@ def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_
 # -- when -----------------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_run_overlap(pair: DeviceThreads) -> None:
-    barrier = threading.Barrier(2)
-    arrived = pair.run(both(partial(barrier.wait, timeout=30)))
-    assert sorted(arrived) == [0, 1]
-
-
-def test_results_are_in_the_order_of_the_calls(pair: DeviceThreads) -> None:
-    assert pair.run([(1, lambda: "second"), (0, lambda: "first")]) == ["second", "first"]
-    assert pair.run([]) == []
-
-
 def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
     events: list[str] = []
 
@@ -108,18 +97,6 @@ def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("one_after_another", [False, True])
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_error_names_its_context(pair: DeviceThreads, number: int, one_after_another: bool) -> None:
-    def fail() -> None:
-        raise KeyError("what went wrong")
-
-    calls = [(other, fail if other == number else list) for other in (0, 1)]
-    with pytest.raises(KeyError, match="what went wrong") as caught:
-        pair.run(calls, one_after_another=one_after_another)
-    assert caught.value.__notes__ == [f"in the replica on cpu({number})"]
 
 
 def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:

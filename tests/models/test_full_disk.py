@@ -15,7 +15,6 @@ from torch import nn
 from gangline import Communicator, Module, cpu, create, spawn
 from gangline.callback import Checkpoint
 from gangline.collectives.errors import DiskFullError
-from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
 from tests.full_disk import fill, make_space, needs_mount, small_disk
@@ -93,13 +92,3 @@ def test_all_workers_go_on_and_all_get_the_error_at_the_end(tmp_path: Path) -> N
         assert first == second
         assert first.startswith(f"{disk}/net-0004.safetensors cannot be written")
         assert epochs(disk / "net") == [1]
-
-
-def test_a_file_that_does_not_fit_leaves_the_old_one_and_no_temporary_one(tmp_path: Path) -> None:
-    with small_disk(tmp_path, 256) as disk:
-        path = disk / "states"
-        files.save(path, {"a": torch.ones(10)}, {})
-        with pytest.raises(DiskFullError, match=f"{path} cannot be written: its data have 400000 bytes"):
-            files.save(path, {"a": torch.ones(100_000)}, {})
-        assert files.load(path)[0]["a"].tolist() == [1.0] * 10
-        assert [one.name for one in disk.iterdir()] == ["states"]

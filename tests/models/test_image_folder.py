@@ -302,35 +302,33 @@ def test_one_more_unreadable_file_than_the_limit_is_an_error_that_lists_them_all
 # -- folders and options that are refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("where", "options", "error", "message"),
-    [
-        ("", {"classes": ["eight", "one"]}, ValueError, "{folder} has also zero; expected the 2 classes eight, one"),
-        ("", {"classes": [*CLASSES, "nine"]}, ValueError, "{folder} has no nine; expected the 4 classes"),
-        ("", {"classes": ["eight", "one", "nine"]}, ValueError, "{folder} has no nine and has also zero"),
-        ("", {"skip_unreadable": -1}, ValueError, "skip_unreadable is -1; expected 0 or more"),
-        ("", {"skip_unreadable": 1.5}, TypeError, "skip_unreadable is 1.5"),
-        ("", {"num_workers": -2}, ValueError, "num_workers is -2; expected 0 or more"),
-        ("", {"num_workers": True}, TypeError, "num_workers is True"),
-        ("", {"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
-        ("", {"image_shape": (2, 8, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
-        ("", {"image_shape": (1, 0, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
-        ("nowhere", {}, FileNotFoundError, "{folder}/nowhere does not exist"),
-        ("one/0.png", {}, FileNotFoundError, "{folder}/one/0.png does not exist"),
-        ("one", {}, ValueError, "{folder}/one has no sub-folders; expected one for each class"),
-        ("memory://gangline-nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
-        ("file:///gangline/nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
-        ("nothing://me:pass-word-1@host/x", {}, ValueError, "image folder nothing://***@host/x cannot be opened"),
-    ],
-)
-def test_folders_and_options_that_do_not_fit_are_refused(
-    folder: Path, where: str, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    place = where if "://" in where else folder / where
-    text = message.replace("{folder}", where if "://" in where else str(folder))
-    with pytest.raises(error, match=re.escape(text)) as caught:
-        ImageFolder(place, **{"image_shape": SHAPE, **options})
-    assert "pass-word-1" not in str(caught.value)
+REFUSED: list[Any] = [
+    ("", {"classes": ["eight", "one"]}, ValueError, "{folder} has also zero; expected the 2 classes eight, one"),
+    ("", {"classes": [*CLASSES, "nine"]}, ValueError, "{folder} has no nine; expected the 4 classes"),
+    ("", {"classes": ["eight", "one", "nine"]}, ValueError, "{folder} has no nine and has also zero"),
+    ("", {"skip_unreadable": -1}, ValueError, "skip_unreadable is -1; expected 0 or more"),
+    ("", {"skip_unreadable": 1.5}, TypeError, "skip_unreadable is 1.5"),
+    ("", {"num_workers": -2}, ValueError, "num_workers is -2; expected 0 or more"),
+    ("", {"num_workers": True}, TypeError, "num_workers is True"),
+    ("", {"augmentation": Augmentation(crop=9)}, ValueError, "crop is 9x9, but images are resized to 8x8"),
+    ("", {"image_shape": (2, 8, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
+    ("", {"image_shape": (1, 0, 8)}, ValueError, "expected 1 or 3 channels, height and width"),
+    ("nowhere", {}, FileNotFoundError, "{folder}/nowhere does not exist"),
+    ("one/0.png", {}, FileNotFoundError, "{folder}/one/0.png does not exist"),
+    ("one", {}, ValueError, "{folder}/one has no sub-folders; expected one for each class"),
+    ("memory://gangline-nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
+    ("file:///gangline/nowhere", {}, FileNotFoundError, "image folder {folder} does not exist"),
+    ("nothing://me:pass-word-1@host/x", {}, ValueError, "image folder nothing://***@host/x cannot be opened"),
+]
+
+
+def test_folders_and_options_that_do_not_fit_are_refused(folder: Path) -> None:
+    for where, options, error, message in REFUSED:
+        place = where if "://" in where else folder / where
+        text = message.replace("{folder}", where if "://" in where else str(folder))
+        with pytest.raises(error, match=re.escape(text)) as caught:
+            ImageFolder(place, **{"image_shape": SHAPE, **options})
+        assert "pass-word-1" not in str(caught.value)
 
 
 def test_a_class_that_has_no_images_or_too_few_is_refused_by_its_name(folder: Path) -> None:
@@ -568,25 +566,25 @@ def test_arrays_are_split_too_and_every_part_has_every_label() -> None:
 ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))
 
 
-@pytest.mark.parametrize(
-    ("data", "parts", "error", "message"),
-    [
-        (ARRAYS, (), ValueError, "got no parts"),
-        (ARRAYS, (0.6, 0.5), ValueError, "the parts 0.6, 0.5 sum to 1.1; expected less than 1"),
-        (ARRAYS, (1.5,), ValueError, "a part is 1.5; expected a fraction between 0 and 1"),
-        (ARRAYS, (float("nan"),), ValueError, "a part is nan"),
-        (ARRAYS, (0,), ValueError, "a part is 0"),
-        (ARRAYS, (True,), TypeError, "a part is True"),
-        (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
-        ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
-        ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
-        ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are not one integer per sample"),
-        (ARRAYS[0], (0.5,), TypeError, "data is a Tensor without labels"),
-    ],
-)
-def test_invalid_splits_are_refused(data: Any, parts: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        split_each_label(data, *parts)
+REFUSED_SPLITS: list[Any] = [
+    (ARRAYS, (), ValueError, "got no parts"),
+    (ARRAYS, (0.6, 0.5), ValueError, "the parts 0.6, 0.5 sum to 1.1; expected less than 1"),
+    (ARRAYS, (1.5,), ValueError, "a part is 1.5; expected a fraction between 0 and 1"),
+    (ARRAYS, (float("nan"),), ValueError, "a part is nan"),
+    (ARRAYS, (0,), ValueError, "a part is 0"),
+    (ARRAYS, (True,), TypeError, "a part is True"),
+    (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
+    ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
+    ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
+    ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are not one integer per sample"),
+    (ARRAYS[0], (0.5,), TypeError, "data is a Tensor without labels"),
+]
+
+
+def test_invalid_splits_are_refused() -> None:
+    for data, parts, error, message in REFUSED_SPLITS:
+        with pytest.raises(error, match=message):
+            split_each_label(data, *parts)
 
 
 # -- orientation, and a folder that is none of classes --------------------------------------------------------------

@@ -260,10 +260,6 @@ def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
         assert module._step.optimizer is optimizer
         module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
         assert module.learning_rate == 1e-4
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.init_optimizer("device", "adam", {"lr": 1e-3})
-        module.fit(data, num_epoch=1, batch_size=4, eval_metric="mse")  # no other optimizer is requested: adam stays
-        assert module.optimizer_state().name == "adam"
 
 
 def test_a_store_of_ones_own_is_used_and_left_open() -> None:
@@ -373,7 +369,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
         ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
-        ({"batch_end_callback": 3}, TypeError, "callback is 3"),
         ({"begin_epoch": True}, TypeError, "begin_epoch is True"),
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected"),
         ({"accumulate": None}, TypeError, "accumulate is None; expected"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import labelled
+from measure import labelled, mlp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,11 +17,7 @@ from gangline.models.data.sources import read_speed
 from gangline.models.loop.monitor import Monitor
 
 arrays = partial(labelled, 12, 4, 3)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+network = partial(mlp, 4, 6, 3, seed=1, dtype=torch.float32)
 
 
 class Noting(Monitor):

@@ -144,23 +144,6 @@ def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest
     ]
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000))
-def test_halving_ends_at_a_fitting_size_or_one_sample(samples: int, fits: int) -> None:
-    made = MemoryLimits(["cpu(0)"])
-    tries = 0
-    while max(sizes([parts[0] for parts in made.micro_steps([slice(0, samples)])])) > fits:
-        assert made.lower([0], made.micro_steps([slice(0, samples)]))
-        tries += 1
-    assert tries <= math.log2(samples) + 1
-    assert made.max_samples[0] is None or 2 * made.max_samples[0] + 1 >= min(fits, samples)
-
-
-def test_a_single_sample_cannot_be_halved() -> None:
-    made = limits(1, None)
-    assert not made.lower([0], [[slice(0, 1), slice(1, 9)], [slice(1, 2), slice(0, 0)]])
-    assert made.max_samples == [1, None]
-
-
 def test_without_a_context_that_ran_out_nothing_is_lowered() -> None:
     made = limits(None, 8)
     assert not made.lower([], made.micro_steps([slice(0, 4), slice(4, 8)]))

@@ -129,10 +129,6 @@ module.init_optimizer("dist_sync")
 for start in range(0, 320, 32):
     module.forward_backward_update(images[start : start + 32], labels[start : start + 32])
 """
-ASYNC = """\
-module = gangline.Module(network, nn.CrossEntropyLoss())
-module.fit((images, labels), num_epoch=2, batch_size=64, kvstore="dist_async")
-"""
 TWICE = """\
 module = gangline.Module(network, nn.CrossEntropyLoss())
 for epoch in range(2):
@@ -144,7 +140,6 @@ for epoch in range(2):
     ("code", "event", "reason"),
     [
         (LOOP, 9, "training by a Module without fit"),
-        (ASYNC, 9, "training by a Module"),
         (TWICE, 7, "a second call of fit"),
     ],
 )

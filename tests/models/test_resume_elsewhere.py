@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import distance, labelled
+from measure import distance, labelled, mlp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,6 +23,7 @@ from tests.kvstore.parameter_server.processes import run_job
 SAMPLES, BATCH, EPOCHS = 23, 2, 2
 BATCHES = 12
 Params = dict[str, torch.Tensor]
+network = partial(mlp, 4, 6, 3, seed=1)
 
 
 class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -37,11 +39,6 @@ class Recorded(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.read.append(int(index))
         return self.data[index], self.label[index]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
 def part(

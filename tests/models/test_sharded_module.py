@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from gangline.models.loop.monitor import Monitor
 speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 
 LENGTH, CLASSES = 61, 11
+mlp = partial(measure.mlp, 10, 40, 30, CLASSES, seed=3)
 ADAM: dict[str, Any] = {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01, "wd": 0.01}}
 CLIPPED: dict[str, Any] = {
     "optimizer": "sgd",
@@ -42,12 +45,6 @@ class Normalized(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         return self.last(nn.functional.dropout(torch.tanh(self.norm(self.frozen(data))), 0.3, self.training))
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(3)
-    layers = [nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, CLASSES)]
-    return nn.Sequential(*layers).double()
 
 
 def normalized() -> nn.Module:

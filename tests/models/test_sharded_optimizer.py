@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import copy
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import plain_loop
+from measure import mlp, plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
 from gangline.kvstore.allreduce.owners import Owners
 from gangline.kvstore.buckets import plan
-from gangline.kvstore.reducer import reducer
 
 STEPS = 20
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    layers = [
-        nn.Linear(10, 40),
-        nn.Tanh(),
-        nn.Linear(40, 30),
-        nn.Tanh(),
-        nn.Linear(30, 20),
-        nn.Tanh(),
-        nn.Linear(20, 4),
-    ]
-    return nn.Sequential(*layers).double()
+network = partial(mlp, 10, 40, 30, 20, 4, seed=3)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,14 +234,6 @@ def test_keys_are_owned_in_their_order_and_buckets_have_few_runs() -> None:
     assert owners.of(9) == 0  # 2800 bytes for three parts of the memory, or 1200 for one
 
 
-@pytest.mark.parametrize("memory", [[1], [1, -1], [0, 0], "all", [1, float("nan")]])
-def test_memory_that_does_not_fit_is_refused(memory: Any) -> None:
-    from gangline.kvstore.arguments import check_memory
-
-    with pytest.raises(ValueError, match="memory is"):
-        check_memory(memory, 2)
-
-
 def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
     with pytest.raises(ValueError, match="shard is 'state'; expected 'optimizer', 'weights' or None"):
         Trainer(network(), *ADAM, shard="state")
@@ -265,24 +244,3 @@ def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:
     trainer = Trainer(model, *ADAM, kvstore=store, shard="optimizer")
     nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
     trainer.step(12)
-
-
-def test_contexts_of_unequal_memory_own_unequal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contexts of one process, each of which holds the state of what it owns; weights are as without shard."""
-    torch.manual_seed(3)
-    layer = (64 * 64 + 64) * 4
-    monkeypatch.setattr(reducer, "BUCKET_BYTES", layer)
-    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-    batch = torch.randn(4, 64)
-    found = []
-    for shard in (None, "optimizer"):
-        module = Module(copy.deepcopy(layers), nn.MSELoss(), [cpu(0), cpu(1)], shard=shard, memory=[3, 1])
-        with module:
-            module.init_optimizer("device", *ADAM)
-            module.forward_backward_update(batch, batch)
-            store = module._step.optimizer.store  # type: ignore[union-attr]
-            found.append((module.get_params(), store.owned_bytes))  # type: ignore[union-attr]
-    (expected, equal), (params, owned) = found
-    assert equal == [4 * layer, 4 * layer]
-    assert owned == [6 * layer, 2 * layer]
-    assert all(torch.equal(params[name], value) for name, value in expected.items())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,36 +19,6 @@ PADDING = 2
 Batch = tuple[Any, torch.Tensor]
 
 
-class Words(nn.Module):
-    """A table between dense layers; rows occur several times in a batch and in a sample."""
-
-    def __init__(self, padding: int | None = None) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, WIDTH, padding, sparse=True)
-        self.hidden = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.last(self.hidden(self.table(words).tanh()).mean(1).tanh())
-        return output
-
-
-class TablesOnly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, CLASSES, sparse=True)
-        self.bag = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=True)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.table(words[:, 0]) + self.bag(words).tanh()
-        return output
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "words": Words,
-    "padded": lambda: Words(PADDING),
-    "tables": TablesOnly,
-}
 LAZY: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "wd": 0.01},
     "adam": {"lr": 0.02, "eps": 1e-3, "wd": 0.01},
@@ -58,82 +26,11 @@ LAZY: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Job:
-    """A training job that gangline and plain torch both do, in float64."""
-
-    network: str
-    optimizer: str
-    arguments: dict[str, Any]
-    sizes: list[int]
-    """Batch sizes in samples."""
-    steps: int = 20
-    seed: int = 0
-
-    def make(self) -> tuple[nn.Module, Iterator[Batch]]:
-        torch.manual_seed(self.seed)
-        network = NETWORKS[self.network]().double()
-        generator = torch.Generator().manual_seed(self.seed)
-        batches = [
-            (
-                torch.randint(ROWS, (size, LENGTH), generator=generator),
-                torch.randint(CLASSES, (size,), generator=generator),
-            )
-            for size in self.sizes
-        ]
-        return network, (batches[step % len(batches)] for step in range(self.steps))
-
-    def plainly(self) -> dict[str, torch.Tensor]:
-        """Train by torch's SparseAdam."""
-        network, batches = self.make()
-        optimizer = torch.optim.SparseAdam(network.parameters(), **self.arguments)
-        for words, label in batches:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(words), label).backward()
-            optimizer.step()
-        return network.state_dict()
-
-    def by_module(self, loads: list[float], store: Any = "device") -> dict[str, torch.Tensor]:
-        network, batches = self.make()
-        with Module(network, nn.CrossEntropyLoss(), [cpu(index) for index in range(len(loads))], loads) as module:
-            module.init_optimizer(store, self.optimizer, dict(self.arguments))
-            for words, label in batches:
-                module.forward_backward_update(words, label)
-                replicas_are_equal(module)
-            return module.get_params()
-
-
 def tables_of(module: Module) -> list[torch.Tensor]:
     return [replica.network.get_parameter("table.weight").detach() for replica in module.bound.replicas.all]
 
 
-# -- equal to plain torch -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("loads", "store"), [([1], "local"), ([1, 1], "device"), ([3, 0, 1, 2], "local")])
-def test_sparseadam_trains_a_network_of_tables_as_torch_does(loads: list[float], store: str) -> None:
-    job = Job("tables", "sparseadam", {"lr": 0.02, "eps": 1e-3}, [7, 4])
-    assert distance(job.by_module(loads, store), job.plainly()) <= 1e-11
-
-
-def test_sparseadam_beside_dense_layers_names_the_first_that_does_not_fit() -> None:
-    for loads in ([1], [1, 1]):
-        with pytest.raises(
-            ValueError, match=r"'sparseadam' takes row-sparse gradients only, but that of key '(last|h)"
-        ):
-            Job("words", "sparseadam", {"lr": 0.1}, [6]).by_module(loads)
-
-
 # -- momentum and decay, lazily -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", sorted(LAZY))
-@pytest.mark.parametrize("network", ["padded", "tables"])
-def test_lazy_updates_of_several_contexts_are_those_of_one(network: str, optimizer: str) -> None:
-    job = Job(network, optimizer, LAZY[optimizer], [9, 9, 5])
-    alone = job.by_module([1])
-    for loads, store in (([1, 1], "local"), ([3, 1], "device"), ([2, 0, 1, 5], "local")):
-        assert distance(job.by_module(loads, store), alone) <= 1e-11
 
 
 def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> None:

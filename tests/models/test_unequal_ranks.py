@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from measure import distance, same_bits
+from measure import distance, mlp, same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -25,6 +25,7 @@ from gangline import Communicator, spawn, torch_backend
 SAMPLES = 83
 STEPS = 20
 BATCH = 8
+network = partial(mlp, 6, 8, 3, seed=3)
 
 
 class Data(TensorDataset):
@@ -34,11 +35,6 @@ class Data(TensorDataset):
         generator = torch.Generator().manual_seed(5)
         features = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
         super().__init__(features, torch.randint(3, (SAMPLES,), generator=generator), torch.arange(SAMPLES))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

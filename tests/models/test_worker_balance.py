@@ -144,7 +144,6 @@ def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
         "both levels": in_a_job(comm, ([1e-3, 1e-3], [1e-3, 4e-3]), loads="auto", epochs=5),
         "accumulated": in_a_job(comm, UNEQUAL, data=TensorDataset(*samples()), epochs=6, accumulate=2),
         "real time": in_a_job(comm, UNEQUAL, is_simulated=False),
-        "fixed loads": in_a_job(comm, EQUAL, "3,1"),
         "own batches": in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None),
         "own loop": own_loop(comm),
         "messages": [counted(comm, words) for words in (None, "auto")],
@@ -300,13 +299,6 @@ def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[d
             assert float(match[3]) > float(match[6])
             assert float(match[5]) > float(match[2])
     assert len(epochs) == 4
-
-
-def test_fixed_loads_log_the_times_too(two: list[dict[str, Any]]) -> None:
-    first = two[0]["fixed loads"]
-    assert set(first["loads"]) == {(3, 1)}
-    assert len([line for line in first["lines"] if re.match(r"Epoch\[\d\] worker 0: load 3, computed", line)]) == 4
-    assert not [line for line in first["lines"] if "work_load_list auto" in line]
 
 
 def page_in_a_job(comm: Communicator, path: str) -> Path:

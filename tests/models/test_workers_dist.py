@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,32 +46,3 @@ def test_async_workers_learn() -> None:
 
 
 # The command, as users start it
-
-
-def lenet(*arguments: str, kv_store: str, rate: str = "0.1") -> float:
-    own = Path(sys.executable).parent
-    command = [*arguments, str(own / "gangline"), "train", "--network", "lenet", "--kv-store", kv_store]
-    command += ["--num-epochs", "10", "--batch-size", "64", "--lr", rate, "--mom", "0.9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [line] = [line for line in done.stdout.splitlines() if "Validation-accuracy=" in line and "Epoch" not in line]
-    found = re.search(r"Validation-accuracy=([\d.]+)$", line)
-    assert found
-    return float(found[1])
-
-
-def launched(workers: int, servers: int, kv_store: str, **options: Any) -> float:
-    own = str(Path(sys.executable).parent / "gangline")
-    return lenet(own, "launch", "-n", str(workers), "-s", str(servers), "--", kv_store=kv_store, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (4, 2)])
-def test_lenet_learns_digits_with_every_store(workers: int, servers: int) -> None:
-    alone = lenet(kv_store="local")
-    assert alone >= 0.96
-    for store in ("dist_sync", "dist_device_sync", "allreduce"):
-        assert launched(workers, servers if "dist" in store else 0, store) == pytest.approx(alone, abs=0.02), store
-    rate = 0.04 / workers  # each push is a separate update
-    assert launched(workers, servers, "dist_async", rate=f"{rate}") >= 0.95

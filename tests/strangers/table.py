@@ -1,7 +1,4 @@
-"""Run the scripts of this folder plain and in jobs of unequal ranks, and compare the weights.
-
-Run ``python -m tests.strangers.table [SCRIPT ...]`` to print the table of all rows, wrappers, backends and sizes.
-"""
+"""Run the scripts of this folder plain and in jobs of unequal ranks, and compare the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import runpy
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -226,31 +223,3 @@ def difference(row: Row, size: int, wrapper: str, backend: str, **options: Any) 
     expected = run_plain(row)
     assert all(found.keys() == expected.keys() for found in weights)
     return max(float((found[key] - expected[key]).abs().max()) for found in weights for key in expected), warned
-
-
-def lines(names: list[str]) -> Iterator[str]:
-    """Yield the lines of the table; SIZES and BACKENDS choose columns, and AUTO=1 measures loads."""
-    yield "| script | ranks | wrapper | gloo | gangline |"
-    yield "| --- | --- | --- | --- | --- |"
-    options = {"loads": "auto"} if "AUTO" in os.environ else {}
-    for name, row in ROWS.items():
-        for wrapper in row.wrappers if not names or name in names or row.script in names else ():
-            for size in map(int, os.environ.get("SIZES", "2 3").split()):
-                cells = []
-                for backend in os.environ.get("BACKENDS", "gloo gangline").split():
-                    try:
-                        found, warned = difference(row, size, wrapper, backend, **options)
-                        cells.append(" ".join([f"{found:.1e}", *warned]))
-                    except RuntimeError as error:
-                        cells.append(" / ".join(dict.fromkeys(str(error).splitlines())))
-                yield f"| {name} | {size} | {wrapper} | {' | '.join(cells)} |"
-
-
-def main() -> None:
-    """Print the table."""
-    for line in lines(sys.argv[1:]):
-        print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
