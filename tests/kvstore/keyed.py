@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gangline.kvstore import KVStore
+from gangline.kvstore.device import DeviceStore
 
 SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
 KEYS = list(SHAPES)
@@ -66,7 +67,17 @@ def check_same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.T
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def owned(kv: DeviceStore, sizes: Mapping[Any, int], devices: int) -> list[int]:
+    """Return the number of elements that each device owns."""
+    found = [0] * devices
+    for key, size in sizes.items():
+        owner = kv.owner(key)
+        assert owner is not None
+        found[owner] += size
+    return found
 
 
 def held() -> int:

@@ -219,51 +219,7 @@ def test_compressed_pushes_are_gathered_and_keep_their_residuals(told: Told) -> 
         torch.testing.assert_close(half, n1.half().float() + n2.half().float(), rtol=0, atol=1e-7)
 
 
-# Optimizers
-
-
-def _optimized(comm: Communicator, path: str) -> list[Any]:
-    kv = create("allreduce", communicator=comm)
-    kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
-    kv.set_optimizer(("adam", {"learning_rate": 0.1, "weight_decay": 0.01}))
-    for step in range(3):
-        if step == 1 and kv.rank == 0:
-            kv.set_learning_rate(0.05)
-        if step == 1 and kv.rank == 1:
-            kv.set_learning_rate(7.0)  # rank 0's decides
-        kv.push(["a", "b"], [numbers(kv.rank + step) / 8, numbers(kv.rank - step, (4,)) / 8])
-    state = kv.optimizer_state()
-    results = [pulled(kv, "a"), pulled(kv, "b", (4,)), kv.learning_rate]
-    if kv.rank == 0:
-        kv.save_optimizer_states(path)
-    for _ in range(2):
-        kv.push("a", numbers(kv.rank))
-    kv.barrier()
-    kv.load_optimizer_states(path if kv.rank == 0 else "/nowhere")  # rank 0's file is taken
-    loaded = kv.optimizer_state()
-    same = {name: torch.equal(tensor, loaded.tensors[name]) for name, tensor in state.tensors.items()}
-    missing = said(lambda: kv.load_optimizer_states("/nowhere"))
-    return [*results, same, state.tensors.keys() == loaded.tensors.keys(), missing]
-
-
-def test_every_worker_updates_as_one_process_would(tmp_path: Path) -> None:
-    with create("local") as kv:
-        kv.init(["a", "b"], [numbers(1), numbers(2, (4,))])
-        kv.set_optimizer(("adam", {"learning_rate": 0.1, "weight_decay": 0.01}))
-        for step in range(3):
-            if step == 1:
-                kv.set_learning_rate(0.05)
-            values = [[numbers(rank + step) / 8 for rank in range(2)], [numbers(r - step, (4,)) / 8 for r in range(2)]]
-            kv.push(["a", "b"], values)
-        expected = [pulled(kv, "a"), pulled(kv, "b", (4,))]
-    for a, b, rate, same, all_there, missing in spawn(_optimized, 2, str(tmp_path / "state"), threads=1):
-        assert torch.equal(a, expected[0])
-        assert torch.equal(b, expected[1])
-        assert rate == 0.05
-        assert all(same.values())
-        assert all_there
-        assert missing[0] == "MismatchError"
-        assert "rank 0 of 2: load_optimizer_states was refused: /nowhere is not there" in missing[1]
+# Updaters
 
 
 def _updater(kv: KVStore) -> torch.Tensor:

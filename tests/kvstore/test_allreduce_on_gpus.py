@@ -80,14 +80,16 @@ def _trained(comm: Communicator, weighted: bool) -> Any:
 
 @pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("weighted", [False, True])
-def test_with_nccl_a_bucket_is_one_reduction_and_no_copy_to_the_host(weighted: bool) -> None:
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+def test_a_bucket_is_one_reduction_by_nccl_or_one_copy_to_the_host_and_back(nccl: str, weighted: bool) -> None:
     total = 5 / 3 if weighted else 3.0  # of the first step
-    with simulated_gpus():
-        for to_host, to_gpu, _, _, values in in_threads(2, _trained, weighted):
-            assert to_host == to_gpu == []
+    with simulated_gpus(nccl=nccl):
+        for to_host, to_gpu, numel, calls, values in in_threads(2, _trained, weighted):
+            assert to_host == to_gpu == ([numel] * 2 if nccl else [])
+            assert not (nccl and calls)
             assert values == pytest.approx([-0.5 * (total + 2 * total + 0.5 * total)])
         names = [name for name, _ in HostRank.calls if name == "all_reduce"]
-        assert len(names) == 2 * 2  # steps and ranks
+        assert len(names) == (0 if nccl else 2 * 2)  # steps and ranks
 
 
 def _exchanges(comm: Communicator) -> int:
@@ -156,17 +158,6 @@ def test_a_rank_whose_tensors_are_on_the_host_is_noticed_by_the_header() -> None
         assert in_threads(2, _moves_to_the_host) == [[[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4]
 
 
-@pytest.mark.usefixtures("stream_order")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_without_nccl_a_bucket_is_copied_to_the_host_and_back_once(weighted: bool) -> None:
-    total = 5 / 3 if weighted else 3.0
-    with simulated_gpus(nccl=NO_NCCL):
-        for to_host, to_gpu, numel, calls, values in in_threads(2, _trained, weighted):
-            assert to_host == to_gpu == [numel] * 2
-            assert calls == 0
-            assert values == pytest.approx([-0.5 * (total + 2 * total + 0.5 * total)])
-
-
 def _of_owners(comm: Communicator) -> tuple[list[float], list[float]]:
     card = on_card(comm)
     weight, gradient = card(torch.ones(4)), card(torch.zeros(4))
@@ -227,6 +218,7 @@ def test_keys_that_a_rank_leaves_out_are_the_mean_without_them() -> None:
 
 
 def _after_join(comm: Communicator) -> Any:
+    """A joined rank takes part with its GPU."""
     with create("allreduce", communicator=comm) as kv:
         bucket = fused(kv, on_card(comm))
         if comm.rank:
@@ -236,13 +228,6 @@ def _after_join(comm: Communicator) -> Any:
             kv.push_bucket(bucket, [flat], weight=3.0)
             kv.join()
         return torch.stack(pulled(kv, KEYS)).unique().tolist()
-
-
-@pytest.mark.usefixtures("stream_order")
-@pytest.mark.parametrize("nccl", ["", NO_NCCL])
-def test_a_joined_rank_takes_part_with_its_gpu(nccl: str) -> None:
-    with simulated_gpus(nccl=nccl):
-        assert in_threads(2, _after_join) == [[4.0], [4.0]]
 
 
 def _mixed(comm: Communicator) -> Any:
@@ -263,7 +248,7 @@ def test_if_a_rank_holds_a_key_on_the_host_all_ranks_do() -> None:
         assert second == ({"cpu"}, [second[2]], second[2], [-3.0])
 
 
-def _late(comm: Communicator) -> Any:
+def _ordered(comm: Communicator) -> Any:
     """The caller's kernels before a push and after a pull run late, and see each other's values all the same."""
     with create("allreduce", communicator=comm) as kv:
         kv.init("a", on_simulated_gpu(torch.zeros(SHAPE), comm.rank))
@@ -276,14 +261,8 @@ def _late(comm: Communicator) -> Any:
         return out.host().unique().tolist()
 
 
-@pytest.mark.usefixtures("stream_order")
-@pytest.mark.parametrize("nccl", ["", NO_NCCL])
-def test_calls_are_ordered_with_the_callers_stream(nccl: str) -> None:
-    with simulated_gpus(nccl=nccl):
-        assert in_threads(2, _late) == [[50.0], [50.0]]
-
-
 def _dropped(comm: Communicator) -> Any:
+    """A value that the caller drops keeps its memory until it is pushed."""
     with create("allreduce", communicator=comm) as kv:
         kv.init("a", on_simulated_gpu(torch.zeros(SHAPE), comm.rank))
         work = kv.push("a", on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank), async_op=True)
@@ -294,11 +273,28 @@ def _dropped(comm: Communicator) -> Any:
         return torch.stack(pulled(kv, ["a"])).unique().tolist()
 
 
+def _begun_early(comm: Communicator) -> Any:
+    """Copy from an owner while the caller's kernels run, which write the tensor before and read it afterwards."""
+    with create("allreduce", communicator=comm) as kv:
+        assert isinstance(kv, AllReduceStore)
+        weight, out = (on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank) for _ in range(2))
+        weight.mul_(10)
+        wait = kv.copy_from_owners("weight", [weight], [1], missing=1 << comm.rank, weight=2.0, async_op=True)
+        out.mul_(0)
+        result = wait()
+        out.add_(weight)
+        return out.host().unique().tolist(), result
+
+
 @pytest.mark.usefixtures("stream_order")
 @pytest.mark.parametrize("nccl", ["", NO_NCCL])
-def test_a_value_that_the_caller_drops_keeps_its_memory_until_it_is_pushed(nccl: str) -> None:
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [(_after_join, [4.0]), (_ordered, [50.0]), (_dropped, [3.0]), (_begun_early, ([20.0], (3, 4.0, False)))],
+)
+def test_calls_are_ordered_with_the_callers_kernels(nccl: str, worker: Callable[..., Any], expected: Any) -> None:
     with simulated_gpus(nccl=nccl):
-        assert in_threads(2, _dropped) == [[3.0], [3.0]]
+        assert in_threads(2, worker) == [expected] * 2
 
 
 def _saved(comm: Communicator, path: str) -> Any:
@@ -343,26 +339,6 @@ def test_sums_are_clipped_by_their_common_norm_on_the_gpu() -> None:
         for to_host, (value,) in in_threads(2, _clipped):
             assert to_host == []
             assert value == pytest.approx(-1 / math.sqrt(len(KEYS) * math.prod(SHAPE)), rel=1e-5)
-
-
-def _begun_early(comm: Communicator) -> Any:
-    """Copy from an owner while the caller's kernels run, which write the tensor before and read it afterwards."""
-    with create("allreduce", communicator=comm) as kv:
-        assert isinstance(kv, AllReduceStore)
-        weight, out = (on_simulated_gpu(torch.full(SHAPE, comm.rank + 1.0), comm.rank) for _ in range(2))
-        weight.mul_(10)
-        wait = kv.copy_from_owners("weight", [weight], [1], missing=1 << comm.rank, weight=2.0, async_op=True)
-        out.mul_(0)
-        result = wait()
-        out.add_(weight)
-        return out.host().unique().tolist(), result
-
-
-@pytest.mark.usefixtures("stream_order")
-@pytest.mark.parametrize("nccl", ["", NO_NCCL])
-def test_a_copy_that_begins_early_is_ordered_with_the_callers_stream(nccl: str) -> None:
-    with simulated_gpus(nccl=nccl):
-        assert in_threads(2, _begun_early) == [([20.0], (3, 4.0, False))] * 2
 
 
 # On GPUs

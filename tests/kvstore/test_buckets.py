@@ -18,7 +18,7 @@ from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
 from tests.kvstore import keyed
-from tests.kvstore.keyed import KEYS, SHAPES, check_same, gradient, held, pulled, push, weights
+from tests.kvstore.keyed import KEYS, SHAPES, check_same, gradient, held, owned, pulled, push, weights
 from tests.operations import Operations
 
 CPU = torch.device("cpu")
@@ -291,16 +291,6 @@ def test_assign_rows_and_row_pulls_reach_fused_keys(kv: KVStore) -> None:
 
 
 # -- owners on the device store ---------------------------------------------------------------------------------------
-
-
-def owned(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
-    """Return the number of elements that each device owns."""
-    found = [0] * places
-    for key, size in sizes.items():
-        owner = kv.owner(key)
-        assert owner is not None
-        found[owner] += size
-    return found
 
 
 @pytest.mark.parametrize("places", [2, 3])

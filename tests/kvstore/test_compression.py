@@ -23,6 +23,7 @@ from gangline.kvstore.compression import (
     registry,
     spans,
 )
+from tests.kvstore.keyed import bits
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CODECS: list[Codec] = [TwoBit(0.5), Float16(), BFloat16(), TopK(0.1)]
@@ -42,10 +43,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 0.3) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def bits(values: torch.Tensor) -> bytes:
-    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def decoded(codec: Codec, payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -165,17 +162,18 @@ def test_half_rounds_as_torch_does(codec: Float16 | BFloat16, dtype: torch.dtype
         assert torch.equal(decoded(codec, payload, values), values.to(codec.dtype).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_fp16_saturates(dtype: torch.dtype) -> None:
-    values = torch.tensor([1e5, -1e5, 65536.0, 3e38, -3e38, 1.0], dtype=dtype)
-    payload = Float16().encode(values)
-    assert payload.view(torch.float16).tolist() == [65504.0, -65504.0, 65504.0, 65504.0, -65504.0, 1.0]
-
-
-def test_bf16_saturates() -> None:
-    largest = torch.finfo(torch.bfloat16).max
-    for values in (torch.tensor([3.4e38, -3.4e38]), torch.tensor([1e300, -1e300], dtype=torch.float64)):
-        assert BFloat16().encode(values).view(torch.bfloat16).tolist() == [largest, -largest]
+@pytest.mark.parametrize(
+    ("codec", "values"),
+    [
+        *((Float16(), torch.tensor([1e5, 65536.0, 3e38, 1.0], dtype=dtype)) for dtype in DTYPES[1:]),
+        (BFloat16(), torch.tensor([3.4e38, 1.0])),
+        (BFloat16(), torch.tensor([1e300, 1.0], dtype=torch.float64)),
+    ],
+)
+def test_half_saturates(codec: Float16 | BFloat16, values: torch.Tensor) -> None:
+    for sign in (1, -1):
+        *large, one = codec.encode(sign * values).view(codec.dtype).tolist()
+        assert [*large, one] == [sign * torch.finfo(codec.dtype).max] * len(large) + [sign]
 
 
 def test_the_residual_keeps_what_saturation_cuts_off() -> None:

@@ -57,12 +57,15 @@ def job(waits: dict[int, list[int]], *words: str) -> Launch:
     return launch("-n", "2", "-s", "2", *words, "--", sys.executable, "-c", f"WAITS = {waits}\n{TRAIN}")
 
 
-def check(out: list[str], errors: list[str]) -> None:
-    """Check that the weights are those of one process, which reads each sample once an epoch."""
+def check(run: Launch, timeout: float = 60) -> list[str]:
+    """Wait for the end; check that the weights are those of one process, which reads each sample once an epoch."""
+    status, out, errors = run.end(timeout)
+    assert status == 0, errors
     (found,) = [re.search(r"steps (\d+), relative difference (\S+)", line) for line in out if "relative" in line]
     assert found is not None
     assert int(found[1]) == STEPS, errors
     assert float(found[2]) < 1e-11
+    return errors
 
 
 def resize(run: Launch, workers: int) -> tuple[int, str]:
@@ -79,9 +82,7 @@ def test_resize_adds_and_removes_workers() -> None:
         run.hear("at 8")
         code, text = resize(run, 1)
         assert (code, text) == (0, "3 to 1 workers: worker 1 is asked to leave, worker 2 is asked to leave")
-        status, out, errors = run.end(60)
-    assert status == 0, errors
-    check(out, errors)
+        check(run)
 
 
 @pytest.mark.slow
@@ -95,9 +96,7 @@ def test_a_scheduler_killed_while_a_view_is_agreed_on_changes_no_sum(
         assert resize(run, 3)[0] == 0
         run.hear("at 8")
         assert resize(run, 1)[0] == 0
-        status, out, errors = run.end(60)
-    assert status == 0, errors
-    check(out, errors)
+        check(run)
 
 
 @pytest.mark.slow
@@ -106,9 +105,7 @@ def test_a_worker_that_gets_sigterm_leaves_after_its_step() -> None:
         run.hear("at 5")
         ((pid, _),) = [(child, name) for child, name in workers_of(run) if name == "1"]
         subprocess.run(("kill", "-TERM", str(pid)), check=True)
-        status, out, errors = run.end(60)
-    assert status == 0, errors
-    check(out, errors)
+        check(run)
 
 
 def workers_of(run: Launch) -> list[tuple[int, str]]:
@@ -140,9 +137,7 @@ def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
         while len(workers_of(run)) < 2:
             time.sleep(0.01)
         assert resize(run, 3)[0] == 0
-        status, out, errors = run.end(60)
-    assert status == 0, errors
-    check(out, errors)
+        check(run)
 
 
 def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
@@ -184,7 +179,5 @@ def test_weights_are_those_of_one_process_though_workers_change(script: str, mon
         assert resize(run, 3)[0] == 0
         run.hear("at 9")
         assert resize(run, 2)[0] == 0
-        status, out, errors = run.end(90)
-    assert status == 0, errors
+        errors = check(run, 90)
     assert sum("it starts again" in line for line in errors) == script.count("kill")
-    check(out, errors)

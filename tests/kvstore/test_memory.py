@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -158,28 +159,19 @@ def test_a_finished_async_push_releases_the_pushed_arrays(kv: KVStore) -> None:
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
-def test_pushpull_over_two_devices_costs_one_add_per_key_and_one_copy_per_out(kv: KVStore) -> None:
-    kv.init(KEYS, zeros())
-    grads, outs = values(2), values(2, rank=9)
-    with Operations() as operations:
-        kv.pushpull(KEYS, grads, outs)
-    assert operations.counts == {"add": len(KEYS), "copy": 2 * len(KEYS)}
-    with Operations() as operations:
-        kv.pushpull(KEYS, grads)
-    assert operations.counts == {"add": len(KEYS), "copy": 2 * len(KEYS)}
-    assert all(torch.equal(grad, out) for g, o in zip(grads, outs, strict=True) for grad, out in zip(g, o, strict=True))
-
-
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_a_push_costs_one_add_per_further_device_and_a_pull_one_copy_per_out(kv: KVStore, devices: int) -> None:
+def test_calls_cost_one_add_per_key_and_further_device_and_one_copy_per_out(kv: KVStore, devices: int) -> None:
     kv.init(KEYS, zeros())
-    for call, counts in (
-        (kv.push, {"add": (devices - 1) * len(KEYS)} if devices > 1 else {"copy": len(KEYS)}),
-        (kv.pull, {"copy": devices * len(KEYS)}),
-    ):
-        tensors = values(devices)
+    added, copied = {"add": (devices - 1) * len(KEYS)}, {"copy": devices * len(KEYS)}
+    calls: list[tuple[Callable[..., Any], int, dict[str, int]]] = [
+        (kv.push, 1, added if devices > 1 else {"copy": len(KEYS)}),
+        (kv.pull, 1, copied),
+        *[(kv.pushpull, number, added | copied) for number in (1, 2) if devices > 1],  # in place, and into others
+    ]
+    for call, number, counts in calls:
+        tensors = [values(devices) for _ in range(number)]
         with Operations() as operations:
-            call(KEYS, tensors)
+            call(KEYS, *tensors)
         assert operations.counts == counts
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gangline.kvstore.device import DeviceStore
+from tests.kvstore.keyed import owned
 
 
 @pytest.fixture
@@ -36,16 +37,6 @@ def push(kv: DeviceStore, sizes: dict[Any, int], places: int) -> None:
 
 def owners(kv: DeviceStore, sizes: dict[Any, int]) -> list[int | None]:
     return [kv.owner(key) for key in sizes]
-
-
-def loads(kv: DeviceStore, sizes: dict[Any, int], places: int) -> list[int]:
-    """Return the number of elements that each device owns."""
-    found = [0] * places
-    for key, size in sizes.items():
-        owner = kv.owner(key)
-        assert owner is not None
-        found[owner] += size
-    return found
 
 
 def on(device_type: str) -> int:
@@ -126,7 +117,7 @@ def test_bare_tensors_do_not_decide_the_owner(kv: DeviceStore, call: str) -> Non
         initialised(kv, sizes)
         getattr(kv, call)(list(sizes), bare)
     push(kv, sizes, 2)
-    assert loads(kv, sizes, 2) == [5, 5]
+    assert owned(kv, sizes, 2) == [5, 5]
 
 
 @pytest.mark.parametrize("call", ["push", "pushpull"])
@@ -134,7 +125,7 @@ def test_a_key_twice_in_a_call_gets_one_owner(kv: DeviceStore, call: str) -> Non
     sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
     initialised(kv, sizes)
     getattr(kv, call)(["a", "b", "c", "c", "d"], lists([2] * 5, 2))
-    assert loads(kv, sizes, 2) == [4, 4]
+    assert owned(kv, sizes, 2) == [4, 4]
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -201,8 +192,8 @@ def test_parts_differ_from_the_shares_by_at_most_one_key(sizes: list[int], cut: 
             kv.set_optimizer("sgd", shard="optimizer", memory=memory)
         push(kv, dict(named[:cut]), len(memory))
         push(kv, dict(named[cut:]), len(memory))
-        owned = loads(kv, dict(named), len(memory))
-    assert sum(owned) == sum(sizes)
+        found = owned(kv, dict(named), len(memory))
+    assert sum(found) == sum(sizes)
     for place, part in enumerate(memory):
-        others = [(theirs + max(sizes)) / size for theirs, size in zip(owned, memory, strict=True) if size]
-        assert owned[place] == 0 if not part else owned[place] / part <= min(others) + 1e-9
+        others = [(theirs + max(sizes)) / size for theirs, size in zip(found, memory, strict=True) if size]
+        assert found[place] == 0 if not part else found[place] / part <= min(others) + 1e-9

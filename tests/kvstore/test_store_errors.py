@@ -66,13 +66,10 @@ G, B, N = ranked(8), ranked(9, (3,)), torch.tensor([1, 2])
 
 Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
 
-# What is the matter, the call, the class of the error, what its message says.
+# What is the matter, the call, the class of the error, what its message says. `BAD_LAST` has more, of all calls.
 CASES: list[Case] = [
     # -- keys nobody initialised
     ("push, unknown", lambda kv: kv.push("nope", G), KeyError, "'nope'.*known keys.*'w', 'b', 7"),
-    ("pull, unknown", lambda kv: kv.pull("nope", G), KeyError, "'nope'"),
-    ("pushpull, unknown", lambda kv: kv.pushpull("nope", G), KeyError, "'nope'"),
-    ("assign, unknown", lambda kv: kv.assign("nope", G), KeyError, "'nope'"),
     ("push, digits for a number", lambda kv: kv.push("7", torch.tensor([1, 2])), KeyError, "key '7'"),
     # -- keys of a wrong type
     ("init, bool key", lambda kv: kv.init(True, G), TypeError, "key is True, a bool; expected a str or an int"),
@@ -83,10 +80,6 @@ CASES: list[Case] = [
     ("push, shape", lambda kv: kv.push("w", ranked(0, (3, 2))), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
     ("push, would broadcast", lambda kv: kv.push("w", ranked(0, (3,))), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
     ("push, one device", lambda kv: kv.push("w", [G, ranked(0, (1, 3))]), ValueError, r"'w'.*\(2, 3\).*\(1, 3\)"),
-    ("pull, shape", lambda kv: kv.pull("w", torch.empty(3, 2)), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
-    ("pushpull, shape", lambda kv: kv.pushpull("w", [G, B]), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
-    ("pushpull out, shape", lambda kv: kv.pushpull("w", G, torch.empty(3)), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
-    ("assign, shape", lambda kv: kv.assign("w", torch.zeros(())), ValueError, r"'w'.*\(2, 3\).*\(\)"),
     ("broadcast, shape", lambda kv: kv.broadcast("v", G, torch.empty(3)), ValueError, r"'v'.*\(2, 3\).*\(3,\)"),
     # -- dtypes
     ("push, dtype", lambda kv: kv.push("w", G.double()), ValueError, "'w'.*float32.*float64"),
@@ -96,8 +89,6 @@ CASES: list[Case] = [
     # -- layouts and arrays torch cannot write
     ("init, sparse", lambda kv: kv.init("v", sparse()), ValueError, "'v'.*sparse_coo"),
     ("push, sparse", lambda kv: kv.push("w", sparse()), ValueError, "'w'.*sparse_coo"),
-    ("pull, sparse", lambda kv: kv.pull("w", sparse()), ValueError, "'w'.*sparse_coo"),
-    ("assign, sparse", lambda kv: kv.assign("w", sparse()), ValueError, "'w'.*sparse_coo"),
     ("pull, read-only", lambda kv: kv.pull("w", read_only(1)), ValueError, "'w'.*read-only"),
     ("pushpull, read-only", lambda kv: kv.pushpull("w", [G.clone(), read_only(1)]), ValueError, "'w'.*read-only"),
     ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
@@ -116,19 +107,12 @@ CASES: list[Case] = [
     ("broadcast, list of values", lambda kv: kv.broadcast("v", [G], G), TypeError, "'v'.*list"),
     # -- lists that do not match
     ("push, no devices", lambda kv: kv.push("w", []), ValueError, "'w'.*empty list"),
-    ("pushpull out, no devices", lambda kv: kv.pushpull("w", G, []), ValueError, "'w'.*empty list"),
     ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys got 1 values"),
     ("push, a tensor for a list", lambda kv: kv.push(["w", "b"], G), TypeError, "2 keys got a Tensor"),
-    (
-        "pushpull, a tensor for outs",
-        lambda kv: kv.pushpull(["w"], [G], G),
-        TypeError,
-        "1 keys got a Tensor",
-    ),
+    ("pushpull, a tensor for outs", lambda kv: kv.pushpull(["w"], [G], G), TypeError, "1 keys got a Tensor"),
     ("init, a tensor for a list", lambda kv: kv.init(["v", "u"], G), TypeError, "2 keys got a Tensor"),
     # -- a second init
     ("init, again", lambda kv: kv.init("w", G), ValueError, "'w' is initialised already"),
-    ("broadcast, again", lambda kv: kv.broadcast("w", G, torch.empty(2, 3)), ValueError, "'w' is initialised already"),
     # -- priorities
     ("push, priority", lambda kv: kv.push("w", G, priority="high"), TypeError, "priority is 'high'; expected an int"),
     ("pull, priority", lambda kv: kv.pull("w", torch.empty(2, 3), priority=1.5), TypeError, "priority is 1.5"),

@@ -45,17 +45,21 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("store", ["local", "device"])
-def test_with_one_worker_a_step_equals_torchs(store: str) -> None:
+def test_with_one_worker_a_step_equals_torchs_on_the_stores_weights_and_nothing_is_pulled(store: str) -> None:
     model = network()
     plain = copy.deepcopy(model)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1, weight_decay=0.01)
-    trainer = Trainer(model.parameters(), "adam", {"lr": 0.1, "weight_decay": 0.01}, store)
-    for x, y in batches(5, 8):
-        for net, zero in ((model, trainer.zero_grad), (plain, optimizer.zero_grad)):
-            zero()
-            F.cross_entropy(net(x), y).backward()
-        trainer.step(8)
-        optimizer.step()
+    with create(store) as kv:
+        trainer = Trainer(model, "adam", {"lr": 0.1, "weight_decay": 0.01}, kv)
+        for x, y in batches(5, 8):
+            for net, zero in ((model, trainer.zero_grad), (plain, optimizer.zero_grad)):
+                zero()
+                F.cross_entropy(net(x), y).backward()
+            trainer.step(8)
+            optimizer.step()
+            for name, parameter in model.named_parameters():
+                assert kv._entries[name].stored.data_ptr() == parameter.data_ptr()  # type: ignore[attr-defined]
+        assert all(parameter.grad is not None for parameter in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(plain), strict=True))
 
 
@@ -174,21 +178,7 @@ def test_a_joined_worker_pulls_the_final_weights() -> None:
         assert distance(found, weights(plain)) <= 1e-13
 
 
-# Where the weights live, and when gradients leave
-
-
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_alone_the_parameters_are_the_stores_weights_and_nothing_is_pulled(store: str) -> None:
-    model = network()
-    with create(store) as kv:
-        trainer = Trainer(model, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv)
-        for x, y in batches(3, 8):
-            trainer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            trainer.step(8)
-            for name, parameter in model.named_parameters():
-                assert kv._entries[name].stored.data_ptr() == parameter.data_ptr()  # type: ignore[attr-defined]
-        assert all(parameter.grad is not None for parameter in model.parameters())
+# When gradients leave
 
 
 def _early(comm: Communicator, sizes: list[int], reduction: str) -> Any:

@@ -266,17 +266,8 @@ class _RoleProcess(processes.RoleProcess):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("dist_sync", "streams"),
-        ("dist_async", "sockets and shared memory"),
-        ("dist_sync", "sockets"),
-        pytest.param("dist_async", "streams", marks=pytest.mark.slow),
-        pytest.param("dist_sync", "sockets and shared memory", marks=pytest.mark.slow),
-        pytest.param("dist_async", "sockets", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", ["streams", "sockets and shared memory", "sockets"])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_every_push_counts_once_when_connections_break(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -127,28 +129,9 @@ def test_a_launched_job_listens_at_no_port_and_refuses_other_users(tmp_path: Pat
             launcher.kill()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_process_connects_to_no_socket_of_another_user() -> None:
-    name = unix_sockets.name_of("scheduler", unix_sockets.free_port("scheduler"))
-    squat = (
-        f"import os, socket; os.setuid({NOBODY}); s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}'); s.listen()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{squat}; print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as squatter:
-        assert squatter.stdout is not None
-        squatter.stdout.readline()
-        with pytest.raises(PermissionError, match=f"belongs to another user, {NOBODY}"):
-            unix_sockets.connect(name)
-        with pytest.raises(OSError, match="Address already in use") as caught:
-            Scheduler(1, 1, port=int(name.rpartition("-")[2]))
-        assert caught.value.filename == name
-        squatter.communicate(b"\n")
-
-
-SQUAT = """
+SQUAT = f"""
 import os, socket, sys
-os.setuid(65534)
+os.setuid({NOBODY})
 squatter = socket.socket(socket.AF_UNIX)
 squatter.bind("\\0" + sys.argv[1])
 squatter.listen(0)
@@ -159,25 +142,35 @@ input()
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_at_the_name_of_the_scheduler_is_an_error_that_says_so() -> None:
-    port = unix_sockets.free_port("scheduler")
-    name = unix_sockets.name_of("scheduler", port)
-    command = [sys.executable, "-c", SQUAT, name]
+@contextmanager
+def squatted(name: str, *, is_busy: bool) -> Iterator[None]:
+    """Let another user listen at a name, with or without room in the queue of the listener."""
+    script = SQUAT if is_busy else SQUAT.replace("own.connect", "# ")
+    command = [sys.executable, "-c", script, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as squatter:
         assert squatter.stdout is not None
         squatter.stdout.readline()
-        with pytest.raises(StallError, match="worker waits for the job to begin"):  # its queue is full: it may be busy
-            SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=1)
+        yield
         squatter.communicate(b"\n")
-    with subprocess.Popen(
-        [sys.executable, "-c", SQUAT.replace("own.connect", "# "), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as squatter:
-        assert squatter.stdout is not None
-        squatter.stdout.readline()
-        with pytest.raises(ProtocolError, match=f"@{name}: the peer .* belongs to another user, {NOBODY}"):
-            SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=20)
-        squatter.communicate(b"\n")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_process_uses_no_name_of_another_user_and_says_so() -> None:
+    port = unix_sockets.free_port("scheduler")
+    name = unix_sockets.name_of("scheduler", port)
+    with squatted(name, is_busy=False):
+        with pytest.raises(PermissionError, match=f"belongs to another user, {NOBODY}"):
+            unix_sockets.connect(name)
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            Scheduler(1, 1, port=port)
+        assert caught.value.filename == name
+    with squatted(name, is_busy=True), pytest.raises(StallError, match="worker waits for the job to begin"):
+        SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=1)
+    with (
+        squatted(name, is_busy=False),
+        pytest.raises(ProtocolError, match=f"@{name}: the peer .* belongs to another user, {NOBODY}"),
+    ):
+        SchedulerClient("worker", f"tcp://127.0.0.1:{port}", timeout=20)
 
 
 def test_names_that_are_all_taken_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

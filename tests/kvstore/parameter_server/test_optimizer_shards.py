@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gangline import kvstore
+from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -139,6 +140,8 @@ def states_come_back(kv: KVStore) -> None:
             kv.load_optimizer_states(path)
             both.step()
             both.agree(exactly=spec[0] == "sgd")
+    with pytest.raises((FileNotFoundError, MismatchError), match="/nowhere/at/all is not there"):
+        kv.load_optimizer_states("/nowhere/at/all")
 
 
 def wrong_states_are_refused_alike(kv: KVStore) -> list[str]:
@@ -169,8 +172,6 @@ def wrong_states_are_refused_alike(kv: KVStore) -> list[str]:
             if path is not torn and kv.rank == 1:
                 with pytest.raises(ValueError, match=r"."):
                     both.local.load_optimizer_states(path)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        kv.load_optimizer_states("/nowhere/at/all")
     both.step()  # as if nothing had been asked for
     both.agree(exactly=True)
     return texts
@@ -223,6 +224,10 @@ def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
 @pytest.mark.slow
 def test_states_are_saved_and_loaded() -> None:
     check("dist_sync", 2, 2, [states_come_back, wrong_states_are_refused_alike])
+
+
+def test_states_are_saved_and_loaded_over_collectives() -> None:
+    check("allreduce", 2, 0, [states_come_back])
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import tracemalloc
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gangline
@@ -655,18 +654,6 @@ def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost() ->
         for client in clients:
             client.__exit__()
     offer.close()
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(messages=st.lists(st.tuples(MESSAGES, st.lists(st.binary(max_size=40), max_size=3)), max_size=8))
-def test_a_server_survives_arbitrary_messages(pair: Pair, messages: list[tuple[Message, list[bytes]]]) -> None:
-    with RawClient(pair.address, os.urandom(8)) as stranger:
-        for message, frames in messages:
-            stranger.send(message, *frames)
-        stranger.send(b"\xc1")
-        while "not msgpack" not in getattr(stranger.receive()[0], "text", ""):
-            pass
-    pair.serves()
 
 
 def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,8 +385,6 @@ def test_open_collectives_of_a_worker_are_bounded() -> None:
 # Whole jobs, started by hand
 
 SCRIPT = """
-import sys
-import threading
 import torch
 from gangline import kvstore
 kv = kvstore.create("dist_sync")
@@ -400,7 +398,6 @@ kv.close()
 
 NO_TORCH = """
 import sys
-import threading
 from gangline.kvstore.parameter_server.scheduler import scheduler
 code = scheduler.main()
 assert "torch" not in sys.modules and "numpy" not in sys.modules, "the scheduler has imported torch"

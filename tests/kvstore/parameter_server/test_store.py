@@ -269,10 +269,7 @@ SYNC = [*ALL, many_async_operations, shared_memory_is_used_again, compressed_pus
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "servers"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)],
-)
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (7, 7)])
 def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 
@@ -290,8 +287,3 @@ def test_rounds_over_collectives() -> None:
 def test_rounds_over_sockets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
     check("dist_device_sync", 2, 2, SYNC)
-
-
-@pytest.mark.slow
-def test_rounds_of_seven_workers_and_seven_servers() -> None:
-    check("dist_sync", 7, 7, SYNC)
