@@ -263,7 +263,7 @@ class Recorder:
         return getattr(self._channel, name)
 
 
-class Raw(Message):
+class Raw:
     """Bytes in place of a message to the scheduler."""
 
     def __init__(self, data: bytes) -> None:
