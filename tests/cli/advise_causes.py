@@ -24,24 +24,15 @@ from typing import Any
 from bench.driver.hosts import Hosts
 from gangline.collectives.liveness.status_query import statuses
 from gangline.launcher.job import free_ports
-from tests.kvstore.test_launch import ROOT
+from tests.programs import ROOT, environment, python, torchrun
 
 SCRIPT = str(ROOT / "tests" / "cli" / "training_with_causes.py")
 Verdict = tuple[str | None, str | None]
 """Cause and process of the first finding; None: there is nothing to gain."""
 
 
-def environment(**variables: object) -> dict[str, str]:
-    words = {name: str(value) for name, value in variables.items()}
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **words}
-
-
 def advise(*arguments: str, **variables: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "gangline", "advise", "--json", *arguments]
-    done = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "gangline", "advise", "--json", *arguments, code=0, **variables)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -52,17 +43,16 @@ def first(found: dict[str, Any], ignored: str = "cores") -> Verdict:
     return (findings[0]["cause"], findings[0]["process"]) if findings else (None, None)
 
 
-def torchrun(**variables: object) -> dict[str, Any]:
-    ranks = ("torchrun", "--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]), SCRIPT)
-    return advise("--", sys.executable, "-m", "torch.distributed.run", *ranks[1:], **variables)
+def advise_ranks(**variables: object) -> dict[str, Any]:
+    return advise("--", sys.executable, *torchrun(SCRIPT), **variables)
 
 
 def in_ranks(cause: str) -> Verdict:
-    return first(torchrun(CAUSE=cause))
+    return first(advise_ranks(CAUSE=cause))
 
 
 def tiny_batch() -> Verdict:
-    return first(torchrun(WIDTH=64, BATCH=8, STEPS=400))
+    return first(advise_ranks(WIDTH=64, BATCH=8, STEPS=400))
 
 
 def train(*options: str) -> Verdict:
@@ -72,7 +62,7 @@ def train(*options: str) -> Verdict:
 def oversubscribed_cores() -> Verdict:
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        return first(torchrun(STEPS=200), ignored="")
+        return first(advise_ranks(STEPS=200), ignored="")
     finally:
         for burner in burners:
             burner.kill()

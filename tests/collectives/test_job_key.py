@@ -14,8 +14,7 @@ import pytest
 
 from gangline.collectives.environments import job_key as module
 from gangline.collectives.environments.job_key import JobKey, inherited_key, job_key, open_descriptor, write_file
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, python
 
 
 @pytest.fixture(autouse=True)
@@ -156,14 +155,14 @@ def test_children_inherit_a_key_and_grandchildren_do_not() -> None:
 
 def test_the_command_writes_a_key_and_overwrites_none(tmp_path: Path) -> None:
     path = tmp_path / "job.key"
-    command = [sys.executable, "-m", "gangline", "key", "new", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ("-m", "gangline", "key", "new", path)
+    done = python(*command, code=0)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     JobKey.from_hex(path.read_text())
     assert f"export GANGLINE_JOB_KEY_FILE={path}" in done.stdout
     assert path.read_text().strip() not in done.stdout + done.stderr
     before = path.read_text()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    done = python(*command, code=1)
+    assert done.stdout == ""
     assert "job.key exists; name another file" in done.stderr
     assert path.read_text() == before

@@ -1,12 +1,12 @@
-"""NCCL: the calls that gangline makes, to a stand-in on the host; and the real bindings, on a GPU."""
+"""NCCL: the calls that gangline makes, to simulated GPUs; and the real bindings, on a GPU."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,64 +16,9 @@ from gangline import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
-from tests.collectives.simulated_gpus import ELEMENTS, NcclCalls, at, reduced
+from tests.collectives.simulated_gpus import HostGpus, on_simulated_gpu, simulated_gpus
 
 ROOT = Path(__file__).parents[2]
-
-
-class HostBinding(NcclCalls):
-    """NCCL by its manual, in host memory: the calls of a group are matched by position and run at its end.
-
-    It checks the rules: calls within groups only, and the same ones from each position.
-    """
-
-    name: ClassVar[str] = "host"
-
-    def __init__(self, gpus: Sequence[int]) -> None:
-        self.size = len(gpus)
-        self.groups: list[list[str]] = []
-        self._open: list[list[tuple[Any, ...]]] | None = None
-
-    def start(self) -> None:
-        assert self._open is None
-        self._open = [[] for _ in range(self.size)]
-
-    def end(self) -> None:
-        assert self._open is not None
-        of_places, self._open = self._open, None
-        self.groups.append([call[0] for call in of_places[0]])
-        for calls in zip(*of_places, strict=True):
-            assert len({(call[0], *call[3:]) for call in calls}) == 1  # all but the addresses
-            self._run(*calls[0][:1], [call[1] for call in calls], [call[2] for call in calls], *calls[0][3:])
-
-    def _call(self, name: str, *arguments: int) -> None:
-        assert self._open is not None, f"{name} outside a group"
-        position, *rest, _ = arguments  # without the stream
-        self._open[position].append((name, *rest))
-
-    def _run(
-        self, name: str, sources: list[int], targets: list[int], count: int, dtype: int, op: int, root: int
-    ) -> None:
-        rows = count * (self.size if name == "reduce_scatter" else 1)
-        if name == "broadcast":
-            result = at(sources[root], rows, dtype).clone()
-        else:
-            given = [at(source, rows, dtype).clone() for source in sources]
-            result = torch.cat(given) if name == "all_gather" else reduced(given, op)
-        for position, target in enumerate(targets):
-            if name == "reduce_scatter":
-                at(target, count, dtype).copy_(result[position * count : (position + 1) * count])
-            elif name != "reduce" or position == root:
-                at(target, len(result), dtype).copy_(result)
-
-
-class OnHost(Nccl):
-    def __init__(self, size: int) -> None:
-        self.binding = HostBinding(range(size))
-        super().__init__([torch.device("cpu")] * size, self.binding)
-
-    def stream(self, position: int) -> int:
-        return 0
 
 
 def given(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -84,90 +29,61 @@ def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
     return (torch.arange(size) * 7 * count + count * (count - 1) // 2).to(dtype)
 
 
-# -- the calls ------------------------------------------------------------------------------------------------------
+# -- the calls, by simulated GPUs; test_device_group_table has their values -------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [one for one in ELEMENTS.values() if one != torch.uint8], ids=str)
-def test_an_all_reduce_is_one_call_per_position(dtype: torch.dtype) -> None:
-    backend, tensors = OnHost(3), given(3, 6, dtype)
-    versions = [tensor._version for tensor in tensors]
-    backend.all_reduce(tensors, "sum")
-    assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
-    assert all(torch.equal(tensor, summed(3, 6, dtype)) for tensor in tensors)
-    assert backend.binding.groups == [["all_reduce"]]
+@pytest.fixture
+def group() -> Iterator[DeviceGroup]:
+    HostGpus.groups.clear()
+    with simulated_gpus():
+        yield DeviceGroup([gpu(position) for position in range(4)], "nccl")
 
 
-def test_a_mean_does_not_overflow() -> None:
-    for dtype, value in ((torch.float32, 3e38), (torch.float16, 40_000.0)):
-        backend, want = OnHost(4), torch.full((8,), value, dtype=dtype)
-        backend.all_reduce(tensors := [want.clone() for _ in range(4)], "mean")
-        assert all(torch.equal(tensor, want) for tensor in tensors)
-        backend.move([([want.clone() for _ in range(4)], total := torch.zeros(8, dtype=dtype), ())], "mean")
-        assert torch.equal(total, want)
-        backend.reduce_scatter([want] * 4, outs := [torch.zeros(2, dtype=dtype) for _ in range(4)], "mean")
-        assert torch.equal(torch.cat(outs), want)
+def on_gpus(values: Iterable[Tensor]) -> list[Tensor]:
+    return [on_simulated_gpu(value, position) for position, value in enumerate(values)]
 
 
-def test_bools_are_bytes_whose_sum_is_their_maximum() -> None:
-    patterns = [torch.tensor([False, position == 0, position == 2, True]) for position in range(3)]
-    for op, expected in (
-        ("sum", [0, 1, 1, 1]),
-        ("max", [0, 1, 1, 1]),
-        ("product", [0, 0, 0, 1]),
-        ("min", [0, 0, 0, 1]),
-    ):
-        backend, tensors = OnHost(3), [pattern.clone() for pattern in patterns]
-        backend.all_reduce(tensors, op)
-        assert all(tensor.view(torch.uint8).tolist() == expected for tensor in tensors)
-        assert backend.binding.groups == [["all_reduce"]]
+def test_a_collective_is_a_group_of_a_call_per_position(group: DeviceGroup) -> None:
+    """Many keys are one group of sums and one of copies, because the calls of one group may run concurrently."""
+    tensors = on_gpus(given(4, 8, torch.float32))
+    group.all_reduce(tensors)
+    group.all_gather(tensors)
+    group.reduce_scatter([tensor.view(4, 2) for tensor in tensors])
+    values = [on_gpus(given(4, size, torch.float32)) for size in (1, 5, 0, 64)]
+    outs = [[torch.zeros_like(value) for value in of_key] for of_key in values]
+    group.move([(of_key, torch.zeros_like(of_key[0]), out) for of_key, out in zip(values, outs, strict=True)])
+    names = (("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 1), ("reduce", 3), ("broadcast", 3))
+    assert HostGpus.groups == [[name] * keys * 4 for name, keys in names]
 
 
-def test_unsupported_dtypes_use_copies(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_dtypes_use_copies(group: DeviceGroup, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gangline")
-    backend, tensors = OnHost(2), given(2, 6, torch.int16)
-    backend.all_reduce(tensors, "sum")
-    assert all(torch.equal(tensor, summed(2, 6, torch.int16)) for tensor in tensors)
-    backend.all_gather(tensors, outs := [torch.zeros(2, 6, dtype=torch.int16) for _ in range(2)])
-    assert torch.equal(outs[1][1], summed(2, 6, torch.int16))
-    backend.reduce_scatter(
-        [one.reshape(2, 3) for one in given(2, 6, torch.int16)],
-        outs := [torch.zeros(3, dtype=torch.int16) for _ in range(2)],
-        "max",
-    )
-    assert not backend.binding.groups
+    tensors = on_gpus(given(4, 8, torch.int16))
+    for call in (
+        group.all_reduce,
+        group.all_gather,
+        lambda _: group.reduce_scatter([one.view(4, 2) for one in tensors]),
+    ):
+        call(tensors)
+    assert not HostGpus.groups
     assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
 
 
-def test_all_gather_and_reduce_scatter_are_one_call_per_position() -> None:
-    backend, tensors = OnHost(3), given(3, 6, torch.float32)
-    outs = [torch.zeros(3, 6) for _ in range(3)]
-    backend.all_gather(tensors, outs)
-    assert all(torch.equal(out, torch.stack(tensors)) for out in outs)
-    rows = [torch.zeros(2) for _ in range(3)]
-    backend.reduce_scatter([tensor.reshape(3, 2) for tensor in tensors], rows, "max")
-    assert torch.equal(torch.cat(rows), tensors[2])
-    assert backend.binding.groups == [["all_gather"], ["reduce_scatter"]]
+def test_a_mean_does_not_overflow(group: DeviceGroup) -> None:
+    for dtype, value in ((torch.float32, 3e38), (torch.float16, 40_000.0)):
+        want = torch.full((8,), value, dtype=dtype)
+        reduced = group.all_reduce(on_gpus([want] * 4), "mean")
+        total = group.reduce(on_gpus([want] * 4), op="mean")
+        rows = group.reduce_scatter([tensor.view(4, 2) for tensor in on_gpus([want] * 4)], "mean")
+        assert all(torch.equal(tensor.cpu(), want[: tensor.numel()]) for tensor in (*reduced, total, *rows))
 
 
-def test_many_keys_are_one_group_of_sums_and_one_of_copies() -> None:
-    """Copied values must be complete, and the calls of one group may run concurrently."""
-    backend, sizes = OnHost(3), [1, 5, 0, 64]
-    values = [given(3, size, torch.float32) for size in sizes]
-    totals = [torch.zeros(size) for size in sizes]
-    outs = [[torch.zeros(size) for _ in range(3)] for size in sizes]
-    backend.move(list(zip(values, totals, outs, strict=True)))
-    for size, total, out in zip(sizes, totals, outs, strict=True):
-        assert all(torch.equal(one, summed(3, size, torch.float32)) for one in (total, *out))
-    assert backend.binding.groups == [["reduce"] * 3, ["broadcast"] * 3]
-    assert all(torch.equal(one, kept) for one, kept in zip(values[1], given(3, 5, torch.float32), strict=True))
-
-
-def test_non_contiguous_tensors_are_copied_and_written_back() -> None:
-    backend = OnHost(2)
-    tensors = [one.reshape(4, 3).t().contiguous().t() for one in given(2, 12, torch.float32)]
-    assert not tensors[0].is_contiguous()
-    backend.all_reduce(tensors, "sum")
-    assert all(torch.equal(tensor.reshape(-1), summed(2, 12, torch.float32)) for tensor in tensors)
+def test_bools_are_bytes_whose_sum_is_their_maximum(group: DeviceGroup) -> None:
+    patterns = [torch.tensor([False, position == 0, position == 2, True]) for position in range(4)]
+    for op, want in (("sum", [0, 1, 1, 1]), ("max", [0, 1, 1, 1]), ("product", [0, 0, 0, 1]), ("min", [0, 0, 0, 1])):
+        for tensor in group.all_reduce(on_gpus(patterns), op):
+            assert tensor.cpu().view(torch.uint8).tolist() == want
+    assert HostGpus.groups == [["all_reduce"] * 4] * 4
 
 
 def test_pynccl_refuses_counts_beyond_a_c_int() -> None:

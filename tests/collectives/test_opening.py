@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from datetime import timedelta
@@ -22,9 +21,9 @@ from gangline.collectives.errors import StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from gangline.collectives.transports import unix_sockets
 from tests.collectives.processes import Processes, Rank, join_group
+from tests.programs import run
 
 pytestmark = pytest.mark.timeout(90)
-ROOT = Path(__file__).parents[2]
 
 
 def _sum_with_temporary_folder(rank: Rank, folder: str) -> None:
@@ -32,7 +31,7 @@ def _sum_with_temporary_folder(rank: Rank, folder: str) -> None:
     for transport in ("shared_memory", "ipc"):
         with open_communicator(rank.rank, rank.size, rank.exchange, transport=transport, timeout=20) as comm:
             total = comm.all_reduce(torch.ones(3))
-        rank.tell(total.tolist())  # type: ignore[union-attr]
+        rank.tell(total.tolist())
     rank.hear()
 
 
@@ -56,7 +55,7 @@ def _connect_again(rank: Rank, port: int) -> None:
         rank.hear()
     for number in range(2):
         with connect(rank.rank, 2, f"127.0.0.1:{port}", timeout=30) as comm:
-            rank.tell(comm.all_reduce(torch.full((1,), 10.0**number)).tolist())  # type: ignore[union-attr]
+            rank.tell(comm.all_reduce(torch.full((1,), 10.0**number)).tolist())
     rank.hear()
 
 
@@ -148,14 +147,6 @@ for store in ("allreduce", "dist_sync"):
 """
 
 
-def run_launcher(command: list[str]) -> list[str]:
-    """Run a launcher's command and return the lines that it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="namespaces need root and the command unshare"
 )
@@ -163,7 +154,7 @@ def run_launcher(command: list[str]) -> list[str]:
 def test_a_host_with_ipv6_alone_runs_a_job() -> None:
     setup = 'ip link set lo up; ip -4 address flush dev lo; exec "$@"'
     command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, "-c", SUM]
-    run_launcher(["unshare", "-n", "sh", "-ec", setup, "sh", *command])
+    run(["unshare", "-n", "sh", "-ec", setup, "sh", *command], code=0)
 
 
 CONNECT = """
@@ -182,4 +173,5 @@ sys.stdout.write(f"{len(opened)} connection\\n")
 @pytest.mark.slow
 def test_ranks_of_torchrun_connect_to_its_store_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    assert run_launcher([*command, sys.executable, "-c", CONNECT]) == ["1 connection"] * 2
+    done = run([*command, sys.executable, "-c", CONNECT], code=0)
+    assert done.stdout.splitlines() == ["1 connection"] * 2

@@ -16,7 +16,7 @@ import pytest
 from gangline.advise.steps import read_events
 from gangline.collectives.timeline import recorder
 from gangline.launcher.job import free_ports
-from tests.kvstore.test_launch import ROOT
+from tests.programs import environment, python
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -43,26 +43,9 @@ with gangline.create("dist_sync") as kv:
 """
 
 
-def environment(path: Path, **variables: object) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GANGLINE_TIMELINE": str(path),
-        **{name: str(value) for name, value in variables.items()},
-    }
-
-
 def launch(path: Path, *arguments: str, servers: int = 0, **variables: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", str(servers), "--timeline", str(path)]
-    return subprocess.run(
-        [*command, "--", sys.executable, *arguments],
-        env=environment(path, **variables),
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+    command = ("-m", "gangline", "launch", "-n", "2", "-s", servers, "--timeline", path)
+    return python(*command, "--", sys.executable, *arguments, GANGLINE_TIMELINE=path, **variables)
 
 
 SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
@@ -170,7 +153,7 @@ def start_ranks(path: Path, program: str, *shifted: str, **variables: object) ->
     return [
         subprocess.Popen(
             [*(shifted if rank else ()), sys.executable, "-c", program],
-            env=environment(path, RANK=rank, DMLC_WORKER_ID=rank, WORLD_SIZE=2, **variables),
+            env=environment(GANGLINE_TIMELINE=path, RANK=rank, DMLC_WORKER_ID=rank, WORLD_SIZE=2, **variables),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -190,11 +173,9 @@ def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_
     path = tmp_path / "trace.json"
     shifted = tmp_path / "worker"
     shifted.write_text(f'[ "$RANK" = 1 ] && exec {" ".join(SHIFTED)} "$@"\nexec "$@"\n')
-    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--timeline", str(path), "--", "sh"]
-    own = environment(path, GANGLINE_TRANSPORT="tcp", GANGLINE_HEARTBEAT=0.1, REST=2.5)
-    worker = [str(shifted), sys.executable, "-c", WORKER]
-    done = subprocess.run([*command, *worker], env=own, capture_output=True, text=True, timeout=80, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "gangline", "launch", "-n", "2", "-s", "1", "--timeline", path, "--", "sh")
+    own = {"GANGLINE_TIMELINE": path, "GANGLINE_TRANSPORT": "tcp", "GANGLINE_HEARTBEAT": 0.1, "REST": 2.5}
+    python(*command, shifted, sys.executable, "-c", WORKER, code=0, **own)
     trace = Trace(path)
     clock = trace.clocks["worker 1"]
     assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 SKIPPED = {
     r"CUDA|Nccl|NCCL|nccl|Need at least \d GPUs?|high priority stream": "needs GPUs",
@@ -27,23 +26,13 @@ BY_NAME = {"test_get_backend": "asserts that the backend's name is gloo"}
 """Tests that only a backend named gloo can pass."""
 
 
-def environment(**variables: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return (
-        os.environ
-        | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "100"}
-        | variables
-    )
-
-
 @cache
 def outcomes_of(name: str, size: int, folder: str) -> dict[str, list[str]]:
     variables = {"BACKEND": "gloo", "WORLD_SIZE": str(size), "TEMP_DIR": folder}
     if name == "gangline":
         variables["GANGLINE_REPLACE_GLOO"] = "1"
     path = Path(folder) / f"{name}{size}.json"
-    command = [sys.executable, "-m", "tests.collectives.torch_suite", str(path)]
-    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
+    done = python("-m", "tests.collectives.torch_suite", path, DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=100, **variables)
     assert path.exists(), done.stdout[-3_000:] + done.stderr[-3_000:]
     outcomes: dict[str, list[str]] = json.loads(path.read_text())
     print(name, size, "ranks:", dict(Counter(outcome for outcome, _ in outcomes.values())))

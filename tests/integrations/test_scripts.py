@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ import torch
 
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank
+from tests.programs import python, torchrun
 
-ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 ONE = ["--batch-size", "16"]
 TWO = ["--batch-size", "8", "--loads", "3", "1"]
@@ -40,20 +40,10 @@ def largest_difference(first: Path, second: Path) -> float:
     )
 
 
-def torchrun(script: str, ranks: int, output: Path, *arguments: str) -> str:
+def train(script: str, ranks: int, output: Path, *arguments: str) -> None:
     """Run a script over gangline's backend: torch 2.13 over gloo aborts now and then when its processes end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "gangline", "run", str(SCRIPTS / f"{script}.py"), str(output), *arguments],
-        cwd=output.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    command = torchrun("-m", "gangline", "run", SCRIPTS / f"{script}.py", output, *arguments, ranks=ranks)
+    python(*command, cwd=output.parent, code=0)
 
 
 def run_script(rank: Rank, script: str, folder: str, ports: list[int]) -> None:
@@ -101,8 +91,8 @@ def test_two_unequal_ranks_under_torchrun_train_as_one_process(
     script: str, both: list[str], two: list[str], tmp_path: Path
 ) -> None:
     need(script)
-    torchrun(script, 1, tmp_path / "1.pt", *ONE, *both)
-    torchrun(script, 2, tmp_path / "2.pt", *TWO, *both, *two)
+    train(script, 1, tmp_path / "1.pt", *ONE, *both)
+    train(script, 2, tmp_path / "2.pt", *TWO, *both, *two)
     assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
     if script == "transformers_trainer":
         logged = [torch.load(tmp_path / name)["losses"] for name in ("2.pt", "1.pt")]
@@ -117,16 +107,16 @@ def test_two_unequal_ranks_of_deepspeed_train_as_one_process(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     for ranks, arguments in ((1, ONE), (2, TWO)):
-        torchrun("deepspeed_zero", ranks, tmp_path / f"{ranks}.pt", *arguments, "--stage", stage)
+        train("deepspeed_zero", ranks, tmp_path / f"{ranks}.pt", *arguments, "--stage", stage)
     assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-6  # stage 0 refuses float64
 
 
 @pytest.mark.slow
 def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     need("transformers_trainer")
-    torchrun("transformers_trainer", 2, tmp_path / "whole.pt", *TWO, "--model", "own", "--max-steps", "4")
+    train("transformers_trainer", 2, tmp_path / "whole.pt", *TWO, "--model", "own", "--max-steps", "4")
     resume = ["--resume", "trainer/checkpoint-3", "--folder", "resumed"]
-    torchrun("transformers_trainer", 2, tmp_path / "resumed.pt", *TWO, "--model", "own", "--max-steps", "4", *resume)
+    train("transformers_trainer", 2, tmp_path / "resumed.pt", *TWO, "--model", "own", "--max-steps", "4", *resume)
     assert largest_difference(tmp_path / "resumed.pt", tmp_path / "whole.pt") < 1e-11
 
 
@@ -135,6 +125,42 @@ def test_lightning_resumes_as_with_a_plain_loader(tmp_path: Path) -> None:
     need("lightning_boring")
     for ranks, arguments in ((1, ONE), (2, TWO)):
         begun = tmp_path / f"begun{ranks}.pt"
-        torchrun("lightning_boring", ranks, begun, *arguments, "--max-steps", "1")
-        torchrun("lightning_boring", ranks, tmp_path / f"{ranks}.pt", *arguments, "--resume", f"{begun}.ckpt")
+        train("lightning_boring", ranks, begun, *arguments, "--max-steps", "1")
+        train("lightning_boring", ranks, tmp_path / f"{ranks}.pt", *arguments, "--resume", f"{begun}.ckpt")
     assert largest_difference(tmp_path / "2.pt", tmp_path / "1.pt") < 1e-11
+
+
+# Packages that create their own process groups
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_layers_that_transformers_splits_over_ranks_give_what_one_rank_does() -> None:
+    done = python(*torchrun("-m", "gangline", "run", SCRIPTS / "tensor_parallel.py"), code=0)
+    assert done.stdout.count("gangline (32, 32) True") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None, reason="needs torchrec: pip install torchrec fbgemm-gpu-cpu"
+)
+def test_tables_that_torchrec_splits_over_ranks_train_as_over_gloo() -> None:
+    found = {}
+    for backend, prefix in (("gloo", ()), ("gangline", ("-m", "gangline", "run"))):
+        done = python(*torchrun(*prefix, SCRIPTS / "torchrec_embeddings.py"), code=0)
+        name, loss = done.stdout.splitlines()[-1].split()
+        found[name] = loss
+        assert name == backend
+    assert found["gloo"] == found["gangline"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+def test_ray_train_takes_the_backend_by_its_name() -> None:
+    if not any(one.name == "gangline" for one in entry_points(group="torch.backends")):
+        pytest.skip("the installed gangline has no entry points; expected pip install -e .")
+    done = python(SCRIPTS / "ray_train.py", code=0)
+    assert "trained by DistributedDataParallel over gangline, equal: True" in done.stdout
