@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, dataclass_transform
 
 import msgpack
 
@@ -33,49 +33,38 @@ MAX_COLLECTIVE = 64 << 20
 _MOST_FIELDS = 16
 _kinds: dict[int, type[Message]] = {}
 
-# Checks by the name of a field's annotation.
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "Rank": lambda v: type(v) is int and -1 <= v < MAX_RANKS,
-    "Count": lambda v: type(v) is int and 0 <= v < 1 << 62,
-    "String": lambda v: isinstance(v, str) and len(v) <= 4096,
-    "Text": lambda v: isinstance(v, str) and len(v) <= 1 << 20,
-    "Blob": lambda v: isinstance(v, bytes) and len(v) <= MAX_COLLECTIVE,
-    "Flag": lambda v: isinstance(v, bool),
-    "Number": lambda v: _is_number(v),
-    "OptionalNumber": lambda v: v is None or _is_number(v),
-    "Strings": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v),
-    "Blobs": lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v),
-    "Process": lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int],
-    "Counts": lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v),
-    "Region": lambda v: (
-        v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v))
-    ),
-    "Entries": lambda v: isinstance(v, list) and all(map(_is_entry, v)),
-    "Definitions": lambda v: isinstance(v, list) and all(_is_definition(one) for one in v),
-    "Views": lambda v: isinstance(v, list) and all(map(_is_view, v)),
-}
-Rank = int
-Count = int
-String = str
-Text = str
-Blob = bytes
-Flag = bool
-Number = float
+# Types of fields, each with its check.
+
+Rank = Annotated[int, lambda v: type(v) is int and -1 <= v < MAX_RANKS]
+Count = Annotated[int, lambda v: type(v) is int and 0 <= v < 1 << 62]
+String = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 4096]
+Text = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 1 << 20]
+Blob = Annotated[bytes, lambda v: isinstance(v, bytes) and len(v) <= MAX_COLLECTIVE]
+Flag = Annotated[bool, lambda v: isinstance(v, bool)]
+Number = Annotated[float, lambda v: _is_number(v)]
 """Finite, at least 0."""
-OptionalNumber = float | None
-Strings = list[str]
-Blobs = list[bytes]
-Process = list[str | int]
-Counts = list[int]
-Region = list[int] | None
+OptionalNumber = Annotated[float | None, lambda v: v is None or _is_number(v)]
+Strings = Annotated[
+    list[str], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v)
+]
+Blobs = Annotated[
+    list[bytes], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v)
+]
+Process = Annotated[list[str | int], lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int]]
+Counts = Annotated[
+    list[int], lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v)
+]
+Region = Annotated[
+    list[int] | None,
+    lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
+]
 """``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
 None: the data are in data frames."""
-Entries = list[list[Any]]
+Entries = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_entry, v))]
 """``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
-Definitions = list[list[Any]]
+Definitions = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_definition, v))]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
-
-Views = list[list[Any]]
+Views = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_view, v))]
 """``[first round, ranks]`` each, in ascending order: the workers of an elastic job from that round on."""
 
 
@@ -90,7 +79,8 @@ class Message:
     def __init_subclass__(cls, kind: int) -> None:
         dataclass(cls)
         cls.kind = kind
-        cls.fields = tuple((one.name, str(one.type), _CHECKS[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
+        types = [(one.name, str(one.type)) for one in fields(cls)]  # type: ignore[arg-type]
+        cls.fields = tuple((name, expected, globals()[expected].__metadata__[0]) for name, expected in types)
         _kinds[kind] = cls
 
 

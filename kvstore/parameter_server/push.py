@@ -48,21 +48,13 @@ class ShardValue:
 
     @property
     def owns_data(self) -> bool:
-        """True if `total` does not share memory with the caller's tensors."""
+        """True if the sum does not share memory with the caller's tensors."""
         return self.kind != DENSE or len(self.values) > 1
 
     def write(self, out: Tensor) -> None:
         """Write the sum into uint8 memory of ``nbytes``."""
         if self.values[0].numel():
             reduce(self.values, out=out.view(self.values[0].dtype))
-
-    def total(self) -> Tensor:
-        """Return the sum; the tensor itself if there is only one."""
-        if len(self.values) == 1:
-            return self.values[0]
-        out = torch.empty_like(self.values[0])
-        reduce(self.values, out=out)
-        return out
 
 
 class PushEncoder:
@@ -135,7 +127,7 @@ class PushEncoder:
                 is_held = True
             else:
                 for one in group:
-                    total = one.total()
+                    total = _reduced(one.values)
                     is_copied = is_held and not one.owns_data and total.nbytes > INLINE
                     frames.append(frame_of(total.clone() if is_copied else total))
                     owns_data &= isinstance(frames[-1], bytes) or one.owns_data or is_copied
@@ -184,10 +176,7 @@ class PushEncoder:
                         ShardValue(shard, DENSE, flats if shard.is_whole else [flat[span] for flat in flats])
                     )
             else:
-                total = flats[0]
-                if len(flats) > 1:
-                    total = torch.empty_like(flats[0])
-                    reduce(flats, out=total)
+                total = flats[0] if len(flats) == 1 else _reduced(flats)
                 if weight is not None:  # thresholds are in the unit of a worker's part of the mean
                     total = total / self._workers
                 self.compressed.check(key, total)
@@ -210,9 +199,7 @@ class PushEncoder:
     def on_host(self, flats: Sequence[Any]) -> Tensor:
         """Return the sum of a bucket's flat tensors on GPUs, on the host; each crosses to the host at most once."""
         if self._on_device and len(flats) > 1:
-            total = torch.empty_like(flats[0])
-            reduce(flats, out=total)
-            flats = [total]
+            flats = [_reduced(flats)]
         copies = copies_on_host(flats)
         if len(copies) > 1:
             reduce(copies, out=copies[0])
@@ -224,9 +211,7 @@ class PushEncoder:
             return []
         dense = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
         if self._on_device and len(dense) > 1 and dense[0].device.type != "cpu":
-            total = torch.empty_like(dense[0], memory_format=torch.contiguous_format)
-            reduce(dense, out=total)
-            dense = [total]
+            dense = [_reduced(dense)]
         return [_flat(value) for value in dense]
 
 
@@ -257,6 +242,15 @@ def _message(
     entries: list[list[int]], weight: float | None, rate: float | None, wants_values: bool, region: list[int] | None
 ) -> Callable[[int], Message]:
     return lambda sequence: Push(sequence, entries, weight, rate, wants_values, region)
+
+
+def _reduced(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum; the tensor itself if there is only one."""
+    if len(values) == 1:
+        return values[0]
+    total = torch.empty_like(values[0], memory_format=torch.contiguous_format)
+    reduce(values, out=total)
+    return total
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -561,7 +561,7 @@ class ServerClient:
         for server, connection in enumerate(self._connections):
             lost = self._lost(server) or (connection.pending and self._cut(server))
             if lost:
-                self._fail_connection(connection, lost)
+                self._fail_connection(connection, partial(self._dead, why=lost))
             for sequence, request in list(connection.pending.items()):
                 if request.blocked is not None and request.is_awaited():
                     self._fail_blocked(connection, sequence, request)
@@ -608,22 +608,17 @@ class ServerClient:
     def _dead(self, request: Request, why: str) -> DeadNodeError:
         return DeadNodeError(f"{why} (worker {self._scheduler.rank} waited in {request.what})")
 
-    def _fail_connection(self, connection: _ServerConnection, why: str) -> None:
+    def _fail_connection(self, connection: _ServerConnection, error_of: Callable[[Request], Exception]) -> None:
         for sequence, request in list(connection.pending.items()):
-            self._fail(connection, sequence, self._dead(request, why))
+            self._fail(connection, sequence, error_of(request))
         with self._lock:
             unsent = [one for one in self._outbox if self._connections[one[2].server] is connection]
             self._outbox = [one for one in self._outbox if self._connections[one[2].server] is not connection]
             heapq.heapify(self._outbox)
             self._queued -= sum(request.nbytes for _, _, request in unsent)
         for _, _, request in unsent:
-            request.on_error(self._dead(request, why))
+            request.on_error(error_of(request))
 
     def _fail_all(self, error: Exception) -> None:
         for connection in self._connections:
-            for sequence in list(connection.pending):
-                self._fail(connection, sequence, error)
-        with self._lock:
-            unsent, self._outbox, self._queued = self._outbox, [], 0
-        for _, _, request in unsent:
-            request.on_error(error)
+            self._fail_connection(connection, lambda _: error)

@@ -32,7 +32,6 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = [0] * self.size
-        self._outstanding = 0
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.size
         self._loads = [0] * self.size  # bytes of the shards of each thread
 
@@ -67,14 +66,12 @@ class ThreadPool:
             return
         self._start()
         self._running[thread] += 1
-        self._outstanding += 1
 
         def job() -> None:
             problem = _problem_of(work)
 
             def callback() -> None:
                 self._running[thread] -= 1
-                self._outstanding -= 1
                 then(problem)
 
             self._completed.put(callback)
@@ -95,7 +92,7 @@ class ThreadPool:
 
     def drain(self) -> None:
         """Wait until all work has completed and its callbacks have run."""
-        while self._outstanding:
+        while any(self._running):
             self._completed.get()()
 
     def notify(self) -> None:
