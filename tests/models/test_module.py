@@ -103,6 +103,11 @@ def test_lazy_layers_learn_their_shape_from_the_first_batch_or_from_bind() -> No
                 module.fit(data, num_epoch=1, batch_size=8, optimizer_params=rate, eval_metric="mse", initializer="one")
                 assert module.get_params()["0.weight"].eq(1).all()
             assert module.get_params()["0.weight"].shape == (3, 2)
+    network = nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3))
+    network[1].eval()  # frozen statistics stay so
+    with Module(network, nn.MSELoss(), cpu()) as module:
+        module.bind((8, 2))
+        assert [part.training for part in (network, *network)] == [True, True, False]
     with (
         Module(nn.LazyLinear(3), nn.MSELoss(), cpu()) as module,
         pytest.raises(RuntimeError, match=r"parameters \['weight', 'bias'\] have no shape yet; call bind"),

@@ -126,6 +126,15 @@ def test_gradients_are_those_of_the_whole_batch_and_are_added(loss: nn.Module, c
         assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-13)
 
 
+def test_a_layer_that_occurs_twice_runs_twice() -> None:
+    relu = nn.ReLU()
+    network = nn.Sequential(relu, nn.Linear(3, 3), relu)
+    pipeline = Pipeline(network, nn.MSELoss(), {"0": cpu(0), "1": cpu(1)})
+    assert pipeline.stages == [["0"], ["1", "2"]]
+    data = torch.randn(4, 3)
+    assert torch.equal(pipeline(data), network(data))
+
+
 def test_forward_gives_the_output_and_frozen_layers_get_no_gradient() -> None:
     own = network()
     own[0].requires_grad_(False)
