@@ -276,12 +276,16 @@ class Case:
         totals = [self.total([share_of(self, worker, *batch)[1]]) for batch in window]
         return (next(filter(None, totals), 0.0) if self.road == "Module" and not self.is_summed else sum(totals)) or 1.0
 
+    def of_workers(self, samples: int) -> list[slice]:
+        """Return the samples of each worker; wrappers give one with BatchNorm, which may train later, two at least."""
+        return split_batch(samples, self.by_worker, 2 if self.is_wrapped and "eval" in self.features else 1)
+
     def senders(self, samples: int) -> list[list[slice]]:
         """Return the shares of a batch that each sender of rounded gradients adds up; one sender without rounding."""
         if self.compression is None and not self.half:
             return [[slice(0, samples)]]
         shares = []
-        for worker, contexts in zip(split_batch(samples, self.by_worker), self.loads, strict=True):
+        for worker, contexts in zip(self.of_workers(samples), self.loads, strict=True):
             own = worker.stop - worker.start
             parts = split_batch(own, list(contexts)) if own else [slice(0, 0)] * len(contexts)
             shares.append([slice(worker.start + part.start, worker.start + part.stop) for part in parts])
@@ -354,7 +358,7 @@ def autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def share_of(case: Case, rank: int, data: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    own = split_batch(len(data), case.by_worker)[rank]
+    own = case.of_workers(len(data))[rank]
     return data[own], label[own]
 
 
@@ -377,7 +381,9 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
         autocast=torch.float16 if case.half else None,
         random="sample" if "dropout" in case.features else "context",
         shard=case.shard,
-        memory=[*range(1, 1 + max(len(case.loads), len(case.loads[rank])))] if case.shard else "auto",
+        memory=[*range(1, 1 + (len(case.loads) if len(case.loads) > 1 else len(case.loads[0])))]
+        if case.shard
+        else "auto",
     )
     with module, pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", ",".join(map(str, case.by_worker)))
