@@ -367,6 +367,7 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
     normalizer = None
     if "inplace" in case.features:
         loss, normalizer = case.loss_of, case.count
+    holders = len(case.loads) if len(case.loads) > 1 else len(case.loads[0])  # workers, or one worker's contexts
     module = Module(
         case.networks(),
         loss,
