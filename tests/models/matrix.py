@@ -382,9 +382,7 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
         autocast=torch.float16 if case.half else None,
         random="sample" if "dropout" in case.features else "context",
         shard=case.shard,
-        memory=[*range(1, 1 + (len(case.loads) if len(case.loads) > 1 else len(case.loads[0])))]
-        if case.shard
-        else "auto",
+        memory=[*range(1, 1 + holders)] if case.shard else "auto",
     )
     with module, pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", ",".join(map(str, case.by_worker)))
