@@ -53,7 +53,7 @@ def follow(param):
     at = 4 * param.epoch + param.nbatch
     if worker.workers.is_first and at in WAITS:
         print("at", at, flush=True)
-        while sorted(worker._store._scheduler.views[-1][1]) != WAITS[at]:
+        while sorted(worker.store._scheduler.views[-1][1]) != WAITS[at]:
             time.sleep(0.005)
 worker = module(int(os.environ.get("DMLC_WORKER_ID") or 9))
 ended = fit(worker, "dist_sync", batch_end_callback=follow, **OPTIONS)
