@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 has_dispatch_modes = _len_torch_dispatch_stack
 """Number of dispatch modes of this thread, such as FakeTensorMode."""
 is_profiled = _profiler_enabled
-"""Whether a profiler records this thread."""
+"""True if a profiler records this thread."""
 begin_range: Callable[..., object] = _record_function_with_args_enter
 """Begin a range of a profile, given its name and the tensors whose sizes it shows."""
 end_range: Callable[[Any], None] = _record_function_with_args_exit

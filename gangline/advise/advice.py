@@ -1,4 +1,4 @@
-"""Say what bounds a training job, which process and phase, and what to do about it."""
+"""Report what bounds a training job, which process and phase, and what to do about it."""
 
 from __future__ import annotations
 

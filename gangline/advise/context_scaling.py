@@ -1,4 +1,4 @@
-"""How long a step of one, two or more contexts takes, and how many pay at a batch size: `gangline advise --scale`."""
+"""Measure steps of one, two or more contexts, and how many pay at a batch size: `gangline advise --scale`."""
 
 from __future__ import annotations
 

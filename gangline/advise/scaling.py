@@ -145,7 +145,7 @@ class Scaling:
 
     @property
     def verdict(self) -> str:
-        """What to do, in a line."""
+        """Advice in a line."""
         size, first, last = self.batch_size, self.times[0], self.times[-1]
         if len(self.times) == 1:
             return f"one {self.unit} was measured; name more of them to compare"

@@ -151,7 +151,7 @@ def _weighted(result: Any, weight: float) -> Any:
 
 @contextmanager
 def _skipping() -> Iterator[None]:
-    """Let a resumed Trainer skip the batches of a balanced loader, which accelerate would take apart."""
+    """Make a resumed Trainer skip the batches of a balanced loader, which accelerate would take apart."""
     skip = transformers.trainer.skip_first_batches
 
     def skip_balanced(loader: Any, num_batches: int = 0) -> Any:

@@ -509,7 +509,7 @@ class AllReduceStore(LocalStore):
         self._run_in_order("follow_owners", follow)
 
     def end_following(self, error: Exception | None = None) -> None:
-        """Let the workers in `follow_owners` return; after an error of this worker, all others raise. Collective."""
+        """Make the workers in `follow_owners` return; after an error of this worker, all others raise. Collective."""
         if error is not None:
             self._refuse("forward or backward", error)
         else:

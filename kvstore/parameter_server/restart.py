@@ -113,7 +113,7 @@ class Continuation:
         return state
 
     def before_pull(self) -> None:
-        """Let the first pull of a worker that comes late to an elastic job wait for the values before its first step.
+        """Make the first pull of a worker that comes late to an elastic job wait for the values before its first step.
 
         Raises:
             SystemExit: as `first_step`.

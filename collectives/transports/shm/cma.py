@@ -54,7 +54,7 @@ def may_read(process: int, address: int, expected: bytes) -> bool:
 
 
 def allow_reads(processes: Iterable[int]) -> None:
-    """Let other processes of this user read this process's memory where Yama's ptrace_scope 1 forbids it.
+    """Allow other processes of this user to read this process's memory where Yama's ptrace_scope 1 forbids it.
 
     Yama allows it to one process and all its descendants. That is the nearest common ancestor of all processes that
     were ever passed, usually the launcher: every program of this user that it has started may read this process's

@@ -392,7 +392,7 @@ class SchedulerClient:
         return self.is_restarted and self._recall(self._following(name), skips=False)
 
     def skip_collectives(self) -> None:
-        """Let the others end collectives of earlier rounds without this restarted worker, which never calls them."""
+        """Make the others end collectives of earlier rounds without this restarted worker, which never calls them."""
         self._recall(ROUND * self.position(), skips=True)
 
     def _recall(self, number: int, *, skips: bool) -> bool:

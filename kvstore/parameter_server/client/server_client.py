@@ -168,7 +168,7 @@ class ServerClient:
         self._wake_thread(drives=True)
 
     def watch_connections(self) -> None:
-        """Let a thread look twice a second whether a connection is lost, until servers have received all messages.
+        """Make a thread look twice a second whether a connection is lost, until servers have received all messages.
 
         A server does not answer that it knows which values were read, but a lost connection shows within the limit.
         """

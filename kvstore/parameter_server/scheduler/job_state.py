@@ -58,7 +58,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """Whether it takes part or has left, or why it has died."""
+        """State: it takes part or has left, or why it has died."""
         return "has left" if self.gone == "" else self.gone or self.away or "takes part"
 
     @property
@@ -197,7 +197,7 @@ class JobState:
         return self.views is not None and registration.role == "worker" and is_added
 
     def replace(self, old: Member, new: Member) -> None:
-        """Let a restarted process take the place of a member that is away."""
+        """Put a restarted process in the place of a member that is away."""
         self.replaced[old.identity] = self.members.pop(old.identity)
         self.members[new.identity] = new
         self.view += 1

@@ -263,7 +263,7 @@ class Scheduler:
         return member
 
     def _replace(self, old: Member, new: Member) -> None:
-        """Let a restarted process take the place of a member, and tell all others."""
+        """Put a restarted process in the place of a member, and tell all others."""
         if not old.away:  # its death has not been noticed yet
             self._set_away(old, "was killed or left: it was started again")
         self._state.replace(old, new)

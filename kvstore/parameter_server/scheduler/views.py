@@ -60,7 +60,7 @@ class Views:
         return [[first, ranks] for first, ranks in self.table[:count]]
 
     def add_at_start(self, rank: int) -> None:
-        """Let the workers up to this rank take part from the start; the job has not begun."""
+        """Add the workers up to this rank from the start on; the job has not begun."""
         self.table = [(1, list(range(rank + 1)))]
 
     def rejection(self, rank: int, known: Iterable[int], present: int) -> str:
@@ -72,12 +72,12 @@ class Views:
         return ""
 
     def enter(self, rank: int) -> None:
-        """Let a worker take part from the next view on."""
+        """Add a worker from the next view on."""
         if not self.has_part(rank):
             self._entering.add(rank)
 
     def refusal(self, rank: int) -> str:
-        """Let a worker leave with the next view; return why it cannot, "" if it can."""
+        """Remove a worker from the next view on; return why that is not possible, "" if it is."""
         if rank == 0:
             return "worker 0 cannot leave: it defines the values and sets the learning rate"
         staying = set(self.newest) - self._leaving - {rank}

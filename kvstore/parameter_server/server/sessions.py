@@ -303,7 +303,7 @@ class Sessions:
             self._mark_changed(read.shards)
 
     def end_reads(self, rank: int, most: int | None = None) -> None:
-        """End a worker's reads of `Values` up to a number, None: all, as its connection has ended."""
+        """End a worker's reads at the end of a connection: those of `Values` up to a number; None: all."""
         if rank in self._of_rank:
             self._of_rank[rank].unread.clear()
         for number in [*self._reads, *self._refusals]:
