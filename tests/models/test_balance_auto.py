@@ -95,8 +95,8 @@ def trained(
         speed_model._MIN_SECONDS = 1.0  # as of users
     model = wrapped(kind)
     model(torch.rand(1, 3, 16, 16)).sum().backward()  # imports
-    # A step of FSDP2 costs a slow rank some 70 ms whatever its share; the samples are to cost more.
-    loader = gangline.balance(model, DataLoader(images(batches, 32 if kind == "FSDP2" else 16), BATCH))
+    # A step costs a slow rank up to 70 ms whatever its share, and two batches decide; the samples are to cost more.
+    loader = gangline.balance(model, DataLoader(images(batches, 32 if how == "limit" else 16), BATCH))
     found = []
     with limited(comm, how) as slow:
         for epoch in range(epochs):
