@@ -22,7 +22,7 @@ def weights(folder: Path) -> tuple[set[str], list[str]]:
     program = f"import os\nos.chdir({str(folder)!r})\n{found[1]}"
     with launch("-n", "2", "-s", "2", "--max-restarts", "1", "--", sys.executable, "-c", program) as job:
         status, out, errors = job.end(100)
-    assert status == 0, errors
+    assert status == 0, "\n".join(errors)
     return {line.partition("] ")[2] for line in out}, errors
 
 
