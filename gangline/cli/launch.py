@@ -80,6 +80,7 @@ def launch(
         int | None,
         typer.Option(
             "-n",
+            "-np",
             "--workers",
             "--num-workers",
             metavar="N",

@@ -1,0 +1,670 @@
+"""Horovod's calls on a communicator. Ranks make the same calls in the same order; each call compares them first."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from gangline.collectives import environments
+from gangline.collectives.communicator import Communicator, connect, in_process
+from gangline.collectives.errors import MismatchError, name_ranks
+from gangline.collectives.work import Work, WorkQueue
+from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+_OPERATIONS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+_CALL_BYTES = 1024
+_JOIN = ["join"]
+_queue = WorkQueue(in_order=True)
+followers: dict[str, Callable[[list[Any], list[Any]], object]] = {}
+"""What a rank that has joined does in a call of the others, by its name; arguments are those that `agree` returns."""
+
+
+class ProcessSet:
+    """A group of ranks, whose calls do not involve the others; `add_process_set` or `init` connects it."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = sorted({*ranks})
+        self.process_set_id: int | None = None
+        """Number of the set while it is connected."""
+        self._group: Communicator | None = None
+
+    @property
+    def group(self) -> Communicator:
+        """The communicator of the set.
+
+        Raises:
+            ValueError: if `init` was not called, or this rank is not in the set.
+        """
+        if global_process_set._group is None:
+            raise ValueError("Horovod has not been initialized; use hvd.init()")
+        if self._group is None:
+            raise ValueError(
+                f"rank {rank()} calls process set {self.ranks}; expected one of its ranks, and a set added"
+            )
+        return self._group
+
+    def included(self) -> bool:
+        """Return whether this rank is in the set."""
+        return rank() in self.ranks
+
+    def size(self) -> int:
+        """Return the number of ranks in the set."""
+        return self.group.size
+
+    def rank(self) -> int:
+        """Return this process's rank in the set."""
+        return self.group.rank
+
+
+global_process_set = ProcessSet([])
+_sets: list[ProcessSet] = []  # by number
+
+
+def init(comm: None = None, process_sets: Sequence[ProcessSet] = ()) -> None:
+    """Join the job of the environment; without one, this process is a job of its own. Collective.
+
+    Raises:
+        ValueError: if ``comm`` is given: a job has the ranks that its launcher has started.
+    """
+    if comm is not None:
+        raise ValueError(f"comm is {comm!r}; expected None: start the ranks that take part, or use a ProcessSet")
+    if not is_initialized():
+        world = connect() if environments.find() is not None else in_process(1)[0]
+        global_process_set._group, global_process_set.ranks = world, list(range(world.size))
+        global_process_set.process_set_id = 0
+        _sets[:] = [global_process_set]
+        for one in process_sets:
+            add_process_set(one)
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called."""
+    return global_process_set._group is not None
+
+
+def shutdown() -> None:
+    """Leave the job; `init` may be called again."""
+    for one in reversed(_sets):
+        _disconnect(one)
+    _sets.clear()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Connect a group of ranks. Collective: all ranks of the job must call it.
+
+    Raises:
+        ValueError: if a rank does not exist, or the set is connected.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    world = global_process_set.group
+    if added.process_set_id is not None or not added.ranks or not {*added.ranks} <= {*range(world.size)}:
+        raise ValueError(f"the process set has ranks {added.ranks}; expected some below {size()}, and each set once")
+
+    def split() -> None:
+        agree(global_process_set, ["add_process_set", added.ranks])
+        added._group = world.split(0 if world.rank in added.ranks else None)
+
+    submit(split)
+    added.process_set_id = len(_sets)
+    _sets.append(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Disconnect a group; return False if it is not connected, or the one of all ranks."""
+    return process_set.process_set_id not in (None, 0) and _disconnect(process_set)
+
+
+def _disconnect(process_set: ProcessSet) -> bool:
+    if process_set._group is not None:
+        submit(process_set._group.close)
+    process_set._group = process_set.process_set_id = None
+    return True
+
+
+def submit(operation: Callable[[], Any], *, is_async: bool = False) -> Work:
+    """Run an operation after all earlier ones, on the caller's GPU stream; the Work has what it returns as result."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    work = Work(operation.__name__)
+
+    def run() -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            work.result = operation()
+
+    (_queue.submit if is_async else _queue.run)(run, work, (), 0)
+    return work
+
+
+def synchronize(handle: Work) -> Any:
+    """Wait for a call; return its result."""
+    handle.wait()
+    return handle.result
+
+
+def poll(handle: Work) -> bool:
+    """Return whether a call is over."""
+    return handle.is_completed()
+
+
+def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[Any], list[Any]]:
+    """Exchange what the ranks of a set call; runs within `submit`.
+
+    Args:
+        process_set: the ranks.
+        call: name and arguments, which must be equal on all ranks that have not joined.
+        own: what may differ.
+
+    Returns:
+        The call of the ranks that have not joined, and each rank's ``own``; None of those that have.
+
+    Raises:
+        MismatchError: on all ranks, if they make different calls.
+        ValueError: on all ranks, if some have joined and the call needs all.
+    """
+    packed = msgpack.packb([call, own])
+    if len(packed) > _CALL_BYTES - 2:
+        raise ValueError(f"{call[0]} has a name or splits of {len(packed)} bytes; expected at most {_CALL_BYTES - 2}")
+    row = bytearray(_CALL_BYTES)
+    row[: 2 + len(packed)] = len(packed).to_bytes(2, "little") + packed
+    gathered: Any = process_set.group.all_gather(torch.frombuffer(row, dtype=torch.uint8))
+    rows = [one.numpy().tobytes() for one in gathered]
+    calls = [msgpack.unpackb(one[2 : 2 + int.from_bytes(one[:2], "little")]) for one in rows]
+    active = [one for one, _ in calls if one != _JOIN] or [_JOIN]
+    if any(one != active[0] for one in active):
+        said = "; ".join(f"rank {rank}: {' '.join(map(str, one))}" for rank, (one, _) in enumerate(calls))
+        raise MismatchError(f"ranks make different calls: {said}; expected the same calls in the same order on all")
+    joined = [rank for rank, (one, _) in enumerate(calls) if one == _JOIN]
+    if joined and active[0] != _JOIN and active[0][0] not in followers:
+        raise ValueError(f"{active[0][0]} needs all ranks, but {name_ranks(joined)} called join()")
+    return active[0], [None if one == _JOIN else theirs for one, theirs in calls]
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001  Horovod's argument
+    """Wait until all ranks have called it; meanwhile add zeros in their sums and no rows in what they gather.
+
+    Returns:
+        A rank that called it last.
+    """
+
+    def follow() -> int:
+        before: set[int] = set()
+        while True:
+            call, owns = agree(global_process_set, _JOIN)
+            if call == _JOIN:
+                return max(rank for rank in range(size()) if rank not in before)
+            before = {rank for rank, own in enumerate(owns) if own is None}
+            followers[call[0]](call, owns)
+
+    return int(submit(follow).result)
+
+
+# Places
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return global_process_set.group.rank
+
+
+def size() -> int:
+    """Return the number of processes."""
+    return global_process_set.group.size
+
+
+def local_rank() -> int:
+    """Return the number of lower ranks on this host."""
+    hosts = global_process_set.group.hosts
+    return hosts[: rank()].count(hosts[rank()])
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    hosts = global_process_set.group.hosts
+    return hosts.count(hosts[rank()])
+
+
+def cross_rank() -> int:
+    """Return this host's number among those that have a process of this local rank."""
+    return _peer_hosts().index(global_process_set.group.hosts[rank()])
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a process of this local rank."""
+    return len(_peer_hosts())
+
+
+def _peer_hosts() -> list[int]:
+    return [host for host, count in Counter(global_process_set.group.hosts).items() if count > local_rank()]
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have as many processes."""
+    return len({*Counter(global_process_set.group.hosts).values()}) == 1
+
+
+# Forms of a collective. Each collective is a function that checks its arguments and returns an operation on the queue.
+
+_Begin = Callable[..., Callable[[], list[Any]]]
+
+
+def _form(begin: _Begin, *, copy: bool = False, single: bool = True, is_async: bool = False) -> Callable[..., Any]:
+    """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle."""
+
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [one.detach() for one in ([tensors] if single else tensors)]
+        operation = begin([one.clone() for one in given] if copy else given, *args, **kwargs)
+
+        def run() -> Any:
+            results = operation()
+            return results[0] if single else results
+
+        run.__name__ = begin.__name__
+        work = submit(run, is_async=is_async)
+        return work if is_async else work.result
+
+    return call
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, call: Callable[[Tensor], Tensor], gradient: Callable[..., Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return call(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return ctx.gradient(*grads), None, None
+
+
+def _differentiable(tensor: Tensor, call: Callable[[Tensor], Any], gradient: Callable[[Tensor], Any]) -> Any:
+    """Return ``call(tensor)``, whose gradient is ``gradient`` of that of the result."""
+    return _Differentiable.apply(tensor, call, gradient)  # type: ignore[no-untyped-call]
+
+
+def _kind(tensor: Tensor, first: int = 0) -> list[Any]:
+    """Return what must be equal on all ranks: the dtype, and the shape from its ``first`` axis."""
+    return [name_of_dtype(tensor.dtype), list(tensor.shape[first:])]
+
+
+class Compression:
+    """How tensors are sent: `none`, as they are, or `fp16`, floating-point numbers as float16."""
+
+    class none:  # noqa: D106, N801  Horovod's name
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:  # noqa: D102
+            return tensor, tensor.dtype
+
+        @staticmethod
+        def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:  # noqa: D102
+            return tensor.to(ctx)
+
+    class fp16(none):  # noqa: D106, N801
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:  # noqa: D102
+            return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
+
+
+def checked_op(op: int | None, average: bool | None = None, allowed: Iterable[int] = _OPERATIONS) -> int:
+    """Return the operation of a call, of which ``average`` is an older form.
+
+    Raises:
+        NotImplementedError: if it is Adasum.
+        ValueError: if it is none of those allowed.
+    """
+    op = op if op is not None else Sum if average is False else Average
+    if op == Adasum:
+        raise NotImplementedError("op is Adasum, which gangline does not have; expected hvd.Average or hvd.Sum")
+    if op not in allowed:
+        raise ValueError(f"op is {op!r}; expected hvd's {', '.join(_OPERATIONS[one] for one in allowed)}")
+    return op
+
+
+# The collectives
+
+
+def _reduce(group: Communicator, out: Tensor, op: int, before: float, after: float, *, all_present: bool) -> Tensor:
+    if not all_present and op not in (Average, Sum):
+        raise ValueError("a rank called join(), which has zeros to add only; expected hvd.Average or hvd.Sum")
+    if before != 1:
+        out.copy_(out * before)
+    is_integer = op == Average and not (out.is_floating_point() or out.is_complex())
+    group.all_reduce(out, "sum" if is_integer else _OPERATIONS[op])
+    if is_integer:
+        out.floor_divide_(group.size)
+    return out if after == 1 else out.copy_(out * after)
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], list[Tensor]]:
+    if any(tensor.is_sparse for tensor in tensors):
+        raise ValueError("the tensor is sparse; expected a dense one, or sparse_allreduce_async")
+    scales, group = (checked_op(op, average), prescale_factor, postscale_factor), process_set.group
+
+    def reduced(tensor: Tensor) -> Tensor:
+        _, owns = agree(process_set, ["allreduce", name, *_kind(tensor), *scales])
+        return _reduce(group, tensor, *scales, all_present=None not in owns)
+
+    return lambda: [reduced(tensor) for tensor in tensors]
+
+
+def _follow_allreduce(call: list[Any], _: list[Any]) -> None:
+    zeros = torch.zeros(call[3], dtype=dtype_named(call[2]))
+    _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
+
+
+allreduce_ = _form(_allreduce)
+_allreduced = _form(_allreduce, copy=True)
+allreduce_async_ = _form(_allreduce, is_async=True)
+allreduce_async = _form(_allreduce, is_async=True, copy=True)
+grouped_allreduce_ = _form(_allreduce, single=False)
+grouped_allreduce_async_ = _form(_allreduce, single=False, is_async=True)
+grouped_allreduce_async = _form(_allreduce, single=False, is_async=True, copy=True)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compression.none] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the reduced tensor, whose gradient is reduced in the same way."""
+
+    def reduce(tensor: Tensor) -> Tensor:
+        sent, dtype = compression.compress(tensor)
+        reduced = _allreduced(sent, average, name, op, prescale_factor, postscale_factor, process_set)
+        return compression.decompress(reduced, dtype)
+
+    if tensor.is_sparse:
+        return synchronize(sparse_allreduce_async(tensor, name, checked_op(op, average), process_set))
+    return _differentiable(tensor, reduce, reduce)
+
+
+def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return `allreduce` of each tensor."""
+    return [allreduce(tensor, *args, **kwargs) for tensor in tensors]
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
+) -> Work:
+    """Return a handle of the sum, or the mean, of sparse tensors, whose values are gathered."""
+    divisor = process_set.size() if checked_op(op, allowed=(Average, Sum)) == Average else 1
+    own = tensor.detach().coalesce()
+    gather = _allgather([own.values(), own.indices().t().contiguous()], name, process_set)
+
+    def sparse_allreduce() -> Tensor:
+        values, indices = gather()
+        return torch.sparse_coo_tensor(indices.t(), values / divisor if divisor > 1 else values, own.shape).coalesce()
+
+    return submit(sparse_allreduce, is_async=True)
+
+
+def _gathered(group: Communicator, tensor: Tensor, owns: Sequence[int | None]) -> Tensor:
+    rows = [own or 0 for own in owns]
+    out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    if len({*rows}) == 1:
+        group.all_gather(tensor.contiguous(), out.view(group.size, *tensor.shape))
+    else:
+        group.all_to_all_uneven([tensor.contiguous()] * group.size, torch.split(out, rows))
+    return out
+
+
+def _allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], list[Tensor]]:
+    def gathered(tensor: Tensor) -> Tensor:
+        tensor = tensor.reshape(tensor.shape or (1,))
+        _, owns = agree(process_set, ["allgather", name, *_kind(tensor, 1)], len(tensor))
+        return _gathered(process_set.group, tensor, owns)
+
+    process_set.group  # noqa: B018  raises outside of the set
+    return lambda: [gathered(tensor) for tensor in tensors]
+
+
+def _follow_allgather(call: list[Any], owns: list[Any]) -> None:
+    _gathered(global_process_set.group, torch.empty((0, *call[3]), dtype=dtype_named(call[2])), owns)
+
+
+_rows_of_all = _form(_allgather)
+allgather_async = _form(_allgather, is_async=True)
+grouped_allgather_async = _form(_allgather, single=False, is_async=True)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Return the tensors of all ranks, joined along their first axis, whose length may differ.
+
+    The gradient is this rank's part of the mean of all ranks' gradients.
+    """
+
+    def gradient(grad: Tensor) -> Any:
+        rows = synchronize(
+            allgather_async(torch.tensor(len(tensor) if tensor.dim() else 1), None, process_set)
+        ).tolist()
+        return allreduce(grad, process_set=process_set).split(rows)[process_set.rank()].view(tensor.shape)
+
+    return _differentiable(tensor, lambda own: _rows_of_all(own, name, process_set), gradient)
+
+
+def grouped_allgather(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return `allgather` of each tensor."""
+    return [allgather(tensor, *args, **kwargs) for tensor in tensors]
+
+
+def _broadcast(
+    tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], list[Tensor]]:
+    group = process_set.group
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"root_rank is {root_rank}; expected one of {process_set.ranks}")
+
+    def broadcast() -> list[Tensor]:
+        agree(process_set, ["broadcast", name, *_kind(tensors[0]), root_rank])
+        group.broadcast(tensors[0], process_set.ranks.index(root_rank))
+        return [tensors[0]]
+
+    return broadcast
+
+
+broadcast_ = _form(_broadcast)
+_from_root = _form(_broadcast, copy=True)
+broadcast_async_ = _form(_broadcast, is_async=True)
+broadcast_async = _form(_broadcast, is_async=True, copy=True)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's tensor, whose gradient there is the mean of all ranks' gradients, and zero elsewhere."""
+
+    def gradient(grad: Tensor) -> Any:
+        return allreduce(grad, process_set=process_set) * (rank() == root_rank)
+
+    return _differentiable(tensor, lambda own: _from_root(own, root_rank, name, process_set), gradient)
+
+
+def _alltoall(
+    tensors: Sequence[Tensor],
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], list[Any]]:
+    group, tensor = process_set.group, tensors[0]
+    if splits is None and len(tensor) % group.size:
+        raise ValueError(f"the tensor has {len(tensor)} rows for {group.size} ranks; expected a multiple, or splits")
+    parts = [len(tensor) // group.size] * group.size if splits is None else [int(one) for one in splits]
+    if len(parts) != group.size or sum(parts) != len(tensor) or min(parts) < 0:
+        raise ValueError(f"splits are {parts}; expected a number for each of {group.size} ranks, in sum {len(tensor)}")
+
+    def alltoall() -> list[Any]:
+        _, owns = agree(process_set, ["alltoall", name, *_kind(tensor, 1)], parts)
+        rows = [theirs[group.rank] for theirs in owns]
+        out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        group.all_to_all_uneven(torch.split(tensor.contiguous(), parts), torch.split(out, rows))
+        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32))]
+
+    return alltoall
+
+
+_sent = _form(_alltoall)
+alltoall_async = _form(_alltoall, is_async=True)
+
+
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send ``splits`` rows to each rank, the same number without it; return the rows received.
+
+    With ``splits`` return a pair of them and of their numbers by rank. The gradients are sent back.
+    """
+    world = process_set.size()
+    parts = splits if splits is not None or len(tensor) % world else [len(tensor) // world] * world
+    received: list[Tensor] = []
+
+    def move(own: Tensor) -> Any:
+        found = _sent(own, parts, name, process_set)
+        received.append(found[1])
+        return found[0]
+
+    result = _differentiable(tensor, move, lambda grad: _sent(grad, received[0], None, process_set)[0])
+    return result if splits is None else (result, received[0])
+
+
+def _reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Callable[[], list[Tensor]]:
+    scales = checked_op(op, allowed=(Average, Sum)), prescale_factor, postscale_factor
+    group = process_set.group
+
+    def reduced(tensor: Tensor) -> Any:
+        agree(process_set, ["reducescatter", name, *_kind(tensor), *scales])
+        rows = [len(part) for part in tensor.tensor_split(group.size)]
+        if len({*rows}) == 1 and scales[1:] == (1, 1) and tensor.is_floating_point():
+            return group.reduce_scatter(tensor.reshape(group.size, -1, *tensor.shape[1:]), _OPERATIONS[op])
+        whole = _reduce(group, tensor.clone(), *scales, all_present=True)
+        return torch.split(whole, rows)[group.rank].clone()
+
+    return lambda: [reduced(tensor) for tensor in tensors]
+
+
+_own_rows = _form(_reducescatter)
+reducescatter_async = _form(_reducescatter, is_async=True)
+grouped_reducescatter_async = _form(_reducescatter, single=False, is_async=True)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compression.none] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Return this rank's rows of the reduced tensor: as many as other ranks', or one more on the first ranks.
+
+    Their gradients are gathered, times the number of ranks for a sum.
+    """
+
+    def reduce(own: Tensor) -> Tensor:
+        sent, dtype = compression.compress(own)
+        rows = _own_rows(sent, name, op, process_set, prescale_factor, postscale_factor)
+        return compression.decompress(rows, dtype)
+
+    def gradient(grad: Tensor) -> Any:
+        return allgather(grad * (process_set.size() if op == Sum else 1), None, process_set)
+
+    return _differentiable(tensor, reduce, gradient)
+
+
+def grouped_reducescatter(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return `reducescatter` of each tensor."""
+    return [reducescatter(tensor, *args, **kwargs) for tensor in tensors]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called it that have not joined."""
+    submit(lambda: agree(process_set, ["barrier"]))
+
+
+followers.update(allreduce=_follow_allreduce, allgather=_follow_allgather, barrier=lambda *_: None)
+
+
+# Objects
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite tensors by the root's: a ``state_dict()``, ``named_parameters()`` or ``parameters()``."""
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    named = [one if isinstance(one, tuple) else (None, one) for one in pairs]
+    for handle in [
+        broadcast_async_(one, root_rank, name, process_set) for name, one in named if isinstance(one, Tensor)
+    ]:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Load the root's state into an optimizer; ``model`` is Horovod's argument, and not needed.
+
+    Raises:
+        ValueError: if it is LBFGS, whose state is not broadcast.
+    """
+    del model
+    if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+        raise ValueError("optimizer is LBFGS, whose state cannot be broadcast; load it from a file on each rank")
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer", process_set))
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's object."""
+    is_root = rank() == root_rank
+    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = int(broadcast_(torch.tensor(len(data)), root_rank, name, process_set))
+    return _unpacked(broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks."""
+    data = _packed(obj)
+    lengths = _rows_of_all(torch.tensor(len(data)), name, process_set).tolist()
+    return [_unpacked(one) for one in _rows_of_all(data, name, process_set).split(lengths)]
+
+
+def _packed(obj: Any) -> Tensor:
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    """Return an object of a rank of this job, which may be of any class."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)

@@ -1,0 +1,202 @@
+"""Horovod's `DistributedOptimizer` on gangline's, which sends gradients in buckets while backward runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gangline.horovod.torch.calls import (
+    Average,
+    Compression,
+    ProcessSet,
+    Sum,
+    agree,
+    allreduce_,
+    checked_op,
+    followers,
+    global_process_set,
+    submit,
+)
+from gangline.kvstore.reducer import distributed_optimizer
+from gangline.kvstore.registry import create
+
+_optimizers: list[weakref.ref[_DistributedOptimizer]] = []
+
+
+class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
+    """Reduces the gradients of each ``backward_passes_per_step`` backwards; ranks that have joined add zeros."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        passes: int,
+        op: int,
+        process_set: ProcessSet,
+        *,
+        sends_halves: bool,
+        sparse_as_dense: bool,
+    ) -> None:
+        self.backward_passes_per_step = passes
+        self._op, self._factor = op, process_set.size() if op == Sum else 1
+        self._process_set = process_set
+        self._sends_halves = sends_halves and process_set.size() > 1
+        self._sparse_as_dense = sparse_as_dense
+        self._passes = self._last_backward = 0
+        self._passes_lock = threading.Lock()
+        self._number = len(_optimizers)
+        if process_set.size() == 1 or sends_halves:
+            super().__init__(optimizer, create("local"))
+        else:
+            count = sum(len(group["params"]) for group in optimizer.param_groups)
+
+            def split() -> Any:
+                agree(process_set, ["DistributedOptimizer", count])
+                return process_set.group.split(0)
+
+            super().__init__(optimizer, create("allreduce", communicator=submit(split).result))
+        _optimizers.append(weakref.ref(self))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backwards whose gradients are added up before they are reduced."""
+        self.backward_passes_per_step, self._passes = passes, 0
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Return a context without effect: `step` never reduces what `synchronize` has reduced."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        if self._reducer is not None and (self._has_local or not self._is_reduced):
+            self._announce()
+        if self._sends_halves and not self._is_reduced:
+            self._reduce_halves()
+            self._is_reduced = True
+        super().synchronize()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._passes = 0
+        if closure is None or not self._sends_halves:
+            return super().step(closure)
+        with torch.enable_grad():
+            result = closure()
+        super().step()
+        return result
+
+    @torch.no_grad()
+    def _reduce_halves(self) -> None:
+        parameters = [one for group in self.param_groups for one in group["params"] if one.requires_grad]
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        flat = allreduce_(
+            torch.cat([one.half().flatten() for one in gradients]), op=self._op, process_set=self._process_set
+        )
+        for one, gradient, half in zip(
+            parameters, gradients, torch.split(flat, [one.numel() for one in parameters]), strict=True
+        ):
+            one.grad = gradient.copy_(half.view(one.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._passes = 0
+        super().zero_grad(set_to_none)
+
+    def follow(self) -> None:
+        """Take part in a reduction with zeros."""
+        for parameter in self._trained.values():
+            parameter.grad = torch.zeros_like(parameter)
+        super().synchronize()
+        self.zero_grad()
+
+    def _announce(self) -> None:
+        """Make ranks that have joined take part in the reduction that follows."""
+        submit(lambda: agree(self._process_set, ["step", self._number]))
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        with self._passes_lock:
+            number = torch._C._current_graph_task_id()
+            if number != self._last_backward:
+                self._last_backward = number
+                self._passes += 1
+                self._is_syncing = self._passes % self.backward_passes_per_step == 0
+                if self._is_syncing:
+                    self._announce()
+        super()._on_gradient(parameter)
+
+    def _reduce(self, weight: float | None) -> None:
+        super()._reduce(weight)
+        gradients = [one.grad for one in self._trained.values() if one.grad is not None]
+        if self._factor > 1 and gradients:
+            torch._foreach_mul_(gradients, self._factor)
+
+
+def _follow(call: list[Any], _: list[Any]) -> None:
+    optimizer = _optimizers[call[1]]()
+    assert optimizer is not None, "a rank that has joined dropped an optimizer with which the others go on"
+    optimizer.follow()
+
+
+followers["step"] = _follow
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> _DistributedOptimizer:
+    """Return an optimizer whose gradients are reduced over all ranks. Collective: all ranks must make it.
+
+    It starts with rank 0's weights; see `gangline.DistributedOptimizer`.
+
+    Args:
+        optimizer: any torch optimizer but LBFGS.
+        named_parameters: the parameters, whose names are checked, and not needed.
+        compression: `Compression.none` or `Compression.fp16`, which sends all gradients after the backward.
+        backward_passes_per_step: number of backwards whose gradients are added up before they are reduced.
+        op: Average, or Sum, which is the mean times the number of ranks.
+        gradient_predivide_factor: without effect: float16 is added in float32.
+        num_groups: without effect: gradients are sent in buckets of 25 MB.
+        groups: without effect, as ``num_groups``.
+        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        process_set: ranks that train together.
+
+    Raises:
+        ValueError: if parameters have no name or share one, or an argument has another value.
+        NotImplementedError: if ``op`` is Adasum.
+    """
+    del gradient_predivide_factor, num_groups, groups
+    checked_op(op, allowed=(Average, Sum))
+    if compression not in (Compression.none, Compression.fp16):
+        raise ValueError(f"compression is {compression}; expected hvd.Compression.none or fp16")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; expected 1 or more")
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if named_parameters is not None:
+        named = list(named_parameters)
+        if any(not isinstance(one, tuple) for one in named):
+            raise ValueError("named_parameters has entries without a name; expected model.named_parameters()")
+        if repeated := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+            raise ValueError(f"named_parameters has {', '.join(repeated)} more than once; expected different names")
+        if unnamed := len({*parameters} - {one for _, one in named}):
+            raise ValueError(f"named_parameters lacks {unnamed} of the optimizer's parameters; expected all of them")
+    return _DistributedOptimizer(
+        optimizer,
+        backward_passes_per_step,
+        op,
+        process_set,
+        sends_halves=compression is Compression.fp16,
+        sparse_as_dense=sparse_as_dense,
+    )

@@ -1,0 +1,406 @@
+"""Tests of `gangline.horovod`: calls against plain arithmetic, training against one process, restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gangline
+import gangline.horovod.torch as hvd
+from gangline import Communicator, horovod, spawn
+from gangline.launcher.job import free_ports
+from tests.kvstore.test_launch import launch
+from tests.programs import ROOT
+
+NAMES = """
+allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_
+grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async grouped_allgather grouped_allgather_async
+broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async
+grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize init shutdown is_initialized
+start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank is_homogeneous mpi_threads_supported
+mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built ProcessSet
+global_process_set add_process_set remove_process_set Average Sum Adasum Min Max Product HorovodInternalError
+Compression DistributedOptimizer broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object
+SyncBatchNorm elastic
+"""
+"""The public names of horovod.torch 0.28."""
+
+
+def in_job(comm: Communicator, play: Callable[[int, int], object], port: int) -> object:
+    os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    hvd.init()
+    try:
+        return play(hvd.rank(), hvd.size())
+    finally:
+        hvd.shutdown()
+
+
+def played(play: Callable[[int, int], object], ranks: int) -> list[object]:
+    return spawn(in_job, ranks, play, *free_ports(1), threads=1)
+
+
+def test_all_names_exist() -> None:
+    assert [name for name in NAMES.split() if not hasattr(hvd, name)] == []
+    assert {"State", "ObjectState", "TorchState", "ElasticSampler", "run"} <= {*dir(hvd.elastic)}
+
+
+def test_the_page_names_what_is_refused() -> None:
+    page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
+    for name in ("Adasum", "start_timeline", "SyncBatchNorm"):
+        assert f"hvd.{name}" in page
+
+
+def _reductions(rank: int, size: int) -> None:
+    own = torch.arange(4.0) + rank
+    total = sum(torch.arange(4.0) + other for other in range(size))
+    torch.testing.assert_close(hvd.allreduce(own, name="x"), total / size)
+    torch.testing.assert_close(hvd.allreduce(own, average=False), total)
+    torch.testing.assert_close(hvd.allreduce(own, op=hvd.Max), torch.arange(4.0) + size - 1)
+    torch.testing.assert_close(hvd.allreduce(own, op=hvd.Min), torch.arange(4.0))
+    product = torch.stack([torch.arange(4.0) + other for other in range(size)]).prod(0)
+    torch.testing.assert_close(hvd.allreduce(own, op=hvd.Product), product)
+    scaled = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(scaled, total * 1.5)
+    torch.testing.assert_close(hvd.allreduce(own, compression=hvd.Compression.fp16), total / size)
+    whole = torch.arange(4) + rank
+    assert torch.equal(hvd.allreduce(whole), (torch.arange(4) * size + sum(range(size))) // size)
+    assert torch.equal(whole, torch.arange(4) + rank)
+    in_place = own.clone()
+    assert torch.equal(hvd.allreduce_(in_place, op=hvd.Sum), total)
+    assert torch.equal(in_place, total)
+    pair = hvd.grouped_allreduce_([own.clone(), own + 1], op=hvd.Sum)
+    assert torch.equal(torch.stack(pair), torch.stack([total, total + size]))
+    handles = [hvd.allreduce_async(own + step, op=hvd.Sum) for step in range(20)]
+    handles.append(hvd.allreduce_async_(own, op=hvd.Sum))
+    results = [hvd.synchronize(handle) for handle in handles]
+    assert all(map(hvd.poll, handles))
+    assert torch.equal(torch.stack(results), torch.stack([total + step * size for step in [*range(20), 0]]))
+    assert torch.equal(own, total)
+    rows = torch.arange(2.0 * size + 1)
+    assert torch.equal(hvd.reducescatter(rows, op=hvd.Sum), torch.tensor_split(rows * size, size)[rank])
+    [half] = hvd.synchronize(hvd.grouped_reducescatter_async([rows[1:]]))
+    assert torch.equal(half, rows[1:].view(size, 2)[rank])
+    sparse = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (size + 1,), check_invariants=True)
+    assert hvd.synchronize(hvd.sparse_allreduce_async(sparse, op=hvd.Sum)).to_dense().tolist() == [size] + [2.0] * size
+    assert hvd.allreduce(sparse).to_dense()[0] == 1
+
+
+def _moves(rank: int, size: int) -> None:
+    assert [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()] == [rank, size, 0, 1]
+    assert hvd.is_homogeneous()
+    rows = hvd.allgather(torch.full((rank + 1, 2), float(rank)))
+    assert rows[:, 0].tolist() == [other for other in range(size) for _ in range(other + 1)]
+    assert hvd.allgather(torch.tensor(rank)).tolist() == [*range(size)]
+    own = torch.full((3,), float(rank))
+    assert hvd.broadcast(own, size - 1).tolist() == [size - 1] * 3
+    assert own.tolist() == [rank] * 3
+    assert hvd.broadcast_(own, 0).tolist() == own.tolist() == [0] * 3
+    sent = torch.full((size * (size + 1) // 2,), rank)
+    received, splits = hvd.alltoall(sent, splits=torch.arange(1, size + 1))
+    assert received.tolist() == [other for other in range(size) for _ in range(rank + 1)]
+    assert splits.tolist() == [rank + 1] * size
+    assert hvd.alltoall(torch.arange(size) + 10 * rank).tolist() == [rank + 10 * other for other in range(size)]
+    hvd.barrier()
+    assert hvd.broadcast_object({"of": rank}, size - 1) == {"of": size - 1}
+    assert hvd.allgather_object([rank] * rank) == [[other] * other for other in range(size)]
+
+
+def _gradients(rank: int, size: int) -> None:
+    weight = torch.arange(4.0, requires_grad=True)
+    hvd.allreduce(weight, op=hvd.Sum).sum().backward()
+    assert weight.grad.tolist() == [size] * 4
+    weight = torch.full((rank + 1, 2), 1.0, requires_grad=True)
+    rows = hvd.allgather(weight)
+    (rows[:, 0] * torch.arange(len(rows))).sum().backward()
+    before = rank * (rank + 1) // 2
+    assert weight.grad[:, 0].tolist() == [*range(before, before + rank + 1)]
+    weight = torch.ones(3, requires_grad=True)
+    (hvd.broadcast(weight, 1) * (rank + 1)).sum().backward()
+    assert weight.grad.tolist() == [(size + 1) / 2 if rank == 1 else 0] * 3
+    weight = torch.ones(size, requires_grad=True)
+    (hvd.alltoall(weight) * (rank + 1)).sum().backward()
+    assert weight.grad.tolist() == [*range(1, size + 1)]
+    weight = torch.ones(2 * size, requires_grad=True)
+    (hvd.reducescatter(weight, op=hvd.Sum) * (rank + 1)).sum().backward()
+    assert weight.grad.tolist() == [size * (other + 1) for other in range(size) for _ in range(2)]
+
+
+def _process_sets(rank: int, size: int) -> None:
+    ends = hvd.add_process_set([0, size - 1])
+    if ends.included():
+        assert [ends.size(), ends.rank()] == [2, min(rank, 1)]
+        assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, process_set=ends) == 2
+        assert hvd.broadcast(torch.tensor(rank), size - 1, process_set=ends) == size - 1
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"rank 1 calls process set [0, {size - 1}]")):
+            hvd.allreduce(torch.ones(1), process_set=ends)
+    assert hvd.remove_process_set(ends)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def _joins(rank: int, size: int) -> None:
+    for step in range(2 + rank):
+        present = size if step < 2 else size + 1 - step
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [present] * 3
+        assert len(hvd.allgather(torch.ones(2))) == 2 * present
+    if rank == size - 1:
+        with pytest.raises(ValueError, match=r"broadcast needs all ranks, but rank.* called join\(\)"):
+            hvd.broadcast(torch.ones(1), 0)
+        with pytest.raises(ValueError, match=r"a rank called join\(\), which has zeros to add only"):
+            hvd.allreduce(torch.ones(1), op=hvd.Max)
+        assert hvd.join() == size - 1
+    else:
+        with pytest.raises(ValueError, match=r"broadcast needs all ranks"):
+            hvd.join()
+        with pytest.raises(ValueError, match=r"a rank called join\(\)"):
+            hvd.join()
+        assert hvd.join() == size - 1
+
+
+def _different_calls(rank: int, size: int) -> None:
+    names = "; ".join(f"rank {other}: allreduce of {other} float32 [1] 0 1.0 1.0" for other in range(size))
+    with pytest.raises(hvd.HorovodInternalError, match=re.escape(names)):
+        hvd.allreduce(torch.ones(1), name=f"of {rank}")
+    assert hvd.allreduce(torch.ones(1), name="same") == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("play", [_reductions, _moves, _gradients, _joins, _different_calls])
+def test_calls(play: Callable[[int, int], object], ranks: int) -> None:
+    played(play, ranks)
+
+
+def test_process_sets() -> None:
+    played(_process_sets, 3)
+
+
+DATA = torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), torch.randn(48, 2, generator=torch.Generator())
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_of(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    data, target = DATA
+    return nn.functional.mse_loss(model(data[samples]), target[samples])
+
+
+def _trains(rank: int, size: int, *, op: int = hvd.Average, passes: int = 1, compression: object = None) -> list[float]:
+    """Train beside a loop over the samples of all ranks, and return the weights' distance."""
+    expected, model = network(), network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rank
+    alone = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    options = {} if compression is None else {"compression": compression}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1 + rank, momentum=0.9),
+        model.named_parameters(),
+        op=op,
+        backward_passes_per_step=passes,
+        **options,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for step in range(6):
+        alone.zero_grad()
+        optimizer.zero_grad()
+        for part in range(passes):
+            samples = (torch.arange(4 * size) + 4 * size * (step * passes + part)) % 48
+            (loss_of(expected, samples) * (size if op == hvd.Sum else 1)).backward()
+            loss_of(model, samples.chunk(size)[rank]).backward()
+        if step == 2:
+            optimizer.synchronize()
+            for one in (model, expected):
+                nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        alone.step()
+        scheduler.step()
+        alone.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    pairs = zip(expected.parameters(), model.parameters(), strict=True)
+    return [float((own - theirs).detach().abs().max()) for own, theirs in pairs]
+
+
+def _trains_on_the_sum(rank: int, size: int) -> list[float]:
+    return _trains(rank, size, op=hvd.Sum)
+
+
+def _accumulates(rank: int, size: int) -> list[float]:
+    return _trains(rank, size, passes=2)
+
+
+def _trains_with_halves(rank: int, size: int) -> list[float]:
+    return _trains(rank, size, compression=hvd.Compression.fp16)  # a clipped step makes the difference larger
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("play", [_trains, _trains_on_the_sum, _accumulates, _trains_with_halves])
+def test_ranks_train_as_one_process(play: Callable[[int, int], list[float]], ranks: int) -> None:
+    limit = 2e-3 if play is _trains_with_halves else 1e-6
+    for distances in played(play, ranks):
+        assert max(distances) < limit
+        assert ranks == 1 or play is not _trains_with_halves or max(distances) > 1e-6  # halves were sent
+
+
+def _joins_while_others_train(rank: int, size: int) -> list[float]:
+    """Give each rank a step more than the one before; zeros of ranks that have joined count in the mean."""
+    model, expected = network(), network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = torch.optim.SGD(expected.parameters(), lr=0.1)
+    samples = [torch.arange(other, other + 4) for other in range(size)]
+    for _ in range(2 + rank):
+        optimizer.zero_grad()
+        loss_of(model, samples[rank]).backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), hvd.join())
+    for step in range(1 + size):
+        alone.zero_grad()
+        for other in range(size):
+            if step < 2 + other:
+                (loss_of(expected, samples[other]) / size).backward()
+        alone.step()
+    pairs = zip(expected.parameters(), model.parameters(), strict=True)
+    return [float((own - theirs).detach().abs().max()) for own, theirs in pairs]
+
+
+def test_ranks_that_joined_add_zeros_to_gradients() -> None:
+    assert max(map(max, played(_joins_while_others_train, 3))) < 1e-6
+
+
+class _Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(8, 3, sparse=True)
+
+
+def _sparse_gradients(rank: int, size: int) -> list[list[float]]:
+    model = _Embedding()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sparse_as_dense=True)
+    before = model.rows.weight.detach().clone()
+    model.rows(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    return (before - model.rows.weight.detach()).tolist()
+
+
+def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
+    changed = torch.tensor(played(_sparse_gradients, 2)[0])
+    torch.testing.assert_close(changed[:2], torch.full((2, 3), 0.5))
+    assert not changed[2:].any()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvd.shutdown()
+    with pytest.raises(ValueError, match=r"use hvd.init\(\)"):
+        hvd.rank()
+    hvd.init()
+    try:
+        weight, *others = model.named_parameters()
+        for arguments, error, text in (
+            ({"op": hvd.Adasum}, NotImplementedError, "op is Adasum"),
+            ({"op": hvd.Max}, ValueError, "expected hvd's mean, sum"),
+            ({"compression": "fp16"}, ValueError, "compression is fp16"),
+            ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step is 0"),
+            ({"named_parameters": [weight[1]]}, ValueError, "entries without a name"),
+            ({"named_parameters": [weight, weight]}, ValueError, "0.weight more than once"),
+            ({"named_parameters": others}, ValueError, "lacks 1 of the optimizer's parameters"),
+        ):
+            with pytest.raises(error, match=text):
+                hvd.DistributedOptimizer(sgd, **arguments)
+        for call, error, text in (
+            (lambda: hvd.init([0]), ValueError, "use a ProcessSet"),
+            (lambda: hvd.allreduce(torch.ones(1), op=9), ValueError, "op is 9"),
+            (lambda: hvd.allreduce_(torch.eye(2).to_sparse()), ValueError, "sparse_allreduce_async"),
+            (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1"),
+            (lambda: hvd.alltoall(torch.ones(2), splits=[1]), ValueError, r"splits are \[1\]"),
+            (lambda: hvd.add_process_set([0, 1]), ValueError, r"ranks \[0, 1\]"),
+            (lambda: hvd.allreduce(torch.ones(1), name="n" * 2000), ValueError, "a name or splits of"),
+            (lambda: hvd.start_timeline("t.json"), NotImplementedError, "GANGLINE_TIMELINE"),
+            (lambda: hvd.SyncBatchNorm(3), NotImplementedError, "sync_batchnorm=True"),
+            (
+                lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0),
+                ValueError,
+                "optimizer is LBFGS",
+            ),
+        ):
+            with pytest.raises(error, match=text):
+                call()
+    finally:
+        hvd.shutdown()
+
+
+def _rank_and(value: int) -> list[int]:
+    hvd.init()
+    return [hvd.rank(), hvd.size(), value]
+
+
+@pytest.mark.slow
+def test_a_function_runs_in_new_processes() -> None:
+    assert horovod.run(_rank_and, (7,), np=2) == [[0, 2, 7], [1, 2, 7]]
+
+
+ELASTIC = """
+import os, sys
+import torch
+import gangline.horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+data = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+sampler = hvd.elastic.ElasticSampler(data)
+
+@hvd.elastic.run
+def train(state):
+    for state.epoch in range(state.epoch, 2):
+        for number, batch in enumerate(torch.utils.data.DataLoader(data, 5, sampler=state.sampler)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            state.sampler.record_batch(number, 5)
+            if state.epoch == 1 and number == 2 and hvd.rank() == 1 and os.environ.get("KILL") == os.environ.get(
+                "GANGLINE_RESTART"
+            ):
+                os.kill(os.getpid(), 9)
+            state.commit()
+        state.sampler.set_epoch(state.epoch + 1)
+        state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, epoch=0, sampler=sampler)
+state.register_reset_callbacks([lambda: print("reset", flush=True)])
+train(state)
+print("weights", model.weight.detach().flatten().tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_restarted_job_goes_on_from_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    outputs = []
+    for kill in ("never", "0"):
+        monkeypatch.setenv("KILL", kill)
+        with launch("-np", "2", "-s", "0", "--max-restarts", "1", "--", sys.executable, "-c", ELASTIC) as job:
+            status, out, errors = job.end(60)
+        assert status == 0, "\n".join(errors)
+        outputs.append({line.partition("] ")[2] for line in out})
+        assert any("restart 1 of 1" in line for line in errors) == (kill == "0")
+    assert outputs[1] == outputs[0] | {"reset"}
+    assert len(outputs[0]) == 1
+    assert not [*tmp_path.glob("gangline/*")]
+    assert gangline.horovod is horovod
