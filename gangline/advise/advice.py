@@ -196,8 +196,11 @@ def _slow_processes(job: JobSteps) -> list[Finding]:
     excess = {phase: slowest.median(phase) - median(process.median(phase) for process in others) for phase in PHASES}
     samples = median(step.samples for step in slowest.steps)
     of_others = median(median(step.samples for step in process.steps) for process in others)
+    has_more = 0 < 1.1 * of_others < samples
+    phase = max(excess, key=lambda name: excess[name])
     computes = excess["forward"] > 0.2 * lost and excess["backward"] > 0.2 * lost
-    phase = "compute" if computes else max(excess, key=lambda name: excess[name])
+    computes |= has_more and phase in ("forward", "backward")
+    phase = "compute" if computes else phase
     more = excess["forward"] + excess["backward"] if computes else excess[phase]
     where = "forward and backward" if computes else phase
     text = (
@@ -205,7 +208,7 @@ def _slow_processes(job: JobSteps) -> list[Finding]:
         f"{_ms(job.step_seconds)}, for which they wait"
     )
     balance = Remedy("give each process samples by its speed", "gangline.balance(model, loader)", gain)
-    if computes and of_others and samples > 1.1 * of_others:
+    if computes and has_more:
         text += f"; it has {samples:.0f} samples, the others {of_others:.0f}"
         even = Remedy("divide the samples evenly", "DistributedSampler(dataset)", gain)
         remedies: tuple[Remedy, ...] = (even, balance)

@@ -235,15 +235,15 @@ def test_a_wrong_list_ends_the_command_with_2(
 
 @pytest.mark.slow
 def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced_run(tmp_path: Path) -> None:
-    words = ("unequal-ranks", "--factors", "4", "--batch-size", "16", "--runs", "2", "--run-seconds", "0")
+    words = ("unequal-ranks", "--factors", "4", "--batch-size", "64", "--runs", "2", "--run-seconds", "0")
     rows, _ = rows_of(tmp_path / "unequal.json", *words)
     at_shares = ["the same, at balanced shares", "the same, each step as long as its slowest"]
     names = ["rank 0 alone", "rank 1 alone", "sum of ranks alone", *at_shares, "DDP", "balanced"]
     assert [row["who"] for row in rows] == names
-    assert [row["split"] for row in rows[:-1]] == [*[None] * 5, "16:16"]
+    assert [row["split"] for row in rows[:-1]] == [*[None] * 5, "64:64"]
     assert rows[4]["samples_per_s"] <= rows[3]["max"]
     first, last = map(int, rows[-1]["split"].split(":"))
-    assert first + last == 32
+    assert first + last == 128
     assert last < first
     assert rows[2]["of_the_sum"] == rows[3]["of_the_sum_at_shares"] == rows[5]["ratio_to_ddp"] == 1
 

@@ -12,9 +12,9 @@ from itertools import cycle
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
-from matrix import COMPRESSIONS, LOSSES, OPTIMIZERS, Case, Jobs, on_servers, plainly, train
+from matrix import COMPRESSIONS, LOSSES, OPTIMIZERS, Case, Jobs, on_servers, plainly, share_of, train
 from measure import distance, mlp, same_bits
 from torch import nn
 
@@ -112,6 +112,27 @@ def refusal(case: Case) -> str | None:
     return None
 
 
+def has_gradient_of_nothing(case: Case) -> bool:
+    """Return whether only samples without a label that counts use the branch in a step, on workers that have no others.
+
+    One device has gradients of zeros there, with weight decay and momentum; the job has none (docs/own-network.md).
+    """
+    if "branch" not in case.features or case.is_wrapped or (case.road == "Module" and len(case.loads) == 1):
+        return False
+    for window in case.windows():
+        is_used = is_counted = False
+        for rank in range(len(case.loads)):
+            shares = [share_of(case, rank, *batch) for batch in window]
+            total = sum(case.count(label) for _, label in shares)
+            for data, label in shares:
+                uses = bool((data[:, 0] > 1.5).any())
+                is_used |= uses
+                is_counted |= uses and (total if case.road == "Module" else case.count(label)) > 0
+        if is_used and not is_counted:
+            return True
+    return False
+
+
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     made = Jobs()
@@ -124,6 +145,7 @@ def jobs() -> Iterator[Jobs]:
 @given(data=st.data())
 def test_every_combination_of_features_trains_as_one_plain_loop(road: str, data: st.DataObject, jobs: Jobs) -> None:
     case = data.draw(cases(road))
+    assume(not has_gradient_of_nothing(case))
     if words := refusal(case):
         with pytest.raises((ValueError, RuntimeError), match=words):
             jobs.run(case)
