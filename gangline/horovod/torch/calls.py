@@ -258,7 +258,8 @@ _Begin = Callable[..., Callable[[], list[Any]]]
 def _form(begin: _Begin, *, copy: bool = False, single: bool = True, is_async: bool = False) -> Callable[..., Any]:
     """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle."""
 
-    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors, *args = args or (kwargs.pop("tensor" if single else "tensors"),)  # type: ignore[assignment]
         given = [one.detach() for one in ([tensors] if single else tensors)]
         operation = begin([one.clone() for one in given] if copy else given, *args, **kwargs)
 
@@ -595,7 +596,8 @@ def reducescatter(
         return compression.decompress(rows, dtype)
 
     def gradient(grad: Tensor) -> Any:
-        return allgather(grad * (process_set.size() if op == Sum else 1), None, process_set)
+        factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
+        return allgather(grad * factor, None, process_set)
 
     return _differentiable(tensor, reduce, gradient)
 
