@@ -78,7 +78,7 @@ def _reductions(rank: int, size: int) -> None:
     pair = hvd.grouped_allreduce_([own.clone(), own + 1], op=hvd.Sum)
     assert torch.equal(torch.stack(pair), torch.stack([total, total + size]))
     handles = [hvd.allreduce_async(own + step, op=hvd.Sum) for step in range(20)]
-    handles.append(hvd.allreduce_async_(own, op=hvd.Sum))
+    handles.append(hvd.allreduce_async_(tensor=own, op=hvd.Sum))
     results = [hvd.synchronize(handle) for handle in handles]
     assert all(map(hvd.poll, handles))
     assert torch.equal(torch.stack(results), torch.stack([total + step * size for step in [*range(20), 0]]))
