@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from gangline.collectives.context import Context
 from gangline.kvstore.trainer import Trainer as _Trainer
+from gangline.models.initializer import initialise
 from gangline.mxnet import nd
 from gangline.mxnet.init import Initializer, Uniform
 
@@ -33,14 +34,14 @@ class Block(nn.Module):
 
     def initialize(
         self,
-        init: Initializer = Uniform(),  # noqa: B008  it has no state
+        init: Initializer = Uniform(),  # noqa: B008  a constant
         ctx: Any = None,
         verbose: bool = False,
         force_reinit: bool = False,
     ) -> None:
         """Set the weights, on a context."""
         del verbose, force_reinit
-        init.apply(self)
+        initialise(self, init)
         if ctx is not None:
             self.to(_only(ctx).torch_device)
 

@@ -128,7 +128,7 @@ class Module:
 
     def init_params(
         self,
-        initializer: Initializer | None = Uniform(0.01),  # noqa: B008  it has no state
+        initializer: Initializer | None = Uniform(0.01),  # noqa: B008  a constant
         arg_params: Params | None = None,
         aux_params: Params | None = None,
         allow_missing: bool = False,
@@ -142,11 +142,8 @@ class Module:
         """
         if self.params_initialized and not force_init:
             return
-        given = {**(arg_params or {}), **(aux_params or {})}
-        if initializer is not None and (not given or allow_missing):
-            initializer.apply(self.symbol, frozenset(given))
-        state = {**self.symbol.state_dict(), **given} if not given or allow_missing else given
-        self._module.init_params(None, state, allow_extra=allow_extra, force_init=True)
+        flags = {"allow_missing": allow_missing, "allow_extra": allow_extra, "force_init": True}
+        self._module.init_params(initializer, arg_params, aux_params, **flags)
         self.params_initialized = True
 
     def get_params(self) -> tuple[dict[str, nd.NDArray], dict[str, nd.NDArray]]:
@@ -284,7 +281,7 @@ class Module:
         optimizer_params: Any = _RATE,
         eval_end_callback: Any = None,
         eval_batch_end_callback: Any = None,
-        initializer: Initializer | None = Uniform(0.01),  # noqa: B008  it has no state
+        initializer: Initializer | None = Uniform(0.01),  # noqa: B008  a constant
         arg_params: Params | None = None,
         aux_params: Params | None = None,
         allow_missing: bool = False,
@@ -315,7 +312,7 @@ class Module:
                 self.update_metric(eval_metric, batch.label)
                 if monitor is not None:
                     monitor.toc_print()
-                _call(batch_end_callback, BatchEndParam(epoch, nbatch, eval_metric, locals()))
+                _call(batch_end_callback, self._param(epoch, nbatch, eval_metric, locals()))
             for name, value in eval_metric.get_global_name_value():
                 self.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
             self.logger.info("Epoch[%d] Time cost=%.3f", epoch, time.monotonic() - began)
@@ -331,6 +328,9 @@ class Module:
                 for name, value in scores:
                     self.logger.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
             train_data.reset()
+
+    def _param(self, epoch: int, nbatch: int, eval_metric: Any, of_loop: dict[str, Any]) -> BatchEndParam:
+        return BatchEndParam(epoch, nbatch, eval_metric, {**of_loop, "module": self._module})
 
     def score(
         self,
@@ -349,8 +349,8 @@ class Module:
         for nbatch, batch in self._batches(eval_data, num_batch, reset):
             self.forward(batch, is_train=False)
             self.update_metric(eval_metric, batch.label or ())
-            _call(batch_end_callback, BatchEndParam(epoch, nbatch, eval_metric, locals()))
-        _call(score_end_callback, BatchEndParam(epoch, nbatch + 1, eval_metric, locals()))
+            _call(batch_end_callback, self._param(epoch, nbatch, eval_metric, locals()))
+        _call(score_end_callback, self._param(epoch, nbatch + 1, eval_metric, locals()))
         found: list[tuple[str, float]] = eval_metric.get_name_value()
         return found
 

@@ -151,7 +151,7 @@ def test_files_of_numbers(tmp_path: Path) -> None:
 def test_metrics() -> None:
     label = [mx.nd.array(np.array([0, 1, 1]))]
     probabilities = [mx.nd.array(np.array([[0.7, 0.2, 0.1], [0.3, 0.2, 0.5], [0.1, 0.8, 0.1]]))]
-    metric = mx.metric.create(["acc", mx.metric.create("top_k_accuracy", top_k=2), "ce"])
+    metric = mx.metric.create(["acc", mx.metric.TopKAccuracy(top_k=2), "ce"])
     metric.update(label, probabilities)
     names, values = metric.get()
     assert names == ["accuracy", "top_k_accuracy_2", "cross-entropy"]
@@ -166,23 +166,26 @@ def test_metrics() -> None:
     own = mx.metric.create(lambda labels, outputs: (labels == outputs).mean())
     own.update([mx.nd.ones(2)], [mx.nd.ones(2)])
     assert own.get()[1] == 1
-    with pytest.raises(ValueError, match="metric is 'nonsense'; expected one of acc"):
+    with pytest.raises(ValueError, match="metric 'nonsense' is unknown; expected one of"):
         mx.metric.create("nonsense")
 
 
 def test_initial_weights() -> None:
-    network = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Linear(3, 2))
-    mx.init.Xavier(factor_type="in", magnitude=2).apply(network)
+    block = mx.gluon.Block(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Linear(3, 2)))
+    convolution, norm, linear = block.network
+    block.initialize(mx.init.Xavier(factor_type="in", magnitude=2))
     limit = math.sqrt(2 / 36)
-    assert 0.8 * limit < float(network[0].weight.detach().abs().max()) <= limit
-    assert not network[0].bias.any()
-    assert network[1].weight.tolist() == network[1].running_var.tolist() == [1] * 6
-    assert not network[1].running_mean.any()
+    assert 0.8 * limit < float(convolution.weight.detach().abs().max()) <= limit
+    assert not convolution.bias.any()
+    assert norm.weight.tolist() == norm.running_var.tolist() == [1] * 6
     for initializer, value in ((mx.init.One(), 1), (mx.init.Zero(), 0), (mx.initializer.Constant(3), 3)):
-        initializer.apply(network)
-        assert {*network[2].weight.flatten().tolist()} == {value}
+        block.initialize(initializer)
+        assert {*linear.weight.flatten().tolist()} == {value}
+    for initializer in (mx.init.Uniform(0.5), mx.init.Normal(0.1), mx.init.Orthogonal(), mx.init.MSRAPrelu()):
+        block.initialize(initializer)
+        assert linear.weight.abs().max() > 0
     with pytest.raises(ValueError, match="rnd_type is 'normal'"):
-        mx.init.Xavier("normal")
+        block.initialize(mx.init.Xavier("normal"))
 
 
 def test_checkpoints_hold_the_optimizer_too(tmp_path: Path) -> None:
