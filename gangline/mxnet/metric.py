@@ -12,7 +12,7 @@ from gangline.models.metrics import metric as metrics
 
 
 class EvalMetric:
-    """One metric or several, with gangline's ``reset``, ``reset_local``, ``get_name_value``, ``get_global_name_value``."""
+    """A metric, or several, with ``reset``, ``reset_local``, ``get_name_value`` and ``get_global_name_value``."""
 
     def __init__(self, metric: metrics.EvalMetric) -> None:
         self._metric = metric
