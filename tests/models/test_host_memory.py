@@ -19,7 +19,7 @@ from gangline import Module, cpu
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.models.zoo import registry
 
-STEPS, MOST = 20, 100
+STEPS, MOST = 20, 250
 
 
 def train_module() -> Iterator[None]:
@@ -70,4 +70,4 @@ def balanced_faults(connection: Connection) -> None:
 def test_a_step_has_no_memory_cleared_by_the_kernel(job: Callable[[Connection], None]) -> None:
     with ProcessPool(job, 1) as family:
         faults = family.connections[0].recv()
-    assert faults < STEPS * MOST  # pages; if freed memory is returned to the system, about 2,500 per step
+    assert faults < STEPS * MOST  # pages; 2 to 100 a step of threads; if freed memory is returned, about 2,500

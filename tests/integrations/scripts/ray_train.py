@@ -22,7 +22,7 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
     config = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
     TorchTrainer(train, scaling_config=config, torch_config=TorchConfig(backend="gangline")).fit()
     ray.shutdown()
