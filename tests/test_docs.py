@@ -84,8 +84,10 @@ SOURCES = [
         "gangline/advise",
         "gangline/cli",
         "gangline/doctor",
+        "gangline/horovod",
         "gangline/integrations",
         "gangline/launcher",
+        "gangline/mxnet",
         "gangline/status",
     )
     for file in (ROOT / folder).rglob("*.py")
