@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +47,7 @@ class Block(nn.Module):
             self.to(_only(ctx).torch_device)
 
     def hybridize(self, active: bool = True, **_: Any) -> None:
-        """Compile the forward by torch.compile, or stop to."""
-        if active:
-            self.compile()
-        else:
-            self._compiled_call_impl = None
+        """Do nothing: torch runs networks as they are; `torch.compile` is a call of its own."""
 
     def save_parameters(self, filename: str) -> None:
         """Write the parameters and buffers."""
@@ -107,7 +104,7 @@ class Trainer(_Trainer):
         self.zero_grad()
 
 
-class Loss:
+class Loss(ABC):
     """A loss of each sample: the mean over the other axes, times ``weight``."""
 
     def __init__(self, weight: float | None = None, batch_axis: int = 0) -> None:
@@ -120,9 +117,9 @@ class Loss:
         losses = self.losses(pred, label)
         return nd.wrap(self._weight * (losses.flatten(1).mean(1) if losses.dim() > 1 else losses))
 
+    @abstractmethod
     def losses(self, pred: Tensor, label: Tensor) -> Tensor:
         """Return the losses of all elements."""
-        raise NotImplementedError
 
 
 class L2Loss(Loss):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 
-class LRScheduler:
+class LRScheduler(ABC):
     """Warms up from ``warmup_begin_lr`` to the rate given here, then follows `rate`.
 
     Attributes:
@@ -30,9 +31,9 @@ class LRScheduler:
         share = num_update / self.warmup_steps if self.warmup_mode == "linear" else 0
         return self.warmup_begin_lr + (self.first_lr - self.warmup_begin_lr) * share
 
+    @abstractmethod
     def rate(self, num_update: int) -> float:
         """Return the learning rate of an update after the warmup."""
-        raise NotImplementedError
 
 
 class FactorScheduler(LRScheduler):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gangline.collectives.context import Context, cpu
+from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.module import Module as _Module
 from gangline.mxnet import metric, nd
 from gangline.mxnet.callback import BatchEndParam
@@ -209,13 +211,15 @@ class Module:
 
     def save_optimizer_states(self, fname: str) -> None:
         """Write the optimizer's state."""
-        torch.save([self._updates, self._module.optimizer_state()], fname)
+        state = self._module.optimizer_state()
+        files.save(Path(fname), state.tensors, {"updates": self._updates, **state.header()})
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Replace the optimizer's state by that of a file, which must be one of your own: it may hold any object."""
-        self._updates, state = torch.load(fname, weights_only=False)
+        """Replace the optimizer's state by that of a file."""
+        tensors, header = files.load(Path(fname))
+        self._updates = header["updates"]
         binding = self._module._require_optimizer("load_optimizer_states()")
-        binding.load_state(state)
+        binding.load_state(OptimizerState.from_parts(header, tensors))
 
     # Steps
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 
 from gangline.collectives.context import Context, cpu
+from gangline.kvstore.optimizer import files
 
 
 class NDArray(torch.Tensor):
@@ -82,25 +82,23 @@ def ones(shape: int | Sequence[int], ctx: Context | None = None, dtype: Any = "f
 
 def save(fname: str | Path, data: Any) -> None:
     """Write an array, a list or a dict of them; the format is that of safetensors, whatever the name."""
-    named = (
-        data
-        if isinstance(data, Mapping)
-        else {str(i): one for i, one in enumerate([data] if _is_array(data) else data)}
-    )
-    plain = {name: one.detach().as_subclass(torch.Tensor).contiguous() for name, one in named.items()}
-    safetensors.torch.save_file(plain, fname, {"mxnet": "dict" if isinstance(data, Mapping) else "list"})
+    is_dict = isinstance(data, Mapping)
+    arrays = [data] if isinstance(data, torch.Tensor) else data
+    named = data if is_dict else {str(number): one for number, one in enumerate(arrays)}
+    plain = {name: one.detach().as_subclass(torch.Tensor) for name, one in named.items()}
+    files.save(Path(fname), plain, {"is_list": not is_dict})
 
 
 def load(fname: str | Path) -> Any:
-    """Return what `save` has written: a dict, or a list."""
-    with safetensors.safe_open(fname, "pt") as file:
-        is_list = (file.metadata() or {}).get("mxnet") == "list"
-        found = {name: wrap(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a dict
-    return [found[str(number)] for number in range(len(found))] if is_list else found
+    """Return what `save` has written: a dict, or a list.
 
-
-def _is_array(data: object) -> bool:
-    return isinstance(data, torch.Tensor)
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, or gangline did not write it.
+    """
+    tensors, header = files.load(Path(fname))
+    found = {name: wrap(one) for name, one in tensors.items()}
+    return [found[str(number)] for number in range(len(found))] if header.get("is_list") else found
 
 
 def waitall() -> None:

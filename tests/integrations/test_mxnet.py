@@ -241,6 +241,7 @@ def test_gluon_blocks_and_losses(tmp_path: Path) -> None:
     block.save_parameters(tmp_path / "net.params")
     block.initialize()
     block.load_parameters(tmp_path / "net.params")
+    block.hybridize()
     data = mx.nd.ones((4, 3))
     assert block(data).asnumpy().tolist() == [[3, 3]] * 4
     loss = mx.gluon.loss
