@@ -173,7 +173,7 @@ def time_choice(
     with measured:
         for size in checked:
             given = _input(key, size, comm.rank)
-            wrong = torch.tensor([_wrong(key, size, comm.rank, _call(measured, key.collective, given)())])
+            wrong = torch.tensor([_wrong(key, size, comm.rank, _call(measured, key.collective, given)())], device="cpu")
             comm.all_reduce(wrong)
             if wrong:
                 raise ValueError(f"{int(wrong)} elements of {size} bytes are wrong")
@@ -198,7 +198,7 @@ def _call(comm: Communicator, collective: str, given: torch.Tensor) -> Callable[
 def _input(key: TableKey, size: int, rank: int) -> torch.Tensor:
     """Return a rank's input: whole numbers whose sums are exact, none like another rank's."""
     rows = key.ranks if key.collective in _ROWS_IN else 1
-    values = torch.arange(rows * max(1, size // 4 // rows)) % 4093 * key.ranks + rank
+    values = torch.arange(rows * max(1, size // 4 // rows), device="cpu") % 4093 * key.ranks + rank
     return values.float().view(key.ranks, -1) if rows > 1 else values.float()
 
 
@@ -229,7 +229,7 @@ def _seconds(comm: Communicator, step: Callable[[], Any]) -> float:
         start = time.perf_counter()
         for _ in range(steps):
             step()
-        taken = torch.tensor([(time.perf_counter() - start) / steps], dtype=torch.float64)
+        taken = torch.tensor([(time.perf_counter() - start) / steps], dtype=torch.float64, device="cpu")
         comm.all_reduce(taken, "max")
         steps = min(max(math.ceil(_RUN_SECONDS / float(taken)), 2), _MOST_STEPS)
     return float(taken)

@@ -101,7 +101,9 @@ class RowSparse:
 
     def to_coo(self) -> torch.Tensor:
         """Return the rows as an uncoalesced torch.sparse_coo tensor."""
-        return torch.sparse_coo_tensor(self.indices[None], self.values, self.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            self.indices[None], self.values, self.shape, device=self.device, check_invariants=False
+        )
 
     def __repr__(self) -> str:
         return f"RowSparse({len(self.indices)} rows of {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -122,7 +124,7 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
         rows, sums = total.indices()[0], total.values()
     else:
         rows, inverse = torch.unique(indices, return_inverse=True)
-        sums = torch.zeros(len(rows), *values.shape[1:], dtype=wide).index_add_(0, inverse, values)
+        sums = torch.zeros(len(rows), *values.shape[1:], dtype=wide, device="cpu").index_add_(0, inverse, values)
     return RowSparse(rows, sums.to(dtype), parts[0].shape)
 
 
@@ -157,7 +159,7 @@ def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """
     if isinstance(row_ids, np.ndarray) and row_ids.dtype.kind in "iu":
         row_ids = row_ids.astype(np.int64)  # a copy, in torch's byte order
-    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.tensor(row_ids)
+    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.tensor(row_ids, device="cpu")
     if ids.dtype not in _INTEGERS and ids.numel():
         raise TypeError(f"{what} has row numbers of {ids.dtype}; expected integers")
     ids = ids.detach().to(torch.int64)

@@ -38,14 +38,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
+import gangline.horovod.torch as hvd
+import gangline.mxnet as mx
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, torch_backend
 from gangline.collectives.communicator import in_process
+from gangline.collectives.context import Context
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
+from gangline.launcher.job import free_ports
 from gangline.models.zoo import create as create_network
 from tests.collectives.simulated_gpus import on_simulated_gpu, simulated_gpus
+from tests.integrations import test_horovod as horovod_calls
 
 _RESNET, _SMALL = "resnet50", "small"
 _SLOWEST = {_RESNET: 0.98, _SMALL: 0.90}
@@ -198,6 +203,59 @@ def _balanced(comm: Communicator, device: str, store: str) -> tuple[list[list[in
         shares.append([int(one) for one in comm.all_gather(torch.tensor([own])).flatten()])
     dist.destroy_process_group()
     return shares, {name: value.cpu() for name, value in network.state_dict().items()}
+
+
+def interfaces(proof: Proof) -> None:
+    """gangline.horovod by two processes on one card, and gangline.mxnet's Module on it twice, equal to the host."""
+    for play in (horovod_calls._reductions, horovod_calls._moves, horovod_calls._gradients):
+        port = free_ports(1)[0]
+        gangline.spawn(_horovod_calls, 2, play, str(proof.device), port, timeout=60, threads=1)
+        proof.says(f"horovod{play.__name__} ok")
+    network, batches = _small_network(8, 1), _batches(6, 16, 8)
+    expected = _plain_weights(copy.deepcopy(network), batches)
+    job = gangline.spawn(
+        _horovod_weights, 2, network, batches, str(proof.device), free_ports(1)[0], timeout=60, threads=1
+    )
+    for weights in job:
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    proof.says("hvd.DistributedOptimizer ok")
+    place = mx.cpu if proof.simulate else mx.gpu
+    torch.testing.assert_close(_mxnet_weights(place), _mxnet_weights(mx.cpu), rtol=1e-5, atol=1e-6)
+    proof.says("mx.mod.Module ok")
+
+
+def _horovod_calls(comm: Communicator, play: Callable[[int, int], object], device: str, port: int) -> None:
+    torch.set_default_device(device)
+    horovod_calls.in_job(comm, play, port)
+
+
+def _horovod_weights(
+    comm: Communicator, network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], device: str, port: int
+) -> object:
+    network.to(device)
+
+    def train(rank: int, size: int) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=network.named_parameters())
+        for data, label in _on(torch.device(device), batches):
+            wrapped.zero_grad()
+            cross_entropy(network(data[rank::size]), label[rank::size]).backward()
+            wrapped.step()
+        return {name: value.cpu() for name, value in network.state_dict().items()}
+
+    return horovod_calls.in_job(comm, train, port)
+
+
+def _mxnet_weights(place: Callable[[int], Context]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    network = _small_network(8, 1).float()
+    data, label = _batches(1, 96, 8)[0]
+    batches = mx.io.NDArrayIter(data.float().numpy(), label.float().numpy(), 16)
+    module = mx.mod.Module(symbol=network, context=[place(0)] * 2, work_load_list=[3, 1])
+    start = {name: value.clone() for name, value in network.state_dict().items()}
+    optimizer = {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.001}
+    module.fit(batches, num_epoch=2, kvstore="device", optimizer_params=optimizer, arg_params=start, aux_params={})
+    return {name: torch.from_numpy(value.asnumpy()) for name, value in module.get_params()[0].items()}
 
 
 def no_waits(proof: Proof) -> None:
@@ -493,6 +551,7 @@ STEPS: dict[str, tuple[int, Step]] = {
     "processes": (120, _tests("tests/kvstore/test_allreduce_on_gpus.py")),
     "late_owners": (60, late_owners),
     "balance": (60, balance),
+    "interfaces": (90, interfaces),
     "no_waits": (40, no_waits),
     "capture": (30, capture),
     "speed": (120, speed),

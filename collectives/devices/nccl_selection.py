@@ -266,8 +266,8 @@ class NcclSelection:
 
     def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
         """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""
-        flags = torch.empty(self._engine.resources.size, dtype=torch.bool)
-        self._host.all_gather(code, torch.tensor([own]), flags)
+        flags = torch.empty(self._engine.resources.size, dtype=torch.bool, device="cpu")
+        self._host.all_gather(code, torch.tensor([own], device="cpu"), flags)
         return bool(flags.all())
 
     def _watch(self) -> None:

@@ -61,7 +61,7 @@ def _elements_overlap(tensor: Tensor) -> bool:
         last += stride * (length - 1)
     if is_nested:
         return False
-    offsets = torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
+    offsets = torch.arange(last + 1, device="cpu").as_strided(tensor.shape, tensor.stride())
     return axes[0][0] == 0 or len(torch.unique(offsets)) < tensor.numel()
 
 

@@ -221,13 +221,13 @@ class HostCollectives:
 
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every rank's bytes in rank order: a `BootstrapAllGather`."""
-        lengths = torch.empty(self._size, dtype=torch.int64)
-        self._all_gather(torch.tensor([len(blob)]), lengths)
+        lengths = torch.empty(self._size, dtype=torch.int64, device="cpu")
+        self._all_gather(torch.tensor([len(blob)], device="cpu"), lengths)
         longest = int(lengths.max())
-        own = torch.zeros(longest, dtype=torch.uint8)
+        own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if blob:
             own[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        blobs = torch.empty((self._size, longest), dtype=torch.uint8)
+        blobs = torch.empty((self._size, longest), dtype=torch.uint8, device="cpu")
         self._all_gather(own, blobs)
         return [row[:length].numpy().tobytes() for row, length in zip(blobs, lengths.tolist(), strict=True)]
 
@@ -285,7 +285,7 @@ class HostCollectives:
                 return
             plan = self._engine.plan("all_reduce", 0)
             assert plan is not None  # without shared memory there is always a schedule
-            chunks = EqualChunks(torch.empty(0, dtype=torch.uint8), plan.chunks)
+            chunks = EqualChunks(torch.empty(0, dtype=torch.uint8, device="cpu"), plan.chunks)
             run(plan.steps, self._transport, chunks, message_tag)
 
 

@@ -134,7 +134,7 @@ def as_rows(flat: Tensor, size: int) -> Tensor:
 
 def pinned_memory(count: int, dtype: torch.dtype) -> Tensor:
     """Return a 1-d host tensor that GPUs copy from and to asynchronously."""
-    return torch.empty(count, dtype=dtype, pin_memory=True)
+    return torch.empty(count, dtype=dtype, pin_memory=True, device="cpu")
 
 
 def pinned_like(tensor: Tensor) -> Tensor:

@@ -330,7 +330,7 @@ class PointToPoint:
 
 
 def _read_early(request: ReceiveRequest) -> _EarlyMessage:
-    data = torch.empty(request.nbytes, dtype=torch.uint8)
+    data = torch.empty(request.nbytes, dtype=torch.uint8, device="cpu")
     request.into(data)
     return _EarlyMessage(request.message_tag, data)
 

@@ -54,8 +54,8 @@ class UnevenAllToAll:
         sizes = [*counts, *(out.numel() for out in outs)]
         slot_exchange = self._engine.resources.slot_exchange
         if slot_exchange is None:
-            gathered = torch.empty((self._size, len(sizes) + 1), dtype=torch.int64)
-            self._all_gather(torch.tensor([*sizes, 0]), gathered)
+            gathered = torch.empty((self._size, len(sizes) + 1), dtype=torch.int64, device="cpu")
+            self._all_gather(torch.tensor([*sizes, 0], device="cpu"), gathered)
             table = gathered.numpy()
         with self._engine.call(code) as message_tag:
             self._engine.bytes += sum(counts) * tensors[0].itemsize

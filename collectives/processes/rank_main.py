@@ -104,7 +104,7 @@ class _Pickler(ForkingPickler):
 def reduce_tensor(value: object) -> Any:
     """Return how to pickle a tensor or storage by its bytes, as `reducer_override` does; else NotImplemented."""
     if isinstance(value, torch.UntypedStorage):
-        return _storage, (torch.empty(0, dtype=torch.uint8).set_(value).numpy().tobytes(),)
+        return _storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(value).numpy().tobytes(),)
     if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:  # type: ignore[attr-defined]
         return NotImplemented
     assert isinstance(value, Tensor)
@@ -114,12 +114,14 @@ def reduce_tensor(value: object) -> Any:
 
 
 def _storage(raw: bytes) -> torch.UntypedStorage:
-    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.untyped_storage()
 
 
 def _tensor(dtype: torch.dtype, view: tuple[Any, ...], requires_grad: bool, is_parameter: bool) -> Tensor:
-    values = torch.empty(0, dtype=dtype).set_(*view)
+    values = torch.empty(0, dtype=dtype, device="cpu").set_(*view)
     return Parameter(values, requires_grad) if is_parameter else values.requires_grad_(requires_grad)
 
 

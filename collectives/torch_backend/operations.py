@@ -207,7 +207,7 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
         raise TypeError(f"ReduceOp {op} of a sparse tensor is not supported; expected SUM or AVG")
     own = tensor.detach().coalesce()
     indices, values = own.indices().T.contiguous(), own.values()
-    layouts = comm.all_gather(torch.tensor([len(indices), own.sparse_dim(), *own.shape]))
+    layouts = comm.all_gather(torch.tensor([len(indices), own.sparse_dim(), *own.shape], device="cpu"))
     assert isinstance(layouts, Tensor)
     if not (layouts[:, 1:] == layouts[0, 1:]).all():
         raise MismatchError(
@@ -215,7 +215,11 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
         )
     counts = layouts[:, 0].tolist()
     total = torch.sparse_coo_tensor(
-        _gather_rows(comm, indices, counts).T, _gather_rows(comm, values, counts), own.shape, check_invariants=False
+        _gather_rows(comm, indices, counts).T,
+        _gather_rows(comm, values, counts),
+        own.shape,
+        device=own.device,
+        check_invariants=False,
     ).coalesce()
     with torch.no_grad():  # detach() of a sparse tensor does not share its number of values
         tensor.copy_(total / comm.size if op == "mean" else total)

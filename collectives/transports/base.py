@@ -193,7 +193,7 @@ class Transport(ABC):
 
         Collective: all ranks must call it.
         """
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @abstractmethod
     def withdraw(self) -> None:

@@ -32,7 +32,7 @@ class ThreadGroup:
         self.size = size
         self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
         self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # [parity][rank]: count, sequence, code
-        self.slots = [[torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in range(size)] for _ in (0, 1)]
+        self.slots = [[torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cpu") for _ in range(size)] for _ in (0, 1)]
         self.updates = 0
         """Number of calls of `update`."""
         self._changed = threading.Condition()

@@ -71,7 +71,7 @@ def _no_gpu() -> Finding:
 def _host_copy(index: int) -> Finding:
     name, device = f"gpu({index})", torch.device("cuda", index)
     try:
-        source = torch.arange(_COPIED // 4, dtype=torch.int32).pin_memory()
+        source = torch.arange(_COPIED // 4, dtype=torch.int32, device="cpu").pin_memory()
         seconds, is_equal = timed_copy(source, device)
     except RuntimeError as error:
         remedy = "pinned memory needs `ulimit -l unlimited` and free host memory; see `nvidia-smi` for other programs"

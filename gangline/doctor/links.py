@@ -100,7 +100,7 @@ def reach(link: LinkReport, port: int) -> LinkReport:
 
 def measure(comm: Communicator, link: LinkReport, other: int) -> None:
     """Fill in latency, clock skew and bandwidth to a rank that calls `answer` at the same time."""
-    clock, trips = torch.zeros(1, dtype=torch.float64), []
+    clock, trips = torch.zeros(1, dtype=torch.float64, device="cpu"), []
     for _ in range(_PINGS):
         begin, sent = time.perf_counter(), time.time()
         comm.send(clock, other)
@@ -109,7 +109,10 @@ def measure(comm: Communicator, link: LinkReport, other: int) -> None:
         trips.append((seconds, clock.item() - sent - seconds / 2))
     link.latency = statistics.median(seconds for seconds, _ in trips)
     link.skew = min(trips)[1]  # the fastest trip bounds it best
-    block, number = torch.zeros(_BLOCK, dtype=torch.uint8), torch.zeros(1, dtype=torch.float64)
+    block, number = (
+        torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu"),
+        torch.zeros(1, dtype=torch.float64, device="cpu"),
+    )
     begin = time.perf_counter()
     comm.send(block, other)
     comm.recv(number, other)
@@ -123,7 +126,10 @@ def measure(comm: Communicator, link: LinkReport, other: int) -> None:
 
 def answer(comm: Communicator, other: int) -> None:
     """Answer the measurement of another rank."""
-    number, block = torch.zeros(1, dtype=torch.float64), torch.zeros(_BLOCK, dtype=torch.uint8)
+    number, block = (
+        torch.zeros(1, dtype=torch.float64, device="cpu"),
+        torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu"),
+    )
     for _ in range(_PINGS):
         comm.recv(number, other)
         comm.send(number.fill_(time.time()), other)

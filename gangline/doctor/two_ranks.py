@@ -34,13 +34,13 @@ def measure_all_reduce(comm: Communicator) -> dict[str, Any]:
 
     Collective: all ranks must call it.
     """
-    small = torch.ones(1, dtype=torch.float64)
-    given = torch.arange(_ELEMENTS, dtype=torch.float64) + comm.rank
-    expected = torch.arange(_ELEMENTS, dtype=torch.float64) * comm.size + sum(range(comm.size))
+    small = torch.ones(1, dtype=torch.float64, device="cpu")
+    given = torch.arange(_ELEMENTS, dtype=torch.float64, device="cpu") + comm.rank
+    expected = torch.arange(_ELEMENTS, dtype=torch.float64, device="cpu") * comm.size + sum(range(comm.size))
     out = torch.empty_like(given)
     begin = time.perf_counter()
     comm.all_reduce(given, out=out)
-    first = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    first = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device="cpu")
     comm.all_reduce(first, "max")  # all ranks must make equally many calls
     is_right = torch.equal(out, expected)
     seconds = []

@@ -89,7 +89,9 @@ class NDArrayIter(DataIter):
             raise ValueError(
                 f"batches of {batch_size} samples from {counts}; expected equal numbers, and as many or more"
             )
-        self._order = torch.randperm(self.num_data) if shuffle else torch.arange(self.num_data)
+        self._order = (
+            torch.randperm(self.num_data, device="cpu") if shuffle else torch.arange(self.num_data, device="cpu")
+        )
         self._handle, self._left = last_batch_handle, self._order[:0]
         self.reset()
 

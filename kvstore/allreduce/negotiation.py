@@ -132,7 +132,7 @@ class Negotiator:
 
     def gather_bytes(self, data: bytes, lengths: Sequence[int], root: int | None = None) -> list[bytes]:
         """Gather bytes whose lengths are known; return them in rank order, nothing on ranks other than the root."""
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         if data:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if not len(own):
@@ -149,7 +149,7 @@ class Negotiator:
 
     def _gather_plain(self, value: Any) -> list[Any]:
         data = pack(value)
-        lengths = self.all_gather(torch.tensor([len(data)])).view(-1).tolist()
+        lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).view(-1).tolist()
         return [unpack(one) for one in self.gather_bytes(data, lengths)]
 
     def negotiate(

@@ -134,7 +134,7 @@ def _kinds(workers: Negotiator, part: BucketPart, dense: int | None) -> dict[Key
     if dense is not None:
         return {key: _DENSE if dense >> index & 1 else _ABSENT for index, key in enumerate(part.keys)}
     own = [_kind(part.values.get(key)) for key in part.keys]
-    gathered = workers.all_gather(torch.tensor(own, dtype=torch.uint8))
+    gathered = workers.all_gather(torch.tensor(own, dtype=torch.uint8, device="cpu"))
     kinds = {}
     for key, of_key in zip(part.keys, gathered.T.tolist(), strict=True):
         kinds[key] = _DENSE if _DENSE in of_key else max(of_key)
@@ -211,7 +211,9 @@ def _reduce_rows(workers: Negotiator, part: BucketPart, keys: Sequence[Key], fac
     if not keys:
         return {}
     own = [part.values.get(key) for key in keys]
-    counts = workers.all_gather(torch.tensor([len(rows.indices) if isinstance(rows, RowSparse) else 0 for rows in own]))
+    counts = workers.all_gather(
+        torch.tensor([len(rows.indices) if isinstance(rows, RowSparse) else 0 for rows in own], device="cpu")
+    )
     sums = {}
     for key, rows, of_key in zip(keys, own, counts.T.tolist(), strict=True):
         like = part.stored(key)

@@ -631,7 +631,7 @@ def _broadcast_state(workers: Negotiator, state: OptimizerState | None, root: in
         if state is not None and workers.rank == root:
             tensors[name] = state.tensors[name].contiguous()
         else:
-            tensors[name] = torch.empty(shape, dtype=dtype_named(dtype))
+            tensors[name] = torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
         with workers.communicator() as communicator:
             communicator.broadcast(tensors[name].view(-1).view(torch.uint8), root)
     return OptimizerState.from_parts(header, tensors)

@@ -75,7 +75,7 @@ class CompressHook:
     def _residual(self, bucket: GradBucket) -> Tensor:
         """Return the residual of a bucket, whose parameters change when DDP rebuilds its buckets."""
         parameters: list[Tensor] = bucket.parameters()
-        known, flat = self._buckets.get(bucket.index(), ([], torch.empty(0)))
+        known, flat = self._buckets.get(bucket.index(), ([], torch.empty(0, device="cpu")))
         if len(known) == len(parameters) and all(map(is_, known, parameters)):
             return flat
         flat = torch.zeros_like(bucket.buffer())

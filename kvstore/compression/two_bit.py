@@ -106,7 +106,9 @@ class TwoBit(Codec):
 
     def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the threshold in ``dtype``, and the next smaller number of the dtype."""
-        bits = torch.tensor([self.threshold], dtype=dtype).view(getattr(torch, f"int{dtype.itemsize * 8}"))
+        bits = torch.tensor([self.threshold], dtype=dtype, device="cpu").view(
+            getattr(torch, f"int{dtype.itemsize * 8}")
+        )
         threshold, below = torch.cat((bits, bits - 1)).view(dtype).tolist()
         if not 0 < threshold < math.inf:
             raise ValueError(

@@ -61,7 +61,7 @@ def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:
         raise ValueError(f"serialized data has a value of extension type {code}; expected {_TENSOR}, a tensor")
     name, shape, content = msgpack.unpackb(data)
     dtype = dtype_named(name)
-    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(shape)
 
 

@@ -103,7 +103,7 @@ class OptimizerSpec:
         _check_factors(ours)
         arguments.setdefault("lr", defaults["lr"])
         try:  # torch checks the values now instead of at the first update
-            optimizer_class([torch.zeros(1, 1)], **arguments)
+            optimizer_class([torch.zeros(1, 1, device="cpu")], **arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optimizer {name!r} with {arguments} is refused by torch: {error}") from error
         check_learning_rate(arguments["lr"])  # torch accepts NaN and infinity

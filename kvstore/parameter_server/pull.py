@@ -100,7 +100,7 @@ class PullTargets:
             return typed(data, dtype)
         if self._codec is None:
             raise ValueError(f"received compressed values of key {shard.layout.key!r}, but no compression is set")
-        values = torch.empty(shard.numel, dtype=dtype)
+        values = torch.empty(shard.numel, dtype=dtype, device="cpu")
         self._codec.decode(data.clone(), values)
         return values
 
@@ -114,7 +114,7 @@ class RowPull:
         self._layout = shards[0].layout
         self._ids = torch.unique(torch.cat([ids.reshape(-1).cpu() for _, ids in targets]))  # ascending
         dtype = dtype_named(self._layout.dtype)
-        self._rows = torch.empty(len(self._ids), self._layout.row, dtype=dtype)
+        self._rows = torch.empty(len(self._ids), self._layout.row, dtype=dtype, device="cpu")
         self._missing = len(shards)
 
     def requests(self, number: int, what: str, priority: int) -> list[Request]:
@@ -122,11 +122,13 @@ class RowPull:
         requests = []
         for shard in self._shards:
             split = self._layout.row // shard.width
-            blocks = (self._ids[:, None] * split + torch.arange(split)).view(-1) - shard.begin // shard.width
+            blocks = (self._ids[:, None] * split + torch.arange(split, device="cpu")).view(
+                -1
+            ) - shard.begin // shard.width
             inside = (blocks >= 0) & (blocks < shard.numel // shard.width)
             wanted = blocks[inside].contiguous()
             entries = [[shard.number, number, ROWS, wanted.nbytes]]
-            data = wanted.view(torch.uint8) if wanted.numel() else torch.empty(0, dtype=torch.uint8)
+            data = wanted.view(torch.uint8) if wanted.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
             requests.append(
                 Request(
                     shard.server,

@@ -26,7 +26,7 @@ from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _REASON_BYTES = 1024
 _MESSAGE_BYTES = 4 << 20
 """Bytes of shards that share one message."""
@@ -264,7 +264,7 @@ def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
     indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
     if not shard.is_whole:
         split = shard.layout.row // width
-        indices = (indices[:, None] * split + torch.arange(split)).view(-1) - shard.begin // width
+        indices = (indices[:, None] * split + torch.arange(split, device="cpu")).view(-1) - shard.begin // width
         inside = (indices >= 0) & (indices < shard.numel // width)
         indices, values = indices[inside], values.reshape(-1, width)[inside]
     return torch.cat([_as_bytes(indices), _as_bytes(values)])

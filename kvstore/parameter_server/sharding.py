@@ -58,7 +58,7 @@ class KeyLayout:
 
     def empty(self) -> Tensor:
         """Return an uninitialised host tensor of this layout."""
-        return torch.empty(self.shape, dtype=dtype_named(self.dtype))
+        return torch.empty(self.shape, dtype=dtype_named(self.dtype), device="cpu")
 
 
 @dataclass(frozen=True)

@@ -535,7 +535,7 @@ class DistStore(KVStore):
             assert self._spec.clip_global_norm is not None
             norms = [one for packed, _ in command(self._servers, "norms") for one in msgpack.unpackb(packed)]
             if norms:
-                norm = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64).unbind())
+                norm = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64, device="cpu").unbind())
                 factor = clipping.factor(norm * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
                 command(self._servers, "update", msgpack.packb([float(factor), rate]))
 

@@ -598,7 +598,7 @@ def _numbers_of(gradients: Sequence[RowSparse]) -> torch.Tensor:
 
 
 def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    found: torch.Tensor = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
+    found: torch.Tensor = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *numbers]))
     return found
 
 

@@ -660,7 +660,7 @@ class ShardedWeights:
         norm = sum(self._store.group.all_gather(squares, "clip_grad_norm_")) ** 0.5
         for one in gradients:
             one.mul_(min(max_norm / (norm + 1e-6), 1.0))
-        return torch.tensor(norm, dtype=self._updated[0].dtype)
+        return torch.tensor(norm, dtype=self._updated[0].dtype, device="cpu")
 
     # Full weights
 

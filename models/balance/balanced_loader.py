@@ -209,7 +209,8 @@ class BalancedLoader:
         sampler = sampler_of(self._user_loader)
         if self._seed is None:
             generator = getattr(sampler, "generator", None)  # from which torch's RandomSampler draws its seed likewise
-            self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+            device = "cpu" if generator is None else generator.device
+            self._seed = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
         starts = self._exchange.all_gather(
             {
                 "seed": self._seed,

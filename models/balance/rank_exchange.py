@@ -95,8 +95,8 @@ class RankExchange:
         return work, rows
 
     def _rows(self, numbers: Sequence[float]) -> Tensor:
-        rows = torch.zeros(self.size, len(numbers), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+        rows = torch.zeros(self.size, len(numbers), dtype=torch.float64, device="cpu")
+        rows[self.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return rows
 
 

@@ -90,7 +90,7 @@ class Reduction:
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
         if not (self.is_ended or self._has_entered or self.arrived):
-            self._model._pre_forward(torch.zeros(()))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
+            self._model._pre_forward(torch.zeros((), device="cpu"))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
     def complete(self) -> None:

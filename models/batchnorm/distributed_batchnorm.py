@@ -59,7 +59,7 @@ def _exchange(layer: DistributedBatchNorm, weight: float, direction: Direction, 
         # this rank's weight at the parameters, so it is divided by it below.
         own = Moments(own.size, weighted(own.mean, weight), weighted(own.squares, weight))
     # float64 holds every count, and the values of float32 unchanged.
-    header = torch.tensor([own.size, layer.number, direction == "backward"], dtype=torch.float64)
+    header = torch.tensor([own.size, layer.number, direction == "backward"], dtype=torch.float64, device="cpu")
     message = torch.cat([header.to(own.mean.device), own.mean.double(), own.squares.double()])
     received = [torch.empty_like(message) for _ in range(dist.get_world_size(layer.group))]
     dist.all_gather(received, message, group=layer.group)

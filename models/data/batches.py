@@ -140,7 +140,7 @@ def zeros_of(shapes: Any, what: str) -> Batch:
         return {name: zeros_of(shape, what) for name, shape in shapes.items()}
     if isinstance(shapes, (tuple, list)) and shapes:
         if all(isinstance(size, int) and not isinstance(size, bool) for size in shapes):
-            return torch.zeros(*shapes)
+            return torch.zeros(*shapes, device="cpu")
         return tuple(zeros_of(shape, what) for shape in shapes)
     raise TypeError(f"{what} is {shapes!r}; expected a shape such as (64, 1, 28, 28), or a tuple or dict of shapes")
 

@@ -59,8 +59,8 @@ def raw_digits() -> tuple[torch.Tensor, torch.Tensor]:
 def synthetic(image_shape: Sequence[int], dtype: torch.dtype, seed: int, samples: int, num_classes: int) -> Splits:
     """Return random images and labels, for measurements of speed; the first fifth is the held-out part too."""
     generator = torch.Generator().manual_seed(seed)
-    images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype)
-    labels = torch.randint(num_classes, (samples,), generator=generator)
+    images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype, device="cpu")
+    labels = torch.randint(num_classes, (samples,), generator=generator, device="cpu")
     return Splits((images, labels), (images[: max(1, samples // 5)], labels[: max(1, samples // 5)]), num_classes)
 
 

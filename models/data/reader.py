@@ -66,7 +66,9 @@ class Reader:
         if self._loader is None:
             self._loader = self._new_loader()
         self._sampler.batches = ([epoch, *batch] for batch in batches)
-        for batch in self._loader:
+        with torch.device("cpu"):  # of the seed that a DataLoader draws, for a user's torch.set_default_device("cuda")
+            loaded = iter(self._loader)
+        for batch in loaded:
             if isinstance(batch, Exception):
                 raise batch
             if batch.unreadable:
@@ -137,7 +139,8 @@ def _collate(items: list[Any]) -> _Batch | Exception:
         return items[0]
     readable = [item for item in items if not isinstance(item, Unreadable)]
     unreadable = [item for item in items if isinstance(item, Unreadable)]
-    return _Batch(default_collate(readable) if readable else None, unreadable)
+    with torch.device("cpu"):  # of labels that are numbers
+        return _Batch(default_collate(readable) if readable else None, unreadable)
 
 
 def _follow_parent(trainer: int, _: int) -> None:

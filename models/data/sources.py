@@ -170,9 +170,9 @@ class BatchOrder:
         """Return the batches of an epoch."""
         if self.shuffle:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(self.samples, generator=generator)
+            order = torch.randperm(self.samples, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.samples)
+            order = torch.arange(self.samples, device="cpu")
         return list(torch.split(order, self.batch_size))
 
     def plan(self) -> dict[str, Any]:

@@ -125,6 +125,6 @@ def _set_num_threads(count: int) -> None:
     """
     if count == 1:
         torch.set_num_threads(2)
-        torch.zeros(_PARALLEL).add_(1)
+        torch.zeros(_PARALLEL, device="cpu").add_(1)
     torch.set_num_threads(count)
     torch.get_num_threads()

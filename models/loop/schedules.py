@@ -223,7 +223,7 @@ class DrivenScheduler:
             ValueError: if the scheduler changes more than the rate, or its state cannot be saved.
         """
         self._spec, self._base_rate = spec, base_rate
-        self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=base_rate, momentum=0.5)
+        self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=base_rate, momentum=0.5)
         self._scheduler = spec.make(self._optimizer)
         if not isinstance(self._scheduler, LRScheduler):
             raise TypeError(

@@ -30,7 +30,7 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
             on_device.setdefault(gradient.device, []).append(gradient)
     flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
     if not flags:
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
     return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
 

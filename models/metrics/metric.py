@@ -253,7 +253,8 @@ class Mean:
 
     def update(self, total: torch.Tensor | float, weight: torch.Tensor | float) -> None:
         """Add a sum of values, and its weight."""
-        total = torch.as_tensor(total, dtype=torch.float64)
+        device = total.device if isinstance(total, torch.Tensor) else "cpu"
+        total = torch.as_tensor(total, dtype=torch.float64, device=device)
         weight = weight.double() if isinstance(weight, torch.Tensor) else total.new_full((), weight)
         sums = torch.stack([total, weight])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -434,7 +435,9 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "mse": _error("mse", torch.square),
     "nll_loss": _log_likelihood("nll-loss"),
     # infinite where math.exp raises
-    "perplexity": _log_likelihood("perplexity", lambda mean: float(torch.tensor(mean, dtype=torch.float64).exp())),
+    "perplexity": _log_likelihood(
+        "perplexity", lambda mean: float(torch.tensor(mean, dtype=torch.float64, device="cpu").exp())
+    ),
     "rmse": _error("rmse", torch.square, math.sqrt),
     "top_k_acc": partial(_accuracy, top_k=5),
     "top_k_accuracy": partial(_accuracy, top_k=5),

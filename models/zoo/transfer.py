@@ -215,7 +215,9 @@ def _replace(
     new = new.to(weight.dtype).to_empty(device=weight.device).train(layer.training)
     bound = 1 / math.sqrt(new.weight[0].numel())
     for parameter in new.parameters():
-        drawn = torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(
+            -bound, bound, generator=generator
+        )
         with torch.no_grad():
             parameter.copy_(drawn)
     parent, _, own = name.rpartition(".")

@@ -51,7 +51,7 @@ class Workspace:
         device = self._devices[buffer.position]
         if buffer.kind == "device":
             return torch.empty(PIECE, dtype=torch.uint8, device=device)
-        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
 
     def do(self, step: PipelineStep, work: StagedWork, op: str) -> None:
         """Launch a step on the current streams."""

@@ -71,7 +71,9 @@ class Segment:
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         memory.mapping = self._mapping  # type: ignore[attr-defined]
         weakref.finalize(memory, dead.append, number).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        return (
+            torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
 
     def bytes(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes as a view."""

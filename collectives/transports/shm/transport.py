@@ -303,7 +303,7 @@ class _ReceiveQueue:
     @cached_property
     def scratch(self) -> Tensor:
         """Buffer for pieces read from the source's memory: a new one each time would cost more than the read."""
-        return torch.empty(PIECE, dtype=torch.uint8)
+        return torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
     def has_next(self) -> bool:
         """Return whether the next message is posted."""

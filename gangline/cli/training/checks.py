@@ -128,4 +128,4 @@ def _labels(data: Any) -> torch.Tensor | None:
         labels = data.tensors[1]
     else:
         return None
-    return torch.as_tensor(labels) if isinstance(labels, (torch.Tensor, np.ndarray)) else None
+    return torch.as_tensor(labels, device="cpu") if isinstance(labels, (torch.Tensor, np.ndarray)) else None

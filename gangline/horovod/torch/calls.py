@@ -364,7 +364,7 @@ def _allreduce(
 
 
 def _follow_allreduce(call: list[Any], _: list[Any]) -> None:
-    zeros = torch.zeros(call[3], dtype=dtype_named(call[2]))
+    zeros = torch.zeros(call[3], dtype=dtype_named(call[2]), device="cpu")
     _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
 
 
@@ -414,7 +414,8 @@ def sparse_allreduce_async(
 
     def sparse_allreduce() -> Tensor:
         values, indices = gather()
-        return torch.sparse_coo_tensor(indices.t(), values / divisor if divisor > 1 else values, own.shape).coalesce()
+        mean = values / divisor if divisor > 1 else values
+        return torch.sparse_coo_tensor(indices.t(), mean, own.shape, device=own.device).coalesce()
 
     return submit(sparse_allreduce, is_async=True)
 
@@ -442,7 +443,7 @@ def _allgather(
 
 
 def _follow_allgather(call: list[Any], owns: list[Any]) -> None:
-    _gathered(global_process_set.group, torch.empty((0, *call[3]), dtype=dtype_named(call[2])), owns)
+    _gathered(global_process_set.group, torch.empty((0, *call[3]), dtype=dtype_named(call[2]), device="cpu"), owns)
 
 
 _rows_of_all = _form(_allgather)
@@ -458,7 +459,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
     def gradient(grad: Tensor) -> Any:
         rows = synchronize(
-            allgather_async(torch.tensor(len(tensor) if tensor.dim() else 1), None, process_set)
+            allgather_async(torch.tensor(len(tensor) if tensor.dim() else 1, device="cpu"), None, process_set)
         ).tolist()
         return allreduce(grad, process_set=process_set).split(rows)[process_set.rank()].view(tensor.shape)
 
@@ -520,7 +521,7 @@ def _alltoall(
         rows = [theirs[group.rank] for theirs in owns]
         out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         group.all_to_all_uneven(torch.split(tensor.contiguous(), parts), torch.split(out, rows))
-        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32))]
+        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32, device="cpu"))]
 
     return alltoall
 
@@ -649,15 +650,15 @@ def broadcast_object(
 ) -> Any:
     """Return the root's object."""
     is_root = rank() == root_rank
-    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = int(broadcast_(torch.tensor(len(data)), root_rank, name, process_set))
+    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = int(broadcast_(torch.tensor(len(data), device="cpu"), root_rank, name, process_set))
     return _unpacked(broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks."""
     data = _packed(obj)
-    lengths = _rows_of_all(torch.tensor(len(data)), name, process_set).tolist()
+    lengths = _rows_of_all(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
     return [_unpacked(one) for one in _rows_of_all(data, name, process_set).split(lengths)]
 
 

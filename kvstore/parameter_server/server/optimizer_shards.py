@@ -142,7 +142,7 @@ class ShardOptimizers:
     def update_kept(self, shard: Shard, factor: float, learning_rate: float) -> None:
         """Update a shard by its kept sum times a factor; runs in the shard's thread."""
         _, total, _ = self._kept.pop(shard.number)
-        scale_([_elements(total)], torch.tensor(factor, dtype=torch.float64))
+        scale_([_elements(total)], torch.tensor(factor, dtype=torch.float64, device="cpu"))
         self._update(shard, total, learning_rate)
 
     def drop_kept(self) -> None:
@@ -292,7 +292,7 @@ def _tensors(
         ValueError: if there are fewer bytes than described.
     """
     following = iter(datas)
-    data = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8, device="cpu")
     for path, name, shape in described:
         dtype = dtype_named(name)
         nbytes = math.prod(shape) * dtype.itemsize

@@ -225,7 +225,7 @@ class ShardRounds:
             if into_stored:
                 return shard.flat.view(torch.uint8)
             if optimizers is not None and optimizers.keeps_sums:
-                return torch.empty(nbytes, dtype=torch.uint8)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             return self._thread_pool.scratch(shard.thread, nbytes)
 
         def update() -> None:

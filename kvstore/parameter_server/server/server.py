@@ -375,7 +375,7 @@ class Server:
 
     def _allocate(self, one: optimizer_shards.Definition) -> tuple[Tensor, int]:
         if self._pool is None:
-            return torch.empty(one.shape, dtype=one.dtype), 0
+            return torch.empty(one.shape, dtype=one.dtype, device="cpu"), 0
         offset = self._pool.allocate(one.nbytes)
         return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
 

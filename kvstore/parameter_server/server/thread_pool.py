@@ -32,7 +32,7 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = [0] * self.size
-        self._scratch = [torch.empty(0, dtype=torch.uint8)] * self.size
+        self._scratch = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
         self._loads = [0] * self.size  # bytes of the shards of each thread
 
     def assign(self, nbytes: int, thread: int | None = None) -> int:
@@ -49,7 +49,7 @@ class ThreadPool:
     def scratch(self, thread: int, nbytes: int) -> Tensor:
         """Return uint8 memory that work of a thread may use; the same each time, so it is likely in the CPU caches."""
         if self._scratch[thread].nbytes < nbytes:
-            self._scratch[thread] = torch.empty(nbytes, dtype=torch.uint8)
+            self._scratch[thread] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._scratch[thread][:nbytes]
 
     def run(self, thread: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 INLINE = 1 << 15
 """Bytes up to which data are sent in the message even if memory is shared: this saves one or two messages."""
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def tensor_of(frame: memoryview) -> Tensor:

@@ -181,7 +181,7 @@ class Augmentation:
         self, before: tuple[int, int], image_shape: Sequence[int], seed: int, epoch: int, sample: int
     ) -> torch.Tensor:
         generator = torch.Generator().manual_seed(mixed_seed(seed, epoch, sample))
-        drawn: list[float] = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
+        drawn: list[float] = torch.rand(8, generator=generator, dtype=torch.float64, device="cpu").tolist()
         flip, flip_vertical, rotate, right, down, scale, across, along = drawn  # always all: each keeps its number
         (_, height, width), (crop_height, crop_width) = image_shape, _sides(self.crop or before)
         left = math.floor(across * (before[1] - crop_width + 1))
@@ -200,7 +200,7 @@ class Augmentation:
         to_x = width / 2 - 0.5 + _between(self.translate, right, 0.0)
         to_y = height / 2 - 0.5 + _between(self.translate, down, 0.0)
         rows = [[a, b, to_x - a * centre_x - b * centre_y], [c, d, to_y - c * centre_x - d * centre_y]]
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int], mode: str = "bilinear") -> torch.Tensor:
@@ -216,7 +216,7 @@ def warp(images: torch.Tensor, matrices: torch.Tensor, size: tuple[int, int], mo
 
     # grid_sample's coordinates (align_corners=False) put the centre of pixel i of n at (2 i + 1) / n - 1. The grid is
     # computed elementwise, because the product in F.affine_grid can round differently for different batch sizes.
-    x, y = (((2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1).to(images) for n in (width, height))
+    x, y = (((2 * torch.arange(n, dtype=torch.float64, device="cpu") + 1) / n - 1).to(images) for n in (width, height))
     grid = []
     for (by_x, by_y, offset), side in ((inverse_x, images.shape[3]), (inverse_y, images.shape[2])):
         offset = (by_x * (width - 1) + by_y * (height - 1) + 2 * offset + 1) / side - 1

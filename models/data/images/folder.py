@@ -85,7 +85,7 @@ class Images(Dataset[Any]):
         self._skip_limit = skip_unreadable
         self._skipped: dict[str, str] = {}
         # In shared memory, so that persistent workers of a DataLoader see it change.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def _select(self, listing: FolderListing) -> list[str]:
         """Return the names of the images of a folder that belong to the dataset."""

@@ -96,7 +96,7 @@ class ImagePatches(Dataset[Any]):
         self._num_classes = num_classes
         self.num_workers = num_workers
         # In shared memory, so that persistent workers of a DataLoader see it change.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.names) * self._per_image
@@ -132,7 +132,7 @@ class ImagePatches(Dataset[Any]):
         Raises:
             ValueError: if a mask has another class.
         """
-        counts = torch.zeros(num_classes, dtype=torch.int64)
+        counts = torch.zeros(num_classes, dtype=torch.int64, device="cpu")
         for number in range(len(self.names)):
             labels = self._mask(number)
             _check_classes(labels, num_classes, self._mask_names[number])

@@ -37,11 +37,11 @@ def split_each_label(data: Any, *parts: float, seed: int = 0) -> list[Any]:
     for label in np.unique(labels):
         indices = np.flatnonzero(labels == label)
         generator = torch.Generator().manual_seed(mixed_seed(seed, int(label)))
-        shuffled = indices[torch.randperm(len(indices), generator=generator).numpy()]
+        shuffled = indices[torch.randperm(len(indices), generator=generator, device="cpu").numpy()]
         bounds = _bounds(len(indices), wanted, f"label {names[label] if names else label}")
         for part, begin, end in zip(chosen, [0, *bounds], [*bounds, len(indices)], strict=True):
             part += shuffled[begin:end].tolist()
-    found = [torch.tensor(sorted(part)) for part in chosen]
+    found = [torch.tensor(sorted(part), device="cpu") for part in chosen]
     if isinstance(data, tuple):
         return [(take(as_batch(data[0], "data"), part), take(as_batch(data[1], "labels"), part)) for part in found]
     return [Subset(data, part.tolist()) for part in found]
@@ -97,7 +97,7 @@ def _labels_of(data: Any) -> tuple[np.ndarray[Any, Any], list[str] | None]:
         if num_samples(as_batch(data[0], "data"), "data") != len(given):
             raise ValueError(f"data has {num_samples(data[0], 'data')} samples, but {len(given)} labels")
     elif hasattr(data, "labels"):
-        given = torch.as_tensor(data.labels)
+        given = torch.as_tensor(data.labels, device="cpu")
     else:
         raise TypeError(f"data is a {type(data).__name__} without labels; expected an ImageFolder or (data, labels)")
     if not isinstance(given, torch.Tensor) or given.dim() != 1 or given.is_floating_point():

@@ -1,0 +1,56 @@
+"""A script that calls `torch.set_default_device("cuda")`: what gangline keeps on the host stays there."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch.utils._device import _device_constructors
+
+from tests.default_device import Weights, check, module, sparse, trainer
+from tests.kvstore.test_launch import launch
+from tests.programs import ROOT
+
+FOLDERS = ("collectives", "kvstore", "models", "gangline")
+
+
+def _files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from (file for file in (ROOT / folder).rglob("*.py") if not any(one.is_symlink() for one in file.parents))
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    functions = {f"torch.{one.__name__}" for one in _device_constructors()}
+    assert "torch.zeros" in functions
+    missing = [
+        f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for file in _files()
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in functions
+        and not any(one.arg in ("device", None) for one in call.keywords)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+@pytest.mark.parametrize("way", [module, trainer, sparse])
+def test_contexts(way: Callable[[str], Weights], store: str) -> None:
+    check(partial(way, store), partial(way, store))
+
+
+def test_ranks() -> None:
+    with launch("-n", "2", "-s", "0", "--", sys.executable, "-m", "tests.default_device") as job:
+        code, output, errors = job.end()
+    assert code == 0, [*output, *errors]
+
+
+@pytest.mark.parametrize("way", ["module", "trainer", "sparse"])
+def test_servers(way: str) -> None:
+    with launch("-n", "2", "-s", "1", "--", sys.executable, "-m", "tests.default_device", way) as job:
+        code, output, errors = job.end()
+    assert code == 0, [*output, *errors]
