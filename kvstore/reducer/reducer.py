@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import DeadNodeError, StallError
@@ -119,11 +120,21 @@ class Reducer:
         self._checks_finite = checks_finite()
         self._lock = threading.Lock()
         self._push_lock = threading.Lock()
+        self._hooks: list[RemovableHandle] = []
+        self._is_early = False
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index, key))  # type: ignore[no-untyped-call]
             for index, of_replica in enumerate(self._parameters)
             for key, parameter in of_replica.items()
         ]
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def begin(
         self, active: Iterable[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
@@ -142,6 +153,11 @@ class Reducer:
         self._is_rerun = rerun
         if not self._buckets:
             self._arrivals.clear()
+        elif push_early and not self._hooks:
+            self._add_hooks()
+        elif not (push_early or self._is_early or self._checks_finite):  # a plain loop: nothing waits for gradients
+            self._remove_hooks()
+        self._is_early = push_early
         push_early = push_early and (self._in_step or weight != 0)
         for state in self._buckets:
             if not rerun:
@@ -536,8 +552,7 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks, and hand back the parameters."""
         self.hand_back()
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
 
 
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gangline import Communicator, spawn
 from gangline.kvstore import Trainer, create
+from tests.collectives.ranks import in_threads
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -261,3 +262,26 @@ def _calls_of_a_step(layers: int) -> int:
 def test_a_step_makes_few_calls_for_each_parameter() -> None:
     """29 when this was written; 55 before, when each key was checked and moved by functions of its own."""
     assert (_calls_of_a_step(24) - _calls_of_a_step(4)) / 40 <= 32
+
+
+def _hooks_after_each_step(comm: Communicator, early_steps: Sequence[bool]) -> list[int]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    counts = []
+    with create("allreduce", communicator=comm) as kv:
+        trainer = Trainer(network, "sgd", {"lr": 0.1}, kv)
+        for is_early in early_steps:
+            trainer.zero_grad()
+            loss = network(torch.ones(2, 4)).sum()
+            if is_early:
+                trainer.backward(loss, 2)
+            else:
+                loss.backward()
+            trainer.step(2)
+            counts.append(sum(bool(one._post_accumulate_grad_hooks) for one in network.parameters()))
+    return counts
+
+
+def test_hooks_of_gradients_exist_only_where_buckets_leave_during_backward() -> None:
+    early_steps = [False, False, True, True, False, False, False]
+    assert in_threads(2, _hooks_after_each_step, early_steps) == [[0, 0, 4, 4, 0, 0, 0]] * 2
