@@ -3,7 +3,8 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all gpu-proof gpu-wheels test-torch fuzz soak lint format wheel docs peers engines clean
+.PHONY: train test test-all quick gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
+	docs peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -14,6 +15,11 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
+
+# Fast tests of what differs from the last commit: `make quick`, or from another one: `make quick SINCE=main`.
+SINCE ?= HEAD
+quick: $(VENV)/.installed
+	$(BIN)/python -m tests.quick $(SINCE)
 
 # What only a GPU can show, in ten minutes. On a machine without package index: `make gpu-wheels` elsewhere, then there
 # `pip install --no-index --no-deps wheels/*.whl`.
@@ -31,6 +37,11 @@ gpu-wheels: $(VENV)/.installed
 TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 test-torch: $(VENV)/.installed
 	$(BIN)/python -m tests.torch_versions $(TORCH)
+
+# With the lowest versions that pyproject.toml allows; OLDEST_TORCH is the lowest that has a CPU build where you are.
+OLDEST_TORCH ?= 2.13.0
+test-oldest: $(VENV)/.installed
+	$(BIN)/python -m tests.oldest --torch $(OLDEST_TORCH)
 
 # A million mutated messages to a live job in each mode: `make fuzz MESSAGES=20000`.
 MESSAGES ?= 1000000
@@ -51,6 +62,11 @@ lint: $(VENV)/.installed
 wheel: $(VENV)/.installed
 	rm -rf build dist *.egg-info
 	$(BIN)/python -m build
+
+# `make release-check PYTHONS="python3.11 python3.12 python3.13"`; writes dist/.
+PYTHONS ?= $(PYTHON)
+release-check: $(VENV)/.installed
+	$(BIN)/python -m tests.release_check $(addprefix --python ,$(PYTHONS))
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -75,6 +91,15 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .p
 .peers/mxnet/.installed:
 	$(PYTHON) -m venv .peers/mxnet
 	.peers/mxnet/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5
+	touch $@
+
+# gangline inside MXNet: the real MXNet, torch and gangline in one environment, with MXNet's numpy.
+.peers/mxnet-gangline/.installed:
+	$(PYTHON) -m venv .peers/mxnet-gangline
+	.peers/mxnet-gangline/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5 $$(grep ^torch== constraints.txt) setuptools \
+	msgpack pyzmq psutil typer rich fsspec safetensors tqdm pillow nvidia-ml-py
+	.peers/mxnet-gangline/bin/pip install --quiet --no-deps torchmetrics lightning-utilities
+	.peers/mxnet-gangline/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # Open MPI is the system's (`apt-get install openmpi-bin libopenmpi-dev`); MPICH and Intel MPI come as wheels.

@@ -23,6 +23,7 @@ from gangline.cli.options import command
 from gangline.cli.plan import plan
 from gangline.cli.run import run
 from gangline.cli.status import status
+from gangline.cli.training.mxnet_flags import TrainCommand
 from gangline.cli.training.options import TrainOptions
 from gangline.cli.training.predict import PredictOptions, predict
 from gangline.cli.training.train import train
@@ -58,7 +59,7 @@ def _options(
     logs.set_level(verbose, quiet)
 
 
-app.command()(command(train, TrainOptions))
+app.command(cls=TrainCommand)(command(train, TrainOptions))
 app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
 app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD

@@ -66,9 +66,7 @@ class Reader:
         if self._loader is None:
             self._loader = self._new_loader()
         self._sampler.batches = ([epoch, *batch] for batch in batches)
-        with torch.device("cpu"):  # of the seed that a DataLoader draws, for a user's torch.set_default_device("cuda")
-            loaded = iter(self._loader)
-        for batch in loaded:
+        for batch in _begun(self._loader):  # no variable: an error's traceback would keep the worker processes
             if isinstance(batch, Exception):
                 raise batch
             if batch.unreadable:
@@ -95,6 +93,12 @@ class Reader:
         return DataLoader(
             self._dataset, batch_sampler=self._sampler, collate_fn=_collate, pin_memory=self._pin, **options
         )
+
+
+def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return a loader's iterator, whose seed is drawn on the host whatever `torch.set_default_device` says."""
+    with torch.device("cpu"):
+        return iter(loader)
 
 
 class _ReplaceableSampler:

@@ -18,6 +18,7 @@ from gangline.launcher.job import free_ports
 from tests.programs import ROOT, environment, python, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
+BOTH = ROOT / ".peers" / "mxnet-gangline" / "bin" / "python"
 MXNET = ROOT / ".peers" / "mxnet" / "bin" / "python"
 SCHEDULES = [
     "FactorScheduler step=5 factor=0.5",
@@ -57,15 +58,11 @@ def test_a_module_script_gives_mxnets_weights(script: str, options: tuple[str, .
     assert_equal(theirs, ours)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not MXNET.exists(), reason="it is not installed: make peers")
-def test_a_gluon_script_of_two_workers_gives_mxnets_weights(tmp_path: Path) -> None:
-    theirs, ours = folders(tmp_path)
-    script = SCRIPTS / "mxnet_gluon.py"
+def train_with_mxnets_servers(folder: Path) -> None:
     job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": free_ports(1)[0], "DMLC_NUM_SERVER": 1}
     job |= {"DMLC_NUM_WORKER": 2, "DMLC_INTERFACE": "lo"}
     serve = [MXNET, "-c", "import mxnet"]  # a scheduler or server of MXNet ends there
-    work = [MXNET, script, "mxnet", theirs]
+    work = [MXNET, SCRIPTS / "mxnet_gluon.py", "mxnet", folder]
     roles = [("scheduler", serve), ("server", serve), ("worker", work), ("worker", work)]
     processes = [
         subprocess.Popen([*map(str, command)], env=environment(**job, DMLC_ROLE=role)) for role, command in roles
@@ -75,8 +72,25 @@ def test_a_gluon_script_of_two_workers_gives_mxnets_weights(tmp_path: Path) -> N
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MXNET.exists(), reason="it is not installed: make peers")
+def test_a_gluon_script_of_two_workers_gives_mxnets_weights(tmp_path: Path) -> None:
+    theirs, ours = folders(tmp_path)
+    train_with_mxnets_servers(theirs)
     launch = ("-m", "gangline", "launch", "-n", 2, "-s", 1, "--", sys.executable)
-    python(*launch, script, "gangline.mxnet", ours, code=0)
+    python(*launch, SCRIPTS / "mxnet_gluon.py", "gangline.mxnet", ours, code=0)
+    assert_equal(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BOTH.exists(), reason="it is not installed: make .peers/mxnet-gangline/.installed")
+def test_mxnets_trainer_over_gangline_gives_the_weights_of_mxnets_servers(tmp_path: Path) -> None:
+    theirs, ours = folders(tmp_path)
+    train_with_mxnets_servers(theirs)
+    launch = ("-m", "gangline", "launch", "-n", 2, "-s", 0, "--", BOTH)
+    python(*launch, SCRIPTS / "mxnet_gluon.py", "mxnet", ours, "gangline", code=0)
     assert_equal(theirs, ours)
 
 

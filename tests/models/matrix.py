@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, split_batch, torch_backend
+from gangline.collectives.errors import StallError
 from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.reducer import reducer
@@ -274,11 +275,18 @@ class Case:
         """
         worker = [rank for rank, contexts in enumerate(self.loads) for _ in contexts][sender]
         totals = [self.total([share_of(self, worker, *batch)[1]]) for batch in window]
-        return (next(filter(None, totals), 0.0) if self.road == "Module" and not self.is_summed else sum(totals)) or 1.0
+        if self.road != "Module":
+            return sum(totals) or 1.0
+        return 1.0 if self.is_summed else next(filter(None, totals), 1.0)
 
     def of_workers(self, samples: int) -> list[slice]:
-        """Return the samples of each worker; wrappers give one with BatchNorm, which may train later, two at least."""
-        return split_batch(samples, self.by_worker, 2 if self.is_wrapped and "eval" in self.features else 1)
+        """Return the samples of each worker."""
+        return split_batch(samples, self.by_worker, self.smallest_share)
+
+    @property
+    def smallest_share(self) -> int:
+        """Fewest samples of a part: two for BatchNorm of its own, also in evaluation, as it may train later."""
+        return 2 if "eval" in self.features else 1
 
     def senders(self, samples: int) -> list[list[slice]]:
         """Return the shares of a batch that each sender of rounded gradients adds up; one sender without rounding."""
@@ -287,7 +295,7 @@ class Case:
         shares = []
         for worker, contexts in zip(self.of_workers(samples), self.loads, strict=True):
             own = worker.stop - worker.start
-            parts = split_batch(own, list(contexts)) if own else [slice(0, 0)] * len(contexts)
+            parts = split_batch(own, list(contexts), self.smallest_share) if own else [slice(0, 0)] * len(contexts)
             shares.append([slice(worker.start + part.start, worker.start + part.stop) for part in parts])
         if self.compression is not None and len(self.loads) > 1:
             return shares  # workers add up their contexts' gradients first
@@ -491,6 +499,7 @@ def by_distributed_optimizer(case: Case, store: str | KVStore, rank: int) -> Sta
                         loss = _loss_of_share(case, networks, data, label, divisor or 1.0)
                     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 elif number == len(window):
+                    scaler.scale(torch.zeros(()))  # or unscale_() raises where no loss was scaled
                     optimizer.synchronize()
         scaler.unscale_(optimizer)
         if case.clip == "clip_global_norm":
@@ -677,8 +686,9 @@ class Jobs:
         if errors:
             if len({str(error) for error in errors}) > 1 or len(errors) < size:  # not a refusal on all ranks alike
                 self._jobs.pop(size).close()
-            errors[0].add_note(f"{len(errors)} of {size} ranks raised")
-            raise errors[0]
+            first = next((error for error in errors if not isinstance(error, StallError)), errors[0])
+            first.add_note(f"{len(errors)} of {size} ranks raised: {errors}")
+            raise first
         return cast("list[State]", results)
 
     def close(self) -> None:

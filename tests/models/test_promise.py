@@ -34,6 +34,13 @@ FEATURES_OF = {
 }
 
 
+HALF = 2e-3
+"""Largest distance with float16, which rounds gradients by 5e-4, and a clipping factor or a bias close to 0 by more.
+
+A lost or wrongly weighted sample, or a step that should be skipped, moves the weights by 0.05 and more.
+"""
+
+
 @st.composite
 def cases(draw: st.DrawFn, road: str) -> Case:
     """Draw a job; leave out what has no meaning on the road, but not what the product refuses."""
@@ -63,7 +70,7 @@ def cases(draw: st.DrawFn, road: str) -> Case:
     if road == "DistributedOptimizer":  # alone it is torch's optimizer; GradScaler needs whole gradients
         half, compression = half and shard != "weights", compression if workers > 1 else None
     loss = draw(st.sampled_from(["ignored", "mean", "sum", "weighted"]))
-    if loss == "sum" and ((road == "Module" and "inplace" in features) or (road == "DistributedOptimizer" and half)):
+    if loss == "sum" and ("inplace" in features if road == "Module" else half):
         loss = "mean"  # a loss of the user's own is a mean; a loop that averages sums multiplies them, and rounds so
     batch = draw(st.integers(6, 13) if "batchnorm" in features else st.integers(1, 13))
     return Case(
@@ -153,7 +160,7 @@ def test_every_combination_of_features_trains_as_one_plain_loop(road: str, data:
     first, *others = jobs.run(case)
     apart = distance(first, plainly(case))
     note(f"distance {apart:.1e}")
-    assert apart <= (1e-5 if case.half else 1e-11)
+    assert apart <= (HALF if case.half else 1e-11)
     for other in others:
         assert all(torch.equal(first[name], value) for name, value in other.items())
 

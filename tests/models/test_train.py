@@ -396,6 +396,32 @@ def test_benchmark_trains_on_random_images(capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("Validation-accuracy=")
 
 
+def test_flags_as_mxnets_examples_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    network = ["--network", "resnet", "--num-layers", "18", "--image-shape=3,16,16"]
+    images = ["--benchmark", "1", "--num-classes", "5", "--num-examples", "8", "--test-io", "0"]
+    code, _, err = train(capsys, *network, *images, "--num-epochs", "1", "--batch-size", "4")
+    assert code == 0
+    assert "resnet18 on cpu(0), store none, batch size 4, 5 classes" in err
+    code, out, _ = train(capsys, "--benchmark", "0", "--test-io", "1")
+    assert (code, out[:19]) == (0, "samples-per-second=")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--num-examples", "60000"], "--num-examples is 60000, but the training data have 1438"),
+        (["--num-classes", "1000"], "--num-classes is 1000, but the training data have 10"),
+        (["--num-layers", "18"], "--num-layers is '18'; expected a number, and --network"),
+        (["--network", "resnet", "--num-layers", "deep"], "--num-layers is 'deep'"),
+        (["--network", "resnet", "--num-layers"], "--num-layers is None; expected a number"),
+    ],
+)
+def test_flags_of_mxnet_that_are_wrong(flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = train(capsys, *flags)
+    assert code == 2
+    assert expected in err
+
+
 @pytest.fixture
 def _ctrl_c_is_heard() -> Iterator[None]:
     """Restore SIGINT for started processes; a shell ignores it in background jobs."""

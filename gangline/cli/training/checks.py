@@ -10,7 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from gangline.models.data.batches import Batch, as_batch, call_network, evaluating, map_tensors, take, tensors_of
+from gangline.collectives.errors import UsageError
+from gangline.models.data.batches import (
+    Batch,
+    as_batch,
+    call_network,
+    evaluating,
+    length_of,
+    map_tensors,
+    take,
+    tensors_of,
+)
+from gangline.models.data.datasets import Splits
 
 IGNORED = -100
 """Default ``ignore_index`` of torch's CrossEntropyLoss and NLLLoss."""
@@ -84,6 +95,20 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
             f"label {int(labels[first])} of sample {first[0]} of {what} is not a class; expected 0 to "
             f"{num_classes - 1} ({len(wrong_indices)} out of range)"
         )
+
+
+def check_counts(splits: Splits, samples: int | None, num_classes: int | None) -> None:
+    """Check the numbers of training samples and of classes that a user expects; None: any.
+
+    Raises:
+        UsageError: if the data have others, or do not tell.
+    """
+    data = splits.train
+    found = length_of(data[0] if isinstance(data, tuple) else data)
+    for flag, wanted, count in (("num-examples", samples, found), ("num-classes", num_classes, splits.num_classes)):
+        if wanted not in (None, count):
+            has = "an unknown number" if count is None else count
+            raise UsageError(f"--{flag} is {wanted}, but the training data have {has}; expected this number, or none")
 
 
 def first_sample(data: Any) -> Batch | None:

@@ -14,6 +14,7 @@ import typer
 from gangline.cli.options import DeviceOptions, command
 from gangline.cli.options import data_option as _data
 from gangline.cli.options import device_option as _where
+from gangline.cli.training.mxnet_flags import TrainCommand
 from gangline.collectives.errors import UsageError
 
 _rate = partial(typer.Option, rich_help_panel="Learning rate")
@@ -62,6 +63,12 @@ class TrainOptions(DeviceOptions):
         ),
     ] = None
     val_dir: Annotated[str | None, _data(help="Folder of held-out images. Default: a fifth of --data-dir.")] = None
+    num_classes: Annotated[
+        int | None, _data(help="Number of classes of --benchmark; that of other data is checked.", min=1)
+    ] = None
+    num_examples: Annotated[
+        int | None, _data(help="Number of images of --benchmark; that of other data is checked.", min=1)
+    ] = None
     image_shape: Annotated[str | None, _data(help="Channels, height and width, such as 3,64,64.")] = None
     rgb_mean: Annotated[
         str | None,
@@ -182,7 +189,7 @@ def parsed(words: Sequence[str]) -> TrainOptions:
     """
     found: list[TrainOptions] = []
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("train")(command(found.append, TrainOptions))
+    app.command("train", cls=TrainCommand)(command(found.append, TrainOptions))
     try:
         app(list(words), standalone_mode=False)
     except Exception as error:

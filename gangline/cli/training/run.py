@@ -22,7 +22,7 @@ from gangline.advise.context_scaling import scaling_of
 from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
 from gangline.cli.options import check_network, image_shape_of, metrics_of, normalization, numbers, signals_of
-from gangline.cli.training.checks import check_fits, check_labels, first_sample
+from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.context import Context, contexts
 from gangline.collectives.errors import UsageError
@@ -78,6 +78,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     store, max_staleness = _store(options, context)
     resume, schedule = _resume(options), _schedule(options)
     splits, about = _data(options, dtype)
+    check_counts(splits, options.num_examples, options.num_classes)
     if options.test_io:
         speed = read_speed(splits.train, None if import_by_name.has_batches(splits.train) else options.batch_size)
         print(f"samples-per-second={speed:.1f}")
@@ -297,7 +298,8 @@ def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, d
     if options.benchmark:
         batch_bytes = options.batch_size * math.prod(shape) * dtype.itemsize
         batches = max(5, min(_BENCHMARK_BATCHES, int(_BENCHMARK_BYTES / batch_bytes)))
-        return datasets.synthetic(shape, dtype, seed, batches * options.batch_size, 10), about
+        samples = options.num_examples or batches * options.batch_size
+        return datasets.synthetic(shape, dtype, seed, samples, options.num_classes or 10), about
     if options.data_dir is not None:
         return _image_folder(options, options.data_dir, shape, dtype, about), about
     for flag in ("val_dir", "augment", "rgb_mean", "rgb_std"):
