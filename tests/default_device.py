@@ -5,6 +5,7 @@ Device "meta" takes the place of a GPU: a value that lands there by mistake is l
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -105,11 +106,13 @@ def compressed(kind: str) -> Weights:
 
 
 def balance(backend: str) -> Weights:
-    dist.init_process_group(backend)
+    store = f"file://{os.environ['STORES']}/{torch.get_default_device()}"  # one of a port would meet the group before
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
     network = _network()
     model = DistributedDataParallel(network)
     stepped = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = gangline.balance(model, DataLoader(_dataset(), batch_size=8))
+    loader = gangline.balance(model, DataLoader(_dataset(), batch_size=8), loads=[1, 1])  # BatchNorm sees the split
     for _ in range(2):
         batches = iter(loader)
         with HOST:  # a DataLoader draws its seed on the default device, which "meta" cannot

@@ -43,14 +43,15 @@ def test_contexts(way: Callable[[str], Weights], store: str) -> None:
     check(partial(way, store), partial(way, store))
 
 
-def test_ranks() -> None:
+def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORES", str(tmp_path))
     with launch("-n", "2", "-s", "0", "--", sys.executable, "-m", "tests.default_device") as job:
         code, output, errors = job.end()
-    assert code == 0, [*output, *errors]
+    assert code == 0, "\n".join([*output, *errors])
 
 
 @pytest.mark.parametrize("way", ["module", "trainer", "sparse"])
 def test_servers(way: str) -> None:
     with launch("-n", "2", "-s", "1", "--", sys.executable, "-m", "tests.default_device", way) as job:
         code, output, errors = job.end()
-    assert code == 0, [*output, *errors]
+    assert code == 0, "\n".join([*output, *errors])
