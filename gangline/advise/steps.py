@@ -80,7 +80,7 @@ class Compressing:
 
 @dataclass
 class JobSteps:
-    """What a timeline tells of a training job."""
+    """Steps of a training job, read from its timeline."""
 
     processes: list[ProcessSteps]
     bytes_per_step: float
@@ -88,7 +88,7 @@ class JobSteps:
     seconds_alone: float
     """Median time in a step in which collectives or servers were at work on what all processes had given."""
     compression: Compressing | None = None
-    """What a process compresses in a step; None: nothing."""
+    """Compression of a process in a step; None: it compresses nothing."""
     servers: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Host of each server, and the seconds of a step in which it added up and updated."""
 

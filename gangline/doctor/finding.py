@@ -37,7 +37,7 @@ class Finding:
     name: str
     measured: str
     remedy: str = ""
-    """What to do; empty if nothing is to be done."""
+    """Remedy; empty if nothing is to be done."""
     host: str = ""
     """Host to which it applies; empty for the only one, or for all."""
 
@@ -49,7 +49,7 @@ class Check(NamedTuple):
     module: str
     function: str
     remedy: str = ""
-    """What to do if it does not end within the deadline."""
+    """Remedy if it does not end within the deadline."""
 
 
 class Outcome(NamedTuple):

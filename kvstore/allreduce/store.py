@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class CopyResult(NamedTuple):
-    """What the workers of a `AllReduceStore.copy_from_owners` have said."""
+    """Answers of the workers in `AllReduceStore.copy_from_owners`."""
 
     missing: int
     """Their bit masks, combined with OR."""

@@ -27,6 +27,7 @@ class GradientReducer(Reducer):
 
     def __init__(self, parameters: Mapping[Key, torch.Tensor], store: KVStore) -> None:
         super().__init__([parameters], store)
+        self._keeps_hooks = True  # `begin` is called within a backward, where hooks cannot be added
         self._has_gradients = True
         self._means: dict[Key, torch.Tensor] = {}
         self._whole: set[int] = set()  # priorities of the buckets that this worker has pushed with all gradients

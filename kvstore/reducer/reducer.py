@@ -118,6 +118,7 @@ class Reducer:
         self._warned: set[Key] = set()
         self._handed_back: set[Key] = set()  # parameters that are no views until the next step, see hand_back
         self._checks_finite = checks_finite()
+        self._keeps_hooks = self._checks_finite
         self._lock = threading.Lock()
         self._push_lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
@@ -155,7 +156,7 @@ class Reducer:
             self._arrivals.clear()
         elif push_early and not self._hooks:
             self._add_hooks()
-        elif not (push_early or self._is_early or self._checks_finite):  # a plain loop: nothing waits for gradients
+        elif not (push_early or self._is_early or self._keeps_hooks):  # a plain loop: nothing waits for gradients
             self._remove_hooks()
         self._is_early = push_early
         push_early = push_early and (self._in_step or weight != 0)

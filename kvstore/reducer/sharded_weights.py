@@ -67,7 +67,7 @@ class _WeightGroup:
 
 @dataclass(frozen=True)
 class _PackedWeight:
-    """What autograd keeps in place of a weight, or of a view of it."""
+    """Placeholder that autograd keeps for a weight, or for a view of it."""
 
     group: _WeightGroup
     weight: _Weight

@@ -30,7 +30,7 @@ Count = Callable[[Any], float | Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank read for a step."""
+    """Batch that one rank read for a step."""
 
     samples: int
     """Samples that it trains on; 0: the batch repeats one sample without weight."""

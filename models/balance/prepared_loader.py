@@ -13,7 +13,7 @@ from gangline.models.data.batches import copy_loader
 
 
 class PreparedLoader(NamedTuple):
-    """What was inside a loader that accelerate prepared."""
+    """Loader inside one that accelerate prepared."""
 
     loader: DataLoader[Any]
     """DataLoader as it was before `prepare`."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gangline")
 Arguments = Callable[[Any, Any, Any], tuple[Any, ...] | None]
 State = list[torch.Tensor]
-"""What was counted on one device, in a form that is combined over devices and over all workers of a job."""
+"""Counts of one device, in a form that is combined over devices and over all workers of a job."""
 
 
 class EvalMetric(abc.ABC):

@@ -25,7 +25,7 @@ _show = partial(typer.Option, rich_help_panel="Output")
 
 
 class Plots(StrEnum):  # typer has no lists of literals
-    """What shows a run."""
+    """Displays of a run."""
 
     TRAINING_PROGRESS = "training-progress"
     TENSORBOARD = "tensorboard"

@@ -162,7 +162,7 @@ class _UndoArea:
 
 @dataclass(eq=False)
 class _KeptShard:
-    """What the memory holds of a shard, beside its values."""
+    """Description of a shard in the memory, beside its values."""
 
     shard: Shard
     record: Record
@@ -179,7 +179,7 @@ class _KeptShard:
 
 @dataclass
 class Settings:
-    """What a server must know beside its shards."""
+    """State of a server beside its shards."""
 
     generation: int = 0
     """Number of optimizers that were set; state of another generation is not valid any more."""
