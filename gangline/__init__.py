@@ -6,6 +6,7 @@ first used, because importing torch takes seconds.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"gangline.{module}"), name)
-    raise AttributeError(f"module 'gangline' has no attribute {name!r}")
+    raise AttributeError(f"module 'gangline' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

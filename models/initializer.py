@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gangline.collectives.errors import did_you_mean
 from gangline.models.names import plain_name
 
 Fill = Callable[[torch.Tensor], Any]
@@ -53,7 +54,10 @@ def _fill(spec: InitializerSpec) -> Fill:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise TypeError(f"initializer is {spec!r}; expected a name, (name, arguments), or a function")
     if name.lower() not in _BY_NAME:
-        raise ValueError(f"initializer {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a function")
+        raise ValueError(
+            f"initializer {name!r} is unknown;{did_you_mean(name, _BY_NAME)} expected one of {sorted(_BY_NAME)}, or a "
+            "function"
+        )
     try:
         return _BY_NAME[name.lower()](**arguments)
     except TypeError as error:

@@ -79,14 +79,11 @@ def main() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         app()
-    except UsageError as error:
-        print(f"gangline: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("GANGLINE_LOG") == "debug" or _is_of_user_code(error):
             traceback.print_exception(error)
         print(f"gangline: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from error
     finally:
         if handler is not None and signal.getsignal(signal.SIGTERM) != handler:  # see logs.reported_first
             signal.signal(signal.SIGTERM, handler)

@@ -445,7 +445,8 @@ class Supervisor:
         has_left = child.process.label in self._left or (self._is_job_over and not self._is_lost)
         if code and self._code is None and has_left and (self._restarts_left or self._restarts):
             self._report(f"{child} {_how(code)} after it had left the job; the others go on")
-            self._late_code = self._late_code or _exit_code(code)
+            if code > 0 or child.process.is_worker:  # a server that is killed then has lost nothing
+                self._late_code = self._late_code or _exit_code(code)
             code = 0
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)

@@ -91,6 +91,11 @@ class OptimizerSpec:
         if not isinstance(given, dict):
             raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
         given = dict(given)
+        if "lr_scheduler" in given:
+            raise ValueError(
+                "optimizer_params has 'lr_scheduler'; expected it as an argument of fit, such as fit(..., lr_scheduler="
+                "('piecewise', {'epochs': [30, 60], 'factor': 0.1})), see docs/updates.md"
+            )
         for argument, value in given.items():
             _check_plain(f"optimizer argument {argument!r}", value)
         ours = {argument: given.pop(argument) for argument in _OURS if argument in given}
@@ -202,13 +207,11 @@ def _torch_arguments(name: str, given: Mapping[str, Any], defaults: Mapping[str,
     )
     arguments: dict[str, Any] = {}
     for argument, value in given.items():
-        if argument == "lr_scheduler":
-            raise ValueError(
-                "optimizer_params has 'lr_scheduler'; expected it as an argument of fit, such as fit(..., lr_scheduler="
-                "('piecewise', {'epochs': [30, 60], 'factor': 0.1})), see docs/updates.md"
-            )
         if argument not in known:
-            raise ValueError(f"optimizer {name!r} has no argument {argument!r}; expected some of {known}")
+            raise ValueError(
+                f"optimizer {name!r} has no argument {argument!r};{did_you_mean(argument, known)} expected some of "
+                f"{known}"
+            )
         if argument in _BETAS and "betas" in defaults:
             continue
         torch_name = aliases.get(argument, argument)

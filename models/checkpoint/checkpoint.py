@@ -325,7 +325,10 @@ def matched(
         given = {name.removeprefix("module."): value for name, value in given.items()}
     missing = [name for name in own if name not in given and not name.endswith("num_batches_tracked")]
     if missing and not allow_missing:
-        raise RuntimeError(f"parameters {_shown(missing)} are missing; give them, or pass allow_missing=True")
+        raise RuntimeError(
+            f"parameters {_shown(missing)} are missing among {_shown(list(given))}; give them, or pass "
+            "allow_missing=True"
+        )
     extra = [name for name in given if name not in own]
     if extra and not allow_extra:
         raise ValueError(f"parameters {_shown(extra)} are not the network's; drop them, or pass allow_extra=True")

@@ -6,10 +6,11 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
@@ -51,7 +52,7 @@ class Reader:
 
     def __init__(self, dataset: Any, *, pin: bool = False) -> None:
         self._base, self._pin = base_dataset(dataset), pin
-        self._dataset = _Items(dataset)
+        self._dataset = _Batches(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self.reads_ahead = _PREFETCHED * self._num_workers
         """Maximum number of batches that are taken from `read`'s argument before the previous ones are returned."""
@@ -91,7 +92,11 @@ class Reader:
                 "generator": torch.Generator(),  # starting workers draws a seed: not from the stream of training
             }
         return DataLoader(
-            self._dataset, batch_sampler=self._sampler, collate_fn=_collate, pin_memory=self._pin, **options
+            self._dataset,
+            batch_sampler=self._sampler,
+            collate_fn=_unchanged,
+            pin_memory=self._pin,
+            **options,
         )
 
 
@@ -110,41 +115,69 @@ class _ReplaceableSampler:
         return iter(self.batches)
 
 
-class _Items(Dataset[Any]):
-    """Adapter: takes [epoch, *indices]; a batch without indices, of which a dataset may know nothing, has no items."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, epoch_and_indices: list[int]) -> list[Any]:
-        epoch, *indices = epoch_and_indices
-        if not indices:
-            return []
-        dataset = self._dataset
-        if not hasattr(base_dataset(dataset), "items_of_epoch"):
-            several = callable(getattr(dataset, "__getitems__", None))
-            return list(dataset.__getitems__(indices)) if several else [dataset[index] for index in indices]
-        while type(dataset) is Subset:
-            indices = [dataset.indices[index] for index in indices]
-            dataset = dataset.dataset
-        try:
-            return list(dataset.items_of_epoch(indices, epoch))
-        except (ValueError, RuntimeError) as error:
-            return [error]  # returned, because the DataLoader would replace its text by a worker's traceback
-
-
 class _Batch(NamedTuple):
     items: Any
     unreadable: list[Unreadable]
 
 
-def _collate(items: list[Any]) -> _Batch | Exception:
-    if items and isinstance(items[0], Exception):
-        return items[0]
+class _Batches(Dataset[Any]):
+    """Adapter: takes [epoch, *indices] and returns a batch; one without indices has no items.
+
+    Errors are returned, because the DataLoader would replace their text by a worker's traceback.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, epoch_and_indices: list[int]) -> _Batch | Exception:
+        epoch, *indices = epoch_and_indices
+        if not indices:
+            return _Batch(None, [])
+        dataset = self._dataset
+        if not hasattr(base_dataset(dataset), "items_of_epoch"):
+            several = callable(getattr(dataset, "__getitems__", None))
+            items = list(dataset.__getitems__(indices)) if several else [dataset[index] for index in indices]
+            return _collated(items, indices)
+        while type(dataset) is Subset:
+            indices = [dataset.indices[index] for index in indices]
+            dataset = dataset.dataset
+        try:
+            return _collated(list(dataset.items_of_epoch(indices, epoch)), indices)
+        except (ValueError, RuntimeError) as error:
+            return error
+
+
+def _collated(items: list[Any], indices: Sequence[int]) -> _Batch | Exception:
     readable = [item for item in items if not isinstance(item, Unreadable)]
     unreadable = [item for item in items if isinstance(item, Unreadable)]
-    with torch.device("cpu"):  # of labels that are numbers
-        return _Batch(default_collate(readable) if readable else None, unreadable)
+    try:
+        with torch.device("cpu"):  # of labels that are numbers
+            return _Batch(default_collate(readable) if readable else None, unreadable)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        kinds = [_kind(item) for item in items]
+        other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
+        if len(items) != len(indices) or (other is None and items[0] is not None):
+            return error
+        number = other or 0
+        but = f", but sample {indices[0]} is {kinds[0]}" if number else ""
+        wrong = ValueError(f"sample {indices[number]} of the dataset is {kinds[number]}{but}; expected samples alike")
+        wrong.__cause__ = error
+        return wrong
+
+
+def _kind(item: Any) -> str:
+    """Return type and shapes of a sample, for messages."""
+    if isinstance(item, (torch.Tensor, np.ndarray)):
+        return f"{tuple(item.shape)} of {item.dtype}"
+    if isinstance(item, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_kind(part)}' for name, part in item.items())}}}"
+    if isinstance(item, (tuple, list)):
+        return f"({', '.join(map(_kind, item))})"
+    return "None" if item is None else type(item).__name__
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _follow_parent(trainer: int, _: int) -> None:

@@ -15,6 +15,7 @@ from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds, copy_statistics
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
+from gangline.models.loss.explanation import explain_forward, explain_loss
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, mixed_seed, stream
 from gangline.models.replicas import Replica
@@ -254,11 +255,15 @@ class Executor:
             try:
                 output = call_network(replica.network, inputs)
             except Exception as error:
-                error.add_note(f"its share was {samples} of the batch's samples")
+                explain_forward(error, replica.network, inputs)
                 raise
             loss, count = None, 0.0
             if label is not None or self._loss.loss is None:
-                loss, count = self._loss.sum_and_count(output, moved_label, host_label, samples)
+                try:
+                    loss, count = self._loss.sum_and_count(output, moved_label, host_label, samples)
+                except Exception as error:
+                    explain_loss(error, self._loss.loss, output, moved_label, host_label)
+                    raise
         if train:
             replica.samples_seen += samples
         return Share(replica, samples, inputs, moved_label, output, loss, count)

@@ -19,7 +19,7 @@ from torch import nn
 from gangline.collectives.errors import DiskFullError
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.retention import BEST, epochs, remove_older
-from gangline.models.metrics.metric import EvalMetric
+from gangline.models.metrics.metric import EvalMetric, reported_name
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -214,7 +214,8 @@ class Checkpoint:
             check_number("minutes", minutes, excluded=True)
         self._module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
         self.period = 1 if period is None and minutes is None else period
-        self.minutes, self.keep, self.keep_best, self.mode = minutes, keep, keep_best, mode
+        self.minutes, self.keep, self.mode = minutes, keep, mode
+        self.keep_best = reported_name(keep_best) if keep_best is not None else None
         self.best = worst(mode)
         """Best value of ``keep_best`` so far."""
         self._since: float | None = None

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
+from gangline.models.metrics.metric import reported_name
 
 RateFunction = Callable[[float], float]
 """The rate as a function of the epochs done, fractions included."""
@@ -118,7 +120,9 @@ def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | 
     if not isinstance(name, str) or not isinstance(given, Mapping):
         raise TypeError(f"the schedule is {spec!r}; expected a name of {sorted(_SCHEDULES)}, or (name, options)")
     if name not in _SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown; expected one of {sorted(_SCHEDULES)}")
+        raise ValueError(
+            f"schedule {name!r} is unknown;{did_you_mean(name, _SCHEDULES)} expected one of {sorted(_SCHEDULES)}"
+        )
     build, own_options = _SCHEDULES[name]
     options, known = dict(given), (*own_options, *_WARMUP)
     unknown = sorted(set(options) - set(known))
@@ -223,6 +227,7 @@ class DrivenScheduler:
             ValueError: if the scheduler changes more than the rate, or its state cannot be saved.
         """
         self._spec, self._base_rate = spec, base_rate
+        self._metric = reported_name(spec.metric or "")
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=base_rate, momentum=0.5)
         self._scheduler = spec.make(self._optimizer)
         if not isinstance(self._scheduler, LRScheduler):
@@ -243,7 +248,7 @@ class DrivenScheduler:
     @property
     def awaited_metric(self) -> str | None:
         """The validation metric that it needs; "": the first one; None: none."""
-        return (self._spec.metric or "") if isinstance(self._scheduler, ReduceLROnPlateau) else None
+        return self._metric if isinstance(self._scheduler, ReduceLROnPlateau) else None
 
     def __call__(self, epoch: int = 0, batch: int = 0) -> float:  # noqa: ARG002  the signature of a Schedule
         """Return the rate of the next update."""
@@ -257,7 +262,7 @@ class DrivenScheduler:
         self._optimizer.step()  # without gradients; torch warns if a scheduler steps first
         step: Any = self._scheduler.step
         if follows_validation:
-            step(values[next(iter(values)) if self._spec.metric is None else self._spec.metric])
+            step(values[self._metric or next(iter(values))])
         else:
             step()
 

@@ -13,6 +13,7 @@ from typing import Any
 from gangline.models.arguments import check_int, check_number
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam, check_metric, is_better, worst
+from gangline.models.metrics.metric import reported_name
 from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
@@ -127,7 +128,7 @@ class EarlyStopping:
         """
         check_int("patience", patience)
         check_number("min_delta", min_delta)
-        self.patience, self.metric, self.mode, self.min_delta = patience, metric, mode, min_delta
+        self.patience, self.metric, self.mode, self.min_delta = patience, reported_name(metric), mode, min_delta
         self.best = worst(mode)
         """Best value so far."""
         self.waited = 0

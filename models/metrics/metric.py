@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gangline.collectives.errors import did_you_mean
 from gangline.models.arguments import check_int
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
         known = _BY_NAME.get(name.lower())
         if known is None:
             raise ValueError(
-                f"metric {name!r} is unknown; expected one of {sorted(_BY_NAME)}, or a torchmetrics object"
+                f"metric {name!r} is unknown;{did_you_mean(name, _BY_NAME)} expected one of {sorted(_BY_NAME)}, or a "
+                "torchmetrics object"
             )
         try:
             return known(loss, **arguments)
@@ -442,6 +444,11 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
     "top_k_acc": partial(_accuracy, top_k=5),
     "top_k_accuracy": partial(_accuracy, top_k=5),
 }
+
+
+def reported_name(metric: str) -> str:
+    """Return the name that a metric of this name is reported by, such as "accuracy" for "acc"."""
+    return create(metric).get_name_value()[0][0] if metric in _BY_NAME else metric
 
 
 create_metric = create  # the name outside of this package, which has other functions called create

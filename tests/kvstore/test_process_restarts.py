@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -172,6 +173,7 @@ LATE_SERVER = """\
 import pathlib, time
 kv.push("w", torch.ones(4)); kv.pull("w", out)
 kv.close()
+time.sleep(LATER)
 if rank == 0:
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try: variables = (entry / "environ").read_bytes().split(b"\\0")
@@ -183,12 +185,25 @@ if rank == 0:
 """
 
 
+SLOW_EXIT = """\
+import atexit, os, time
+if os.environ.get("DMLC_ROLE") == "server": atexit.register(time.sleep, 20)
+"""
+
+
 @pytest.mark.slow
-def test_a_server_that_dies_after_all_have_left_ends_nothing() -> None:
-    words = ("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", HEAD + LOOP + LATE_SERVER)
-    with launch(*words) as run:
+@pytest.mark.parametrize("later", [0, 2])
+def test_a_server_that_dies_after_all_have_left_ends_nothing(
+    later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if later:  # the server has left, and its process is there
+        (tmp_path / "sitecustomize.py").write_text(SLOW_EXIT)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    code = HEAD + LOOP + LATE_SERVER.replace("LATER", str(later))
+    with launch("-n", "2", "-s", "1", "--restart-processes", "2", "--", sys.executable, "-c", code) as run:
         status, out, errors = run.end(50)
     assert (status, out) == (0, ["[worker 0] written"]), errors
+    assert sum("was killed by SIGKILL" in line for line in errors) == 1 or not later, errors
 
 
 TRAINER = """\

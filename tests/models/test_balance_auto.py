@@ -139,8 +139,9 @@ def test_the_share_of_a_rank_follows_its_speed(
 ) -> None:
     ranks = spawn(trained, 2, str(tmp_path / "store"), kind, batches, epochs, slow_from, how, threads=1)
     (first, _), (last, _) = ranks
-    if how == "equal" and (waited := max(share for _, share in ranks)) > 0.1:
-        pytest.skip(f"the ranks are not equally fast: one waited {waited:.0%} of its time for a core")
+    most, waited = (0.1, max(share for _, share in ranks)) if how == "equal" else (0.3, ranks[0][1])
+    if waited > most:
+        pytest.skip(f"the ranks are not as fast as they should be: one waited {waited:.0%} of its time for a core")
     assert first == last
     assert [len(epoch) for epoch in first] == [batches] * epochs
     assert first[0][0] == [BATCH, BATCH]

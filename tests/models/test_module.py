@@ -454,7 +454,10 @@ def test_an_error_in_a_replica_names_its_context() -> None:
     with Module(Fails(), context=CONTEXTS[:2]) as module:
         with pytest.raises(ArithmeticError, match="too large") as raised:
             module.forward(torch.tensor([[0.0], [5.0]]))
-        assert raised.value.__notes__ == ["its share was 1 of the batch's samples", "in the replica on cpu(1)"]
+        assert raised.value.__notes__ == [
+            "the network got (1, 1) of torch.float32, its share of the batch; its weights are none",
+            "in the replica on cpu(1)",
+        ]
 
 
 def test_shapes_of_bind_must_agree(caplog: pytest.LogCaptureFixture) -> None:

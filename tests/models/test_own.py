@@ -351,7 +351,7 @@ def test_the_command_refuses_mismatched_data_before_training(
     network: str, dataset: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = command(capsys, network, dataset)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("gangline: ")
     assert message in err
     assert "Epoch[" not in err

@@ -22,9 +22,7 @@ from gangline.models.data.batches import (
     tensors_of,
 )
 from gangline.models.data.datasets import Splits
-
-IGNORED = -100
-"""Default ``ignore_index`` of torch's CrossEntropyLoss and NLLLoss."""
+from gangline.models.loss.explanation import check_classes
 
 
 def check_fits(network: nn.Module, sample: Batch, num_classes: int | None) -> int:
@@ -68,33 +66,15 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
 
     Args:
         data: data as `Module.fit` accepts them.
-        num_classes: C; labels are int64 or uint8 numbers from 0 to C - 1, or -100, which the loss ignores; or class
-            probabilities, floats of shape (samples, C, ...).
+        num_classes: number of classes.
         what: name of the data in messages.
 
     Raises:
-        ValueError: if a label is invalid; the message names the first one.
+        ValueError: as `check_classes`.
     """
     labels = _labels(data)
-    if labels is None:
-        return
-    if labels.is_floating_point():
-        if labels.ndim < 2 or labels.shape[1] != num_classes:
-            raise ValueError(
-                f"the labels of {what} are {labels.dtype} of shape {tuple(labels.shape)}; expected int64 "
-                f"class numbers, or probabilities of shape (samples, {num_classes})"
-            )
-        return
-    if labels.dtype not in (torch.int64, torch.uint8):  # what torch's losses take
-        raise ValueError(f"the labels of {what} are {labels.dtype}; expected torch.int64, as .long() makes them")
-    wrong = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED)
-    if bool(wrong.any()):
-        wrong_indices = wrong.nonzero()
-        first = tuple(wrong_indices[0].tolist())
-        raise ValueError(
-            f"label {int(labels[first])} of sample {first[0]} of {what} is not a class; expected 0 to "
-            f"{num_classes - 1} ({len(wrong_indices)} out of range)"
-        )
+    if labels is not None:
+        check_classes(labels, num_classes, what)
 
 
 def check_counts(splits: Splits, samples: int | None, num_classes: int | None) -> None:

@@ -25,7 +25,8 @@ from gangline.cli.options import check_network, image_shape_of, metrics_of, norm
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.context import Context, contexts
-from gangline.collectives.errors import UsageError
+from gangline.collectives.environments.restart import restart_number
+from gangline.collectives.errors import GanglineError, UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -38,6 +39,7 @@ from gangline.models.checkpoint.retention import epochs, paths_of
 from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
+from gangline.models.loop import schedules
 from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.epochs import LEFT
 from gangline.models.loop.monitor import Monitor
@@ -73,39 +75,43 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
             where possible.
     """
     serve_if_assigned()  # MXNet's trackers start one command in all roles
-    autocast, dtype = _number_formats(options)
-    context = options.devices()
-    store, max_staleness = _store(options, context)
-    resume, schedule = _resume(options), _schedule(options)
-    splits, about = _data(options, dtype)
-    check_counts(splits, options.num_examples, options.num_classes)
+    with as_usage_errors():
+        autocast, dtype = _number_formats(options)
+        context = options.devices()
+        store, max_staleness = _store(options, context)
+        resume, schedule = _resume(options), _schedule(options)
+        splits, about = _data(options, dtype)
+        check_counts(splits, options.num_examples, options.num_classes)
     if options.test_io:
         speed = read_speed(splits.train, None if import_by_name.has_batches(splits.train) else options.batch_size)
         print(f"samples-per-second={speed:.1f}")
         return None
     torch.manual_seed(options.seed)
-    model = _network(options, splits, dtype)
-    module = Module(
-        model.network,
-        nn.CrossEntropyLoss(),
-        context,
-        options.loads(),
-        fixed_param_names=model.frozen,
-        compression_params=_compression(options.gc_type, options.gc_threshold),
-        autocast=autocast,
-    )
+    with as_usage_errors():
+        model = _network(options, splits, dtype)
+        module = Module(
+            model.network,
+            nn.CrossEntropyLoss(),
+            context,
+            options.loads(),
+            fixed_param_names=model.frozen,
+            compression_params=_compression(options.gc_type, options.gc_threshold),
+            autocast=autocast,
+        )
+        batch_size, rate = options.batch_size, options.lr
+        workers = 1 if store in IN_PROCESS else num_workers()
+        if options.scale_batch:
+            batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
+        schedules.schedule(schedule, rate, options.num_epochs, None)  # `fit` begins after the job has started
+        params = _optimizer_params(options, rate, model.factors)
     module.run_state.metadata.update(about, network=options.network, num_classes=model.num_classes)
-    batch_size, rate = options.batch_size, options.lr
-    workers = 1 if store in IN_PROCESS else num_workers()
-    if options.scale_batch:
-        batch_size, rate = transfer.scale_batch(batch_size, rate, len(module.contexts) * workers)
-    params = _optimizer_params(options, rate, model.factors)
     adapted = _adapt_to_late_updates(params, options, store, workers)
     with ExitStack() as stack:
         kvstore: str | KVStore = store
-        if max_staleness is not None:
-            kvstore = stack.enter_context(create(store, max_staleness=max_staleness))
-        module.init_optimizer(kvstore, options.optimizer, params)
+        with as_usage_errors():
+            if max_staleness is not None:
+                kvstore = stack.enter_context(create(store, max_staleness=max_staleness))
+            module.init_optimizer(kvstore, options.optimizer, params)
         if module.workers.is_first:
             for line in (*_description(module, options, batch_size, splits, model.num_classes), *adapted):
                 module.logger.info("%s", line)
@@ -113,6 +119,17 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume, callbacks)
         module.close()
     return result
+
+
+@contextmanager
+def as_usage_errors() -> Iterator[None]:
+    """Raise `UsageError` for a wrong value in the block: another start of the same command would not help."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, GanglineError):  # of the job, not of this command
+            raise
+        raise UsageError(str(error)) from error
 
 
 def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
@@ -225,7 +242,10 @@ def _fit_and_score(
 def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, int | None]:
     """Return the store and its largest staleness; unless one is asked for, processes of one job are joined."""
     if options.kv_store is None:
-        return (job_store() if context == "parallel" else default_store()), None
+        try:
+            return (job_store() if context == "parallel" else default_store()), None
+        except RuntimeError as error:  # there is no job
+            raise UsageError(str(error)) from error
     name, colon, staleness = options.kv_store.partition(":")
     if colon and ("async" not in name or not staleness.isdecimal()):
         raise UsageError(f"--kv-store is {options.kv_store!r}; expected a number of updates, and dist_async before it")
@@ -342,6 +362,8 @@ def _resume(options: TrainOptions) -> str | tuple[str, int] | None:
         raise UsageError(f"--load-epoch is {word!r}; expected a number of epochs, or auto")
     for epoch in epochs(prefix)[-1:] if word == "auto" else [int(word)]:
         *_, description = paths_of(prefix, epoch)
+        if not description.is_file() and not restart_number():  # a restart has checkpoints of its own
+            raise UsageError(f"{description} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
         check_network(description, read_metadata(prefix, epoch), options.network)
     return "auto" if word == "auto" else (prefix, int(word))
 

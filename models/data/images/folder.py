@@ -68,6 +68,8 @@ class Images(Dataset[Any]):
             RuntimeError: if a store refuses to be listed.
             TypeError: if an argument has a wrong type.
         """
+        if len(image_shape) != 3:
+            raise ValueError(f"image_shape is {tuple(image_shape)}; expected (channels, height, width)")
         channels, height, width = image_shape
         if channels not in (1, 3) or min(height, width) < 1:
             raise ValueError(f"image_shape is {tuple(image_shape)}; expected 1 or 3 channels, height and width")
