@@ -14,8 +14,9 @@ from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, 
 from tests.kvstore.parameter_server.processes import run_job
 
 STEPS = 200
-MOST_CALLS = 380
-"""Calls of Python and C functions, without those of the poller, whose number depends on how long the server takes."""
+MOST_CALLS = 385
+"""Calls of Python and C functions, without those of the poller, whose number depends on how long the server takes:
+377 with pyzmq 27, 380 with pyzmq 26."""
 
 
 def count_calls() -> int:
