@@ -52,9 +52,8 @@ class TrainingProgress:
             title: title of the page; "": the class of the network.
 
         Raises:
-            FileNotFoundError: if the folder of ``path`` does not exist.
             ValueError: if ``path`` is a folder or a file of another kind, or ``every_seconds`` is negative or NaN.
-            OSError: if the folder is not writable.
+            OSError: if its folder cannot be made or written.
         """
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds is {every_seconds!r}; expected a number of seconds, 0 or more")
@@ -239,9 +238,8 @@ def _shares(loads: Sequence[float]) -> list[float]:
 def _check_writable(path: Path, aside: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected the path of a page, such as {path / 'training-progress.html'}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} of the page {path.name} does not exist; create it first")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(aside, "")
         aside.unlink()
     except OSError as error:

@@ -376,7 +376,7 @@ def test_a_page_of_somebody_elses_or_a_damaged_one_is_left_alone(
     ("path", "seconds", "error", "message"),
     [
         ("", 2.0, ValueError, "is a folder; expected the path of a page"),
-        ("nowhere/a.html", 2.0, FileNotFoundError, r"the folder .*nowhere of the page a\.html does not exist"),
+        ("/proc/nowhere/a.html", 2.0, OSError, r"the page /proc/nowhere/a\.html cannot be written"),
         ("/proc/a.html", 2.0, OSError, r"the page /proc/a\.html cannot be written"),
         ("a.html", math.nan, ValueError, "every_seconds is nan"),
     ],
