@@ -23,7 +23,8 @@ def explain_forward(error: Exception, network: nn.Module, inputs: Batch) -> None
         caller = frame.f_locals.get("self")
         failed = caller if id(caller) in names else failed
     if failed is not network:
-        error.add_note(f"raised in layer {names[id(failed)]!r}, {failed}")
+        is_leaf = next(failed.children(), None) is None  # the text of a block is that of all its layers
+        error.add_note(f"raised in layer {names[id(failed)]!r}, {failed if is_leaf else type(failed).__name__}")
     dtypes = sorted({str(parameter.dtype) for parameter in network.parameters()})
     error.add_note(
         f"the network got {_shapes(inputs)}, its share of the batch; its weights are {', '.join(dtypes) or 'none'}"
@@ -35,12 +36,19 @@ def explain_forward(error: Exception, network: nn.Module, inputs: Batch) -> None
         )
 
 
-def explain_loss(error: Exception, loss: Any, output: Any, label: Batch, label_on_host: Batch) -> None:
+def explain_loss(error: Exception, loss: Any, output: Any, label: Batch | None, label_on_host: Batch | None) -> None:
     """Add to an error of a loss what it got, and which label is no class of a loss that takes classes."""
+    if label is None:  # the loss is the network's own output
+        return
     shapes = _shapes(output) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
     error.add_note(f"the loss got the output {shapes}, and the label {_shapes(label)}")
     takes_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-    if takes_classes and isinstance(output, torch.Tensor) and output.ndim > 1 and isinstance(label, torch.Tensor):
+    if (
+        takes_classes
+        and isinstance(output, torch.Tensor)
+        and output.ndim > 1
+        and isinstance(label_on_host, torch.Tensor)
+    ):
         try:
             check_classes(label_on_host, output.shape[1], "the share", ignored=loss.ignore_index)
         except ValueError as reason:

@@ -20,8 +20,8 @@ CONTEXTS = [cpu(0), cpu(1)]
 class Items(Dataset[Any]):
     """A dataset of 8 items that a function makes."""
 
-    def __init__(self, item: Callable[[int], Any]) -> None:
-        self._item = item
+    def __init__(self, item: Callable[[int], Any], num_workers: int = 0) -> None:
+        self._item, self.num_workers = item, num_workers
 
     def __len__(self) -> int:
         return 8
@@ -90,6 +90,15 @@ def test_what_a_network_or_loss_cannot_take_is_described(data: Any, notes: list[
 def test_a_sample_unlike_the_others_is_named(item: Callable[[int], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(Items(item))
+
+
+def second_is_none(index: int) -> Any:
+    return (DATA[index], 0) if index != 2 else None
+
+
+def test_a_sample_that_a_reading_process_collates_is_named() -> None:
+    with pytest.raises(ValueError, match="sample 2 of the dataset is None, but sample 0 is"):
+        fit(Items(second_is_none, num_workers=1))
 
 
 @pytest.mark.parametrize(
