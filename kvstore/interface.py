@@ -152,9 +152,8 @@ class KVStore(abc.ABC):
         """True if this worker came to an elastic job after its start."""
         return False
 
-    @property
-    def is_over(self) -> bool:
-        """True if worker 0 has closed its store in an elastic job, which cannot go on then."""
+    def has_ended(self) -> bool:
+        """Return whether an elastic job is over: worker 0 has closed its store. Ask after a DeadNodeError."""
         return False
 
     @property

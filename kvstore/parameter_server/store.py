@@ -204,9 +204,8 @@ class DistStore(KVStore):
     def has_joined(self) -> bool:  # noqa: D102  inherited
         return self._continuation.has_joined
 
-    @property
-    def is_over(self) -> bool:  # noqa: D102  inherited
-        return self.is_elastic and self._scheduler.gone.get(("worker", 0)) == ""
+    def has_ended(self) -> bool:  # noqa: D102  inherited
+        return self.is_elastic and self._scheduler.has_ended(0)
 
     def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: D102  inherited
         if not self._scheduler.views:

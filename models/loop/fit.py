@@ -76,7 +76,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
             return _run(module, train, evaluation, metric, validation, callbacks, options, saved)
     except BaseException as error:
         workers = module.workers
-        if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.store.is_over:
+        if isinstance(error, DeadNodeError) and isinstance(workers, ElasticWorkers) and workers.store.has_ended():
             return LEFT
         if workers.has_others:
             module.leave()

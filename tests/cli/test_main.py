@@ -86,7 +86,7 @@ def test_version_and_log_level() -> None:
     quiet = python("-m", "gangline", "-q", "train", "--network", "mlp", "--num-epochs", "1", "--cpus", "1")
     assert (quiet.returncode, quiet.stderr) == (0, "")
     loud = python("-m", "gangline", "-v", "train", "--network", "nosuch")
-    assert loud.returncode == 1
+    assert loud.returncode == 2
     assert "Traceback" in loud.stderr
     assert loud.stderr.splitlines()[-1].startswith("gangline: network 'nosuch' is unknown")
 
@@ -99,7 +99,7 @@ def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
         "        return self.fc(images.flatten(1)[:, :5])  # a wrong shape\n"
     )
     done = python("-m", "gangline", "train", "--network", "nets:Net", "--image-shape", "1,28,28", cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "# a wrong shape" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("gangline: ")
 

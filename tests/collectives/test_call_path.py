@@ -73,18 +73,21 @@ def test_a_large_all_reduce_of_three_ranks_reaches_the_bytes_in_few_frames() -> 
 def _calls_of_an_all_reduce(comm: Communicator) -> list[str]:
     tensor = torch.ones(SHARED_LIMIT // 4)
     comm.all_reduce(tensor)  # prepares it
-    calls: list[str] = []
+    found: list[list[str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            calls.append(frame.f_code.co_qualname)
+            found[-1].append(frame.f_code.co_qualname)
 
     gc.disable()  # other packages' callbacks are Python functions
-    sys.setprofile(note)
-    comm.all_reduce(tensor)
-    sys.setprofile(None)
+    for _ in range(20):  # in one of them the other rank is not late, so that nothing is called while this one waits
+        comm.barrier()
+        found.append([])
+        sys.setprofile(note)
+        comm.all_reduce(tensor)
+        sys.setprofile(None)
     gc.enable()
-    return calls
+    return min(found, key=len)
 
 
 @pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")

@@ -131,9 +131,20 @@ def test_what_needs_the_same_workers_is_refused(tmp_path: Path, options: str, er
     assert error in "\n".join(errors)
 
 
-@pytest.mark.parametrize("who", ["worker.workers.is_first", "True"])
-def test_worker_0_ends_the_job(tmp_path: Path, who: str) -> None:
-    with job(tmp_path, f"{{'epoch_end_callback': lambda epoch, *_: epoch == 1 and {who}}}", "{}") as run:
+LATE_NEWS = """
+from gangline.kvstore.parameter_server.client import scheduler_client
+def handle(self, message, handle=scheduler_client.SchedulerClient._handle):
+    if isinstance(message, scheduler_client.protocol.MemberGone):
+        time.sleep(1)
+    handle(self, message)
+scheduler_client.SchedulerClient._handle = handle
+"""
+"""Workers get the servers' word that worker 0 has left before that of the scheduler."""
+
+
+@pytest.mark.parametrize(("who", "late"), [("worker.workers.is_first", ""), ("True", ""), ("True", LATE_NEWS)])
+def test_worker_0_ends_the_job(tmp_path: Path, who: str, late: str) -> None:
+    with job(tmp_path, f"{{'epoch_end_callback': lambda epoch, *_: epoch == 1 and {who}}}{late}", "{}") as run:
         status, out, errors = run.end(60)
     assert status == 0, errors
     assert {rank: how for rank, (how, _) in ends(out).items()} == {0: "callback", 1: "left"}

@@ -499,6 +499,19 @@ class SchedulerClient:
         others = {("worker", rank) for rank in range(self.num_workers)} - {(self.role, self.rank)}
         return bool(self.lost) or others <= self.gone.keys()
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a call has ended with a DeadNodeError because a worker has closed its store.
+
+        A server may say so before the scheduler does: this waits for the scheduler's word on that worker or on a death,
+        at most for the limit of a sign of life.
+        """
+        ends = time.monotonic() + self._limit
+        while ("worker", rank) not in self.gone and not any(self.gone.values()):
+            if self.lost or time.monotonic() > ends:
+                return False
+            time.sleep(0.01)
+        return self.gone.get(("worker", rank)) == ""
+
     def close(self) -> None:
         """Leave the job and end the thread. Idempotent."""
         if self._ending.is_set():

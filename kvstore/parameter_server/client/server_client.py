@@ -69,6 +69,13 @@ class _ServerConnection:
         self.read_at = -math.inf  # `time.monotonic` seconds when the server was last told so
 
 
+def _state(connection: _ServerConnection) -> str:
+    """Return what a StallError says of a connection."""
+    if connection.channel.disconnected_at:
+        return f", which is not connected at {connection.address}"
+    return "" if connection.greeted else f", which has not answered its Hello at {connection.address}"
+
+
 class ServerClient:
     """Connections to all servers. Threads that wait for an answer drive the sockets; otherwise a thread does.
 
@@ -568,7 +575,7 @@ class ServerClient:
                     continue
                 waited = now - request.sent_at
                 if waited > self._timeout:
-                    text = f"{request.what} has waited {waited:.3g} s for server {server}"
+                    text = f"{request.what} has waited {waited:.3g} s for server {server}{_state(connection)}"
                     if self._undelivered is not None and not request.received:
                         self._undelivered.append(request.what)
                     self._fail(connection, sequence, StallError(text))
