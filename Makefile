@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 
 .PHONY: train test test-all quick gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
-	docs peers engines clean
+	docs pictures peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -67,6 +67,11 @@ wheel: $(VENV)/.installed
 PYTHONS ?= $(PYTHON)
 release-check: $(VENV)/.installed
 	$(BIN)/python -m tests.release_check $(addprefix --python ,$(PYTHONS))
+
+# Pictures of the pages and of the built site; the browser is the system's: `apt-get install chromium`.
+pictures: $(VENV)/.docs
+	$(BIN)/pip install --quiet --constraint constraints.txt playwright viztracer
+	$(BIN)/python -m tests.pictures
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -150,7 +150,7 @@ class Timeline:
             )
             if phase == "b":
                 self._asyncs += 1
-                number = f'"cat": "gangline", "id": "{process}.{self._asyncs}"'
+                number = f'"cat": "gangline", "id2": {{"local": "{self._asyncs}"}}'  # of this process's tracks
                 ended = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(end + offset) / 1e3:.3f}'
                 lines.append(f'{{"ph": "b", {where}, {number}{args}}}')
                 lines.append(f'{{"ph": "e", {ended}, {number}}}')

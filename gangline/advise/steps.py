@@ -204,8 +204,8 @@ class _Arrivals:
                 call = self._call_of(event)
                 self._calls[call] = max(self._calls[call], event["ts"] / 1e6)
             elif event["ph"] == "b" and event["name"].startswith("wait for pushes"):
-                rounds.add(event["id"])
-            elif event["ph"] == "e" and event["id"] in rounds:
+                rounds.add((event["pid"], event["id2"]["local"]))
+            elif event["ph"] == "e" and (event["pid"], event["id2"]["local"]) in rounds:
                 closed.append(event["ts"] / 1e6)
         self._closed = sorted(closed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 
 _COLORS = 7
 _TEMPLATE = Path(__file__).with_name("chart.html")
-_WIDTH, _HEIGHT, _MARGIN, _TICKS = 840, 300, 46, 5
+_WIDTH, _HEIGHT, _MARGIN, _TICKS = 840, 300, 56, 5
 
 Point = tuple[float, float]
 
@@ -55,13 +56,12 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
         for marks, fill in ((line.discs, color(number)), (line.rings, "none")):
             for x, y in (place(*point) for point in marks):
                 shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{color(number)}"/>')
-    for part in range(_TICKS + 1):
-        tick = left + part * (right - left) / _TICKS
+    for tick in _ticks(left, right):
         x, _ = place(tick, low)
-        shapes.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{tick:.4g}</text>')
-        value = low + part * (high - low) / _TICKS
-        _, y = place(left, value)
-        shapes.append(f'<text x="{_MARGIN - 4}" y="{y}" text-anchor="end">{value:.3g}</text>')
+        shapes.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{tick:,.6g}</text>')
+    for tick in _ticks(low, high):
+        _, y = place(left, tick)
+        shapes.append(f'<text x="{_MARGIN - 4}" y="{y}" text-anchor="end">{tick:,.6g}</text>')
     keys = [
         f'<span class="key" style="background:{color(n)}"></span>{escape(line.name)}' for n, line in enumerate(lines)
     ]
@@ -72,6 +72,15 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
         f'<text x="{_MARGIN}" y="14">{escape(up)}</text>'
         f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>{"".join(shapes)}</svg>'
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers of an axis: multiples of 1, 2 or 5 times a power of ten."""
+    if not low < high:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _TICKS >= high - low)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -27,6 +27,7 @@ from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
+from gangline.models.reports.chart import Line, line_chart
 from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
@@ -645,3 +646,13 @@ def test_unusual_records_are_drawn() -> None:
 def test_a_page_reloads_itself_until_training_has_ended(state: str, reloads: bool) -> None:
     page = drawn(data_of(Record([point(1)]), state, every_seconds=7))
     assert ('http-equiv="refresh" content="7"' in page) == reloads
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(2, 69, [20, 40, 60]), (1780, 3890, [2000, 3000]), (0.041, 2.31, [0.5, 1, 1.5, 2]), (0.05, 0.05, [0.05])],
+)
+def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    chart = line_chart([Line("throughput", [(1, low), (3, high)])], "batch", "samples/s")
+    written = re.findall(r'text-anchor="end">([^<]*)<', chart)
+    assert written == [f"{tick:,g}" for tick in ticks]
