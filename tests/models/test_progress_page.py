@@ -650,7 +650,12 @@ def test_a_page_reloads_itself_until_training_has_ended(state: str, reloads: boo
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(2, 69, [20, 40, 60]), (1780, 3890, [2000, 3000]), (0.041, 2.31, [0.5, 1, 1.5, 2]), (0.05, 0.05, [0.05])],
+    [
+        (2, 69, [20, 40, 60]),
+        (1780, 3890, [2000, 2500, 3000, 3500]),
+        (0.041, 2.31, [0.5, 1, 1.5, 2]),
+        (0.05, 0.05, [0.05]),
+    ],
 )
 def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
     chart = line_chart([Line("throughput", [(1, low), (3, high)])], "batch", "samples/s")
