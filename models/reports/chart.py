@@ -76,10 +76,11 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers of an axis: multiples of 1, 2 or 5 times a power of ten."""
-    if not low < high:
+    least = (high - low) / _TICKS
+    if not 0 < least < math.inf:  # 0 also if the difference is as small as numbers are
         return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _TICKS >= high - low)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next((factor * power for factor in (1, 2, 5) if factor * power >= least), 10 * power)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

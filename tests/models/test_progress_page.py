@@ -655,6 +655,8 @@ def test_a_page_reloads_itself_until_training_has_ended(state: str, reloads: boo
         (1780, 3890, [2000, 2500, 3000, 3500]),
         (0.041, 2.31, [0.5, 1, 1.5, 2]),
         (0.05, 0.05, [0.05]),
+        (0.0, 5e-324, [0]),
+        (-1e308, 1e308, [-1e308]),
     ],
 )
 def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
