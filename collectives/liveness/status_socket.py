@@ -5,12 +5,13 @@ It answers processes of the same user on this host only, and costs nothing until
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
+import re
 import secrets
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -134,7 +135,7 @@ class _StatusSocket:
             "job": job_name(),
             "since": self._since,
             "parts": [part for source in list(self._sources) if (part := _part_of(source)) is not None],
-            "stack": main_stack(),
+            "stack": stack_of(threading.main_thread().ident or 0),
         }
 
 
@@ -145,14 +146,21 @@ def _part_of(source: Source) -> Part | None:
     return None
 
 
-def main_stack() -> list[str]:
-    """Return the functions that the main thread is in, the outermost first, as "file:line in function"."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[str] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        found.insert(0, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return found
+def stack_of(thread: int) -> list[str]:
+    """Return the functions that a thread is in, the outermost first, as "file:line in function".
+
+    Python 3.11 crashes now and then where frames of a running thread become objects, as by `sys._current_frames`
+    (python/cpython issue 111363); faulthandler makes none.
+    """
+    descriptor = os.memfd_create("gangline")
+    try:
+        faulthandler.dump_traceback(descriptor)
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+    of_thread = re.search(rf"^(?:Current t|T)hread 0x0*{thread:x} .*\n((?:  File .*\n?)*)", text, re.MULTILINE)
+    frames = re.findall(r'  File "(.*)", line (.*) in (.*)', "" if of_thread is None else of_thread[1])
+    return [f"{file}:{line} in {name}" for file, line, name in reversed(frames[:_MOST_FRAMES])]
 
 
 PREFIX = f"gangline-status-{os.getuid()}-"

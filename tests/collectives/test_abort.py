@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from gangline import Communicator, spawn
 from gangline.collectives import communicator
 from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
+from gangline.collectives.liveness.status_socket import stack_of
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
 from tests.collectives.ranks import LARGE, in_threads
 from tests.collectives.situations import Said, error_of
@@ -35,14 +36,8 @@ def _in_the_background(comm: Communicator) -> None:
 
 def _abort_when_it_waits(comm: Communicator, waiter: int) -> None:
     """Abort once a thread of this process waits."""
-    names: set[str] = set()
-    while not any("wait" in name or "until" in name for name in names):
-        frame = sys._current_frames().get(waiter)
-        names = set()
-        while frame is not None:
-            if Path(frame.f_code.co_filename).is_relative_to(_OURS):
-                names.add(frame.f_code.co_name)
-            frame = frame.f_back
+    is_wait = re.compile(rf"{re.escape(str(_OURS))}/.* in .*(wait|until)").match
+    while not any(map(is_wait, stack_of(waiter))):
         time.sleep(0.001)
     comm.abort(StallError(TEXT))
 

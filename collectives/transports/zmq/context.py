@@ -16,6 +16,8 @@ Seen with libzmq 4.3; the code that depends on a note refers to it by number.
    process: "Assertion failed: !_io_error"; zeromq/libzmq issues 3937 and 4767 describe a similar one. Heartbeats are
    used with tcp only, where nothing else detects a silent host, and by sockets without a high-water mark or linger; a
    rank that closes first reads what its peers have sent until they close too, for at most half a second.
+5. ROUTER_HANDOVER. A connection that gives its identity to a newer one stays open, and nothing that arrives by it is
+   read any more. So no two sockets of one identity may connect to a ROUTER while both are used.
 """
 
 from __future__ import annotations

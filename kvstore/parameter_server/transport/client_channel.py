@@ -68,7 +68,8 @@ def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity
     """Connect over the fastest transport that works.
 
     Args:
-        address: "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them.
+        address: "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
+            server "process://ID" besides.
         context: for ZeroMQ sockets.
         identity: of this process.
         poller: reports the channel.
@@ -78,7 +79,9 @@ def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity
         channel = StreamChannel(words["unix"], identity, poller)
         if not channel.disconnected_at or "tcp" not in words:  # else the peer is on another host, or of another user
             return channel
-    return SocketChannel(f"tcp://{words['tcp']}", context, identity, poller)
+    # A restarted server, or another one, may get the port of a former process, to which a socket still connects again.
+    # What that sends must not count there, and its identity must be another (note 5 in zmq/context.py).
+    return SocketChannel(f"tcp://{words['tcp']}", context, identity + words.get("process", "").encode(), poller)
 
 
 def scheduler_address(endpoint: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 
@@ -57,6 +58,7 @@ class Listener:
 
     def __init__(self, host: str, event_fd: int | None = None, *, port: int | None = None) -> None:
         key = required_key(host)
+        self._process = b"" if port is not None else secrets.token_hex(4).encode()  # at the end of ZeroMQ's identities
         self._spin_seconds = SPIN_SECONDS if port is None else 0.0  # a scheduler is idle
         self._refusals = RefusalLog()
         self.rejected = 0
@@ -90,12 +92,14 @@ class Listener:
         if self._socket is not None:
             addresses.append(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
             port = int(addresses[0].rpartition(":")[2])
+            if self._process:
+                addresses.append(f"process://{self._process.decode()}")
         self.port = port
         """Port of a scheduler; not of a server, whose address names it."""
         if self._unix_listener is not None:
             addresses.append(f"unix://{self._unix_listener.name}")
         self.address = " ".join(addresses)
-        """Address for `client_channel.open_channel`."""
+        """Address for `client_channel.open_channel`; that of a server is no other process's."""
         self._poller = Poller()
         unix = None if self._unix_listener is None else self._unix_listener.fileno()
         for source in (event_fd, self._socket, self._monitor, unix):
@@ -119,15 +123,16 @@ class Listener:
             self._handle_monitor()
         while self._socket is not None and self._socket in events:
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             try:
-                self._source = int((frames or [identity])[-1].get(zmq.SRCFD))
+                self._source = int((frames or [sender])[-1].get(zmq.SRCFD))
             except zmq.ZMQError:
                 self._reject(ProtocolError("received a message of an old version of ZeroMQ's protocol"))
                 continue
-            yield identity.bytes, joined([frame.buffer for frame in frames])
+            if sender.bytes.endswith(self._process):  # else it is meant for a former process at this port
+                yield sender.bytes.removesuffix(self._process), joined([frame.buffer for frame in frames])
         if self._unix_listener is not None and self._unix_listener.fileno() in events:
             self._accept(self._unix_listener)
         for descriptor in events:
@@ -177,7 +182,7 @@ class Listener:
         if self._socket is None:
             return False
         try:
-            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=not in_place)
+            self._socket.send_multipart([identity + self._process, *frames], zmq.NOBLOCK, copy=not in_place)
         except zmq.ZMQError as error:  # not connected; a worker repeats its requests when it reconnects
             _log.debug("a message could not be sent: %s", error)
             return False

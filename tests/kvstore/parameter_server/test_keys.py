@@ -46,7 +46,7 @@ def _train(folder: str, rounds: int) -> list[Any]:
     kv.init("key", torch.zeros(70_001, dtype=torch.float64))
     got = torch.empty(70_001, dtype=torch.float64)
     values = []
-    server = kv._scheduler.servers[0].split()[0]  # type: ignore[attr-defined]
+    server = kv._scheduler.servers[0]  # type: ignore[attr-defined]
     for number in range(rounds):
         kv.push("key", torch.full((70_001,), 4.0**number, dtype=torch.float64))
         kv.pull("key", got)
@@ -67,12 +67,14 @@ def _try_scheduler(folder: str, kind: str) -> str:
     return "in"
 
 
-def _try_server(folder: str, kind: str, endpoint: str) -> str:
+def _try_server(folder: str, kind: str, address: str) -> str:
     """Send a message to the server; return what comes back."""
     use_key(folder, kind)
     poller, context = Poller(), zmq.Context[zmq.Socket[bytes]]()
     try:
-        channel = SocketChannel(endpoint, context, b"stranger", poller)
+        endpoint, process = (word for word in address.split() if "unix://" not in word)
+        identity = b"stranger" + process.removeprefix("process://").encode()
+        channel = SocketChannel(endpoint, context, identity, poller)
     except RuntimeError as error:
         return f"RuntimeError: {error}"
     channel.send([protocol.pack(protocol.Hello(7, 1, "sync", 0, b"", 0))])

@@ -23,6 +23,8 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
+from gangline.kvstore.parameter_server.transport.listener import Listener
+from gangline.launcher.job import free_ports
 from tests.kvstore.parameter_server.processes import RoleProcess
 from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
 from tests.kvstore.test_launch import launch
@@ -32,6 +34,8 @@ pytestmark = pytest.mark.timeout(110)
 WORKERS = 2
 SHAPES = {"small": (7, 5), "large": (300, 401), "vector": (1_200_007,)}
 """In the message; in shared memory or a frame of its own; split into shards."""
+PORT = "TEST_SERVER_PORT"
+"""Port that all processes of the server bind; not set: any free one."""
 LIMITS = {
     "GANGLINE_TIMEOUT": "60",
     "GANGLINE_HEARTBEAT": "0.2",
@@ -69,7 +73,9 @@ def play(
                 select.select([os.pidfd_open(int(said[place.rank - 1].split()[0]))], [], [])
         if Path(over).exists():
             return False
-        server.serve(from_environment())
+        bind, port = Listener._bind, int(os.environ.get(PORT, 0))
+        with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
+            server.serve(from_environment())
         Path(over).touch()
         return True
     os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 1 - starts))
@@ -313,6 +319,14 @@ def test_an_async_push_counts_once_though_servers_are_killed(
     for tables in run(tmp_path, kills, count, *arguments, GANGLINE_TRANSPORT=transport):
         for table in tables.values():
             assert torch.equal(table if spec else -table, every_push(steps))
+
+
+@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(TWENTY_ASYNC[:20], marks=pytest.mark.slow)], ids=len)
+def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
+    more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}
+    for tables in run(tmp_path, kills, count, "dist_async", 200, ADDING, None, **more):
+        for table in tables.values():
+            assert torch.equal(table, every_push(200))
 
 
 @pytest.mark.slow

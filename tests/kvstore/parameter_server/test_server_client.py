@@ -271,6 +271,24 @@ def test_a_server_that_dies_before_it_answers_a_hello_is_named(scheduler: Simple
         ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
 
 
+def test_a_stall_names_what_a_restarted_server_has_not_done(
+    client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_timeout", 0.1)
+    monkeypatch.setattr(server, "serve", lambda: None)
+    silent = UnixListener()
+    for address, missing in (
+        ("unix://nobody", "is not connected"),
+        (f"unix://{silent.name}", "has not answered its Hello"),
+    ):
+        scheduler.servers[0] = address
+        request, told = failing(1)
+        client.submit(request)
+        client.wait(lambda told=told: bool(told))  # type: ignore[misc]
+        assert str(told[0]).endswith(f" s for server 0, which {missing} at {address}")
+    silent.close()
+
+
 def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
     request, told = failing(0)
     client.submit(request)
