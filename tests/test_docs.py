@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-LONG = {"images", "monitoring", "clusters", "devices", "progress", "backend"}
+LONG = {"images", "monitoring", "clusters", "devices", "own-network", "backend"}
 """Pages whose examples train or start processes."""
 
 
