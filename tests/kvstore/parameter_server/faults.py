@@ -234,6 +234,9 @@ def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | 
     found = []
     for word in address.split():
         scheme, _, name = word.partition("://")
+        if scheme == "process":
+            found.append(word)
+            continue
         if scheme == "tcp":
             host, _, port = name.rpartition(":")
             listener = socket.create_server((host, 0))
