@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gangline.launcher.job import free_ports
 
 ROOT = Path(__file__).parents[1]
+
+
+def product_files(*folders: str) -> Iterator[Path]:
+    """Yield the modules in folders at the top of the repository, without those behind links."""
+    for folder in folders:
+        yield from (file for file in (ROOT / folder).rglob("*.py") if not any(one.is_symlink() for one in file.parents))
 
 
 def environment(**variables: object) -> dict[str, str]:

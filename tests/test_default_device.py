@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +13,7 @@ from torch.utils._device import _device_constructors
 
 from tests.default_device import Weights, check, module, sparse, trainer
 from tests.kvstore.test_launch import launch
-from tests.programs import ROOT
-
-FOLDERS = ("collectives", "kvstore", "models", "gangline")
-
-
-def _files() -> Iterator[Path]:
-    for folder in FOLDERS:
-        yield from (file for file in (ROOT / folder).rglob("*.py") if not any(one.is_symlink() for one in file.parents))
+from tests.programs import ROOT, product_files
 
 
 def test_every_new_tensor_names_its_device() -> None:
@@ -28,7 +21,7 @@ def test_every_new_tensor_names_its_device() -> None:
     assert "torch.zeros" in functions
     missing = [
         f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for file in _files()
+        for file in product_files("collectives", "kvstore", "models", "gangline")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)
         and ast.unparse(call.func) in functions

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gangline.bench.report.rows import Row
 from gangline.bench.report.tables import print_table
+from gangline.collectives.host_files import write_text
 from gangline.doctor.inventory import device_table
 
 
@@ -25,7 +26,7 @@ def publish(rows: Sequence[Row], json_path: Path | None) -> None:
 def write_json(rows: Sequence[Row], path: Path) -> None:
     """Write the rows with the command and the machine."""
     result = {"command": command_line(), "machine": machine(), "rows": list(rows)}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def machine() -> Row:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gangline.collectives.environments.restart import RUN_ID, restart_number
+from gangline.collectives.host_files import opener
 from gangline.horovod.torch.calls import broadcast_object, init, rank, size
 
 
@@ -60,7 +61,8 @@ class State:
         if path is not None and rank() == 0:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             written = path.with_suffix(".tmp")
-            written.write_bytes(self._saved)
+            with open(written, "wb", opener=opener) as file:
+                file.write(self._saved)
             os.replace(written, path)
 
     def check_host_updates(self) -> None:
