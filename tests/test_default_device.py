@@ -43,9 +43,8 @@ def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0, "\n".join([*output, *errors])
 
 
-@pytest.mark.parametrize(
-    "way", ["module", *(pytest.param(way, marks=pytest.mark.slow) for way in ("trainer", "sparse"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["module", "trainer", "sparse"])
 def test_servers(way: str) -> None:
     with launch("-n", "2", "-s", "1", "--", sys.executable, "-m", "tests.default_device", way) as job:
         code, output, errors = job.end()

@@ -96,7 +96,7 @@ class Balance(Callback):
 
 
 class _Batches:
-    """What Lightning iterates: a balanced loader without its state.
+    """Balanced loader without its state, for Lightning to iterate.
 
     Lightning would save that state and load it also where it begins the next epoch, as after `max_steps`, so that the
     epoch began in its middle. Without it, a resumed run reads what it reads with a plain DataLoader.

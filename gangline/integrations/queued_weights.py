@@ -10,7 +10,7 @@ from gangline.models.balance.balanced_loader import BalancedLoader
 
 
 class QueuedWeight(NamedTuple):
-    """What a batch counts on this rank."""
+    """Weight of a batch on this rank."""
 
     weight: float
     """Factor of the gradient."""

@@ -89,7 +89,7 @@ class _Child:
     streams: dict[IO[bytes], Stream] = field(default_factory=dict)
     log: IO[bytes] | None = None
     unsent: bytearray = field(default_factory=bytearray)
-    """What its standard input has not taken yet."""
+    """Bytes that its standard input has not taken yet."""
     is_stopping: bool = False
     """True for a supervisor on another host that has begun to stop its processes."""
     have_workers_ended: bool = False

@@ -38,7 +38,7 @@ class SampleOrder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Values that must be the same on all ranks."""
         names = ("replacement", "shuffle", "seed", "num_replicas")
         return {
             "the number of samples": self._count(),
@@ -99,7 +99,7 @@ class RankOrder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Values that must be the same on all ranks."""
         return {} if self._of_all_ranks else {"the number of batches": self.length}
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's

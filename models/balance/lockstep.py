@@ -48,11 +48,11 @@ class Share:
     counts: list[int]
     """Samples of each rank."""
     counted: list[float]
-    """What the loss's mean counts on each rank."""
+    """Number that the loss's mean divides by, of each rank."""
 
 
 class Signal(IntEnum):
-    """What a rank does next: the first number of its messages."""
+    """Next step of a rank: the first number of its messages."""
 
     EPOCH = 0
     """It begins an epoch."""

@@ -325,7 +325,7 @@ class Checkpoint:
 
     @property
     def state_key(self) -> str:
-        """What the state is of: checkpoints of which prefix, best by which metric."""
+        """Prefix of the state's checkpoints, and the metric that chooses the best."""
         return f"{self.prefix.name} {self.keep_best} {self.mode}" if self.keep_best is not None else self.prefix.name
 
     def state(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class EarlyStopping:
 
     @property
     def state_key(self) -> str:
-        """What the state is of: which metric, and its direction."""
+        """Metric of the state, and its direction."""
         return f"{self.metric} {self.mode}"
 
     def state(self) -> dict[str, Any]:

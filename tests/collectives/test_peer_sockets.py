@@ -112,6 +112,7 @@ def test_hundreds_of_contexts_terminate() -> None:
             each.close(0)
 
 
+@pytest.mark.slow
 def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/connection"
     with zmq.Context() as callers:

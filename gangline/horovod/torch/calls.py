@@ -24,7 +24,7 @@ _CALL_BYTES = 1024
 _JOIN = ["join"]
 _queue = WorkQueue(in_order=True)
 followers: dict[str, Callable[[list[Any], list[Any]], object]] = {}
-"""What a rank that has joined does in a call of the others, by its name; arguments are those that `agree` returns."""
+"""Part of a joined rank in a call of the others, by the call's name; arguments are those that `agree` returns."""
 
 
 class ProcessSet:
@@ -296,7 +296,7 @@ def _kind(tensor: Tensor, first: int = 0) -> list[Any]:
 
 
 class Compression:
-    """How tensors are sent: `none`, as they are, or `fp16`, floating-point numbers as float16."""
+    """Formats in which tensors are sent: `none`, as they are, or `fp16`, floating-point numbers as float16."""
 
     class none:  # noqa: D106, N801  Horovod's name
         @staticmethod
