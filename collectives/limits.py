@@ -60,6 +60,9 @@ PEER_LOST_SECONDS = 30.0
 MISMATCH_REPORT_SECONDS = 0.5
 """Time for the remaining ranks to report their calls after a mismatch was seen, so that the error names all of them."""
 
+JOIN_REPORT_SECONDS = 2.0
+"""Time for the scheduler to name the processes that did not join, after a process has waited for the timeout."""
+
 CLOSE_GRACE_SECONDS = 1.0
 """Time in which data that a rank sent before it closed its communicator may still arrive."""
 

@@ -52,8 +52,11 @@ def in_ranks(cause: str) -> Verdict:
 
 
 def without_cause() -> Verdict:
-    """Return the verdict on a job without a cause; that of busy cores explains all others."""
-    found = advise_ranks(CAUSE="none")
+    """Return the verdict on a job without a cause; that of busy cores explains all others.
+
+    Its steps compute for long enough that the exchange is no cause even if other programs use the cores.
+    """
+    found = advise_ranks(CAUSE="none", BATCH=1024)
     cores = any(finding["cause"] == "cores" for finding in found["findings"])
     return (None, None) if cores else first(found)
 

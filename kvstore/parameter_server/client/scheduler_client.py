@@ -27,7 +27,7 @@ from gangline.collectives.errors import (
     name_ranks,
 )
 from gangline.collectives.faults import script_of
-from gangline.collectives.limits import limits
+from gangline.collectives.limits import JOIN_REPORT_SECONDS, limits
 from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
@@ -177,8 +177,10 @@ class SchedulerClient:
                 _log.info("%s waits for other processes to register with the scheduler at %s", self.role, address)
             else:
                 _log.warning("%s waits for the scheduler at %s", self.role, address)
+        # the scheduler's limit expires at about the same time, and its error names who is missing
+        seconds = self._timeout - limit + (JOIN_REPORT_SECONDS if self._connections else 0)
         registered: protocol.Registered = self._wait(
-            registering, f"{self.role} waits for the job to begin at {self._address}", self._timeout - limit
+            registering, f"{self.role} waits for the job to begin at {self._address}", seconds
         )
         return registered
 

@@ -87,10 +87,11 @@ def refusal(address: str, rank: int) -> str:
             return answer.text
 
 
-def test_missing_processes_are_named() -> None:
+@pytest.mark.parametrize("timeout", [LIMIT, 0.4], ids=["before its own limit", "after its own limit"])
+def test_missing_processes_are_named(timeout: float) -> None:
     with Job(3, 1, timeout=0.5) as job:
         job.gives_up = True
-        joining = job.later(lambda: SchedulerClient("worker", job.address, rank=2, timeout=LIMIT))
+        joining = job.later(lambda: SchedulerClient("worker", job.address, rank=2, timeout=timeout))
         text = r"2 of 3 workers \(present: \[2\]\) did not join within 0.5 s"
         with pytest.raises(StallError, match=text):
             joining.result(LIMIT)
