@@ -603,8 +603,11 @@ class ServerClient:
 
     def _cut(self, server: int) -> str:
         """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
-        channel = self._connections[server].channel
+        connection = self._connections[server]
+        channel = connection.channel
         if ("server", server) in self._scheduler.away:
+            return ""
+        if connection.address != self._scheduler.servers[server]:  # it came back since the last look at the channel
             return ""
         if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
             return ""

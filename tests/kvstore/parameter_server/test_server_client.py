@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +211,36 @@ def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
     assert isinstance(told[0], DeadNodeError)
     assert str(told[0]) == f"worker 0 {why} (worker 0 waited in push 7)"
     assert why in scheduler.reasons  # with which it has left the job
+
+
+def test_a_server_that_comes_back_between_two_looks_at_its_connection_is_not_cut_off(
+    client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over: list[int] = []
+    restarted = Server()
+    receive = ServerClient._receive
+
+    def receive_then_news(self: ServerClient, *arguments: Any) -> None:
+        receive(self, *arguments)
+        if scheduler.away and 0 < client._connections[0].channel.disconnected_at < time.monotonic() - 0.2:
+            scheduler.servers = [restarted.address]  # as the scheduler's client does in its own thread
+            scheduler.away = {}
+            client._checked_at = -math.inf
+
+    scheduler.away = {("server", 0): "was killed or left: connection lost"}
+    server.listener.close()
+    server.hang_up()
+    monkeypatch.setattr(ServerClient, "_receive", receive_then_news)
+    monkeypatch.setattr(server, "serve", restarted.serve)
+    monkeypatch.setattr(client, "_limit", 0.1)
+    client.submit(push(7, 0, 10, over))
+    client.wait(lambda: bool(restarted.pushes()))
+    restarted.send(Ack([restarted.pushes()[0].sequence]))
+    client.wait(lambda: bool(over))
+    assert over == [7]
+    assert scheduler.reasons == []
+    restarted.listener.close()
+    restarted.hang_up()
 
 
 def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, server: Server) -> None:
