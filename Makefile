@@ -33,7 +33,7 @@ gpu-wheels: $(VENV)/.installed
 	--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux2014_x86_64 \
 	pyzmq msgpack pynccl psutil nvidia-ml-py torchmetrics lightning-utilities pytest pytest-timeout hypothesis
 
-# What uses private names of torch, with other versions of torch, of which the package index has CPU builds.
+# What uses private names of torch, with other versions of torch: CPU builds, or else the package index's builds for GPUs.
 TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 test-torch: $(VENV)/.installed
 	$(BIN)/python -m tests.torch_versions $(TORCH)

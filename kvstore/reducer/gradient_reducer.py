@@ -11,7 +11,8 @@ import torch
 from gangline.kvstore.buckets import Slot
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.reducer.reducer import BucketState, Reducer
+from gangline.kvstore.reducer.reducer import BucketState, Reducer, rows_of
+from gangline.kvstore.sparse import RowSparse, summed
 
 _NOTHING = 1e-30
 """Weight of a worker without gradients: lost in the sum of other weights, and above 0, so that its flags count."""
@@ -20,7 +21,8 @@ _NOTHING = 1e-30
 class GradientReducer(Reducer):
     """Replaces the gradients of one replica by their weighted mean over the workers of a synchronous store.
 
-    The store needs the parameters' keys and runs no optimizer. ``.grad`` becomes a view of a flat tensor per bucket.
+    The store needs the parameters' keys and runs no optimizer. ``.grad`` becomes a view of a flat tensor per bucket, a
+    sparse one the rows of all workers.
     Each bucket ends in a flag per key, above 0 in the mean if some worker has a gradient for the key; a key without one
     keeps the ``.grad`` that it has.
     """
@@ -45,7 +47,7 @@ class GradientReducer(Reducer):
             weight: weight of this worker's gradients; None or 0: it has none in this step.
 
         Raises:
-            ValueError: if the store compresses, or a gradient is sparse.
+            ValueError: if the store compresses.
         """
         if self._store.compresses:
             raise ValueError(
@@ -58,13 +60,21 @@ class GradientReducer(Reducer):
         finally:
             self._has_gradients = True
 
-    def _form_buckets(self) -> None:
-        super()._form_buckets()
-        if self._sparse:
-            raise ValueError(
-                f"parameters {sorted(self._sparse, key=str)} have sparse gradients, which are not averaged here; "
-                "expected dense ones (nn.Embedding(sparse=False)), or a gangline Trainer or Module, which send rows"
-            )
+    def _push_rows(self) -> dict[Key, torch.Tensor | None]:
+        """Replace sparse gradients by their means; no weights are pulled."""
+        weight = self._weight if self._has_gradients else 0
+        for key, parameter in self._parameters[0].items():
+            if key not in self.sparse_keys:
+                continue
+            own = rows_of(parameter.grad) if parameter.grad is not None and weight else None
+            received = self._gather_rows([weight, [] if own is None else [own.indices, own.values]])
+            total = sum(share for share, _ in received)
+            rows = [
+                RowSparse(found[0], found[1] * (share / total), parameter.shape) for share, found in received if found
+            ]
+            if rows:
+                parameter.grad = self._means[key] = summed(rows, parameter.device).to_coo().coalesce()
+        return {}
 
     def _add_buckets(self, keys: Sequence[Key], *, is_loose: bool) -> None:  # noqa: ARG002  inherited
         for bucket in self._plan(keys):

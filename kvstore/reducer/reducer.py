@@ -26,7 +26,7 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
-_NUMBERS = "numbers of sparse rows"
+_ROWS = "sparse rows"
 """Name of a collective call."""
 Parameters = Mapping[Any, torch.Tensor]
 """Trained parameters of a replica, by `Key`."""
@@ -108,7 +108,7 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
-        self._sparse = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
+        self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._order: list[list[Key]] = []  # keys in the order of the buckets, repeated and sparse ones
         self._active: list[int] = []  # indices of the replicas that take part in this backward
@@ -187,8 +187,8 @@ class Reducer:
             f"been sent: {type(error).__name__}: {error}"
         )
         calls: list[tuple[str, Bucket | None]] = [("push_bucket", state.bucket) for state in left]
-        if self._sparse:
-            calls.append((_NUMBERS, None))
+        if self.sparse_keys:
+            calls.append((_ROWS, None))
         if self._in_step:
             _make_calls(partial(self._store.refuse, call, reason, bucket) for call, bucket in calls)
         self._drop_updates()
@@ -413,13 +413,13 @@ class Reducer:
         """Push sparse gradients; return the numbers of the rows to pull, by key (None: all rows)."""
         rows: dict[Key, torch.Tensor | None] = {}
         for key in self._parameters[0]:
-            if key not in self._sparse:
+            if key not in self.sparse_keys:
                 continue
-            gradients = [_rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
+            gradients = [rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
             if self._in_step:
                 rows[key] = self._exchange_numbers(gradients if self._weight != 0 else [])
                 if self._weight is None:
-                    self._store.push(key, gradients or [_rows_of(self._parameters[0][key].detach(), 0)])
+                    self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
@@ -430,12 +430,15 @@ class Reducer:
 
     def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
         """Return the numbers of the rows that any worker pushes. Collective."""
+        return _distinct(self._gather_rows(_numbers_of(gradients)))
+
+    def _gather_rows(self, own: Any) -> list[Any]:
+        """Return what the workers give of their rows, without those inside `join`. Collective."""
         for state in self._buckets:  # keeps the workers' collective calls in one order
             if state.push is not None:
                 with suppress(Exception):  # raised after this call, which the other workers make too
                     state.push.wait()
-        received = self._store.group.all_gather(_numbers_of(gradients), _NUMBERS)
-        return _distinct([numbers for numbers in received if numbers is not None])
+        return [theirs for theirs in self._store.group.all_gather(own, _ROWS) if theirs is not None]
 
     def _pull_rows(self, rows: Mapping[Key, torch.Tensor | None]) -> None:
         for key, numbers in rows.items():
@@ -479,10 +482,10 @@ class Reducer:
             return
         self._order = orders
         self._repeated.update(repeated)
-        self._sparse.update(sparse)
+        self.sparse_keys.update(sparse)
         others = [key for key in self._parameters[0] if key not in order]
         for keys in (order, others):
-            dense = [key for key in keys if key not in self._sparse]
+            dense = [key for key in keys if key not in self.sparse_keys]
             self._add_buckets([key for key in dense if key not in self._loose], is_loose=False)
             self._add_buckets([key for key in dense if key in self._loose], is_loose=True)
 
@@ -600,7 +603,7 @@ def is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout != torch.strided
 
 
-def _rows_of(gradient: torch.Tensor, count: int | None = None) -> RowSparse:
+def rows_of(gradient: torch.Tensor, count: int | None = None) -> RowSparse:
     """Return a gradient as rows; of a dense one the first ``count`` rows (None: all)."""
     if is_sparse(gradient):
         return RowSparse.from_coo(gradient)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def _reductions(rank: int, size: int) -> None:
     [half] = hvd.synchronize(hvd.grouped_reducescatter_async([rows[1:]]))
     assert torch.equal(half, rows[1:].view(size, 2)[rank])
     sparse = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (size + 1,), check_invariants=True)
-    assert hvd.synchronize(hvd.sparse_allreduce_async(sparse, op=hvd.Sum)).to_dense().tolist() == [size] + [2.0] * size
+    assert hvd.sparse_allreduce_async(sparse, op=hvd.Sum)().to_dense().tolist() == [size] + [2.0] * size
     assert hvd.allreduce(sparse).to_dense()[0] == 1
 
 
@@ -155,13 +156,10 @@ def _joins(rank: int, size: int) -> None:
             hvd.broadcast(torch.ones(1), 0)
         with pytest.raises(ValueError, match=r"a rank called join\(\), which has zeros to add only"):
             hvd.allreduce(torch.ones(1), op=hvd.Max)
-        assert hvd.join() == size - 1
-    else:
-        with pytest.raises(ValueError, match=r"broadcast needs all ranks"):
-            hvd.join()
-        with pytest.raises(ValueError, match=r"a rank called join\(\)"):
-            hvd.join()
-        assert hvd.join() == size - 1
+    assert hvd.join() == size - 1
+    for step in range(2 * size - rank):  # now the first rank is the last one
+        hvd.allreduce(torch.ones(3))
+    assert hvd.join() == 0
 
 
 def _different_calls(rank: int, size: int) -> None:
@@ -287,19 +285,93 @@ class _Embedding(nn.Module):
         self.rows = nn.Embedding(8, 3, sparse=True)
 
 
-def _sparse_gradients(rank: int, size: int) -> list[list[float]]:
+SPARSE_CASES: list[dict[str, Any]] = [
+    {},
+    {"sparse_as_dense": True},
+    {"op": hvd.Sum},
+    {"op": hvd.Sum, "sparse_as_dense": True},
+    {"compression": hvd.Compression.fp16},
+]
+
+
+def _sparse_gradients(rank: int, size: int) -> list[list[list[float]]]:
+    """Train on a row of the rank's own and one of all, with SparseAdam, which takes sparse gradients only."""
+    found = []
+    for options in SPARSE_CASES:
+        model = _Embedding()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters()), lr=0.5), **options)
+        optimizer.zero_grad()
+        model.rows(torch.tensor([rank, 7])).sum().backward()
+        optimizer.synchronize()
+        gradient = model.rows.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        found.append(gradient.to_dense().tolist())
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sparse_gradients_are_reduced(ranks: int) -> None:
+    for of_rank in played(_sparse_gradients, ranks):
+        for options, found in zip(SPARSE_CASES, of_rank, strict=True):  # type: ignore[call-overload]
+            expected = torch.zeros(8, 3)
+            expected[:ranks] = 1 if options.get("op") == hvd.Sum else 1 / ranks
+            expected[7] = ranks if options.get("op") == hvd.Sum else 1
+            torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def _joins_while_others_look_rows_up(rank: int, size: int) -> list[list[float]]:
     model = _Embedding()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sparse_as_dense=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     before = model.rows.weight.detach().clone()
-    model.rows(torch.tensor([rank])).sum().backward()
+    for step in range(1 + rank):
+        optimizer.zero_grad()
+        model.rows(torch.tensor([step])).sum().backward()
+        optimizer.step()
+    hvd.join()
+    return (before - hvd.broadcast(model.rows.weight.detach(), size - 1)).tolist()
+
+
+def test_ranks_that_joined_add_no_rows_to_sparse_gradients() -> None:
+    for changed in played(_joins_while_others_look_rows_up, 2):
+        expected = torch.zeros(8, 3)
+        expected[0], expected[1] = 1, 0.5  # the mean counts the rank that joined
+        torch.testing.assert_close(torch.tensor(changed), expected)
+
+
+def _trains_in_one_of_two_sets(rank: int, size: int) -> float:
+    inside = hvd.add_process_set([0, 2])
+    hvd.add_process_set([])
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=inside)
+    model(torch.full((1, 3), float(rank))).sum().backward()
     optimizer.step()
-    return (before - model.rows.weight.detach()).tolist()
+    return float(model.weight.grad[0, 0])  # type: ignore[index]
 
 
-def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
-    changed = torch.tensor(played(_sparse_gradients, 2)[0])
-    torch.testing.assert_close(changed[:2], torch.full((2, 3), 0.5))
-    assert not changed[2:].any()
+def test_a_rank_outside_of_the_optimizers_set_trains_alone() -> None:
+    assert played(_trains_in_one_of_two_sets, 3) == [1, 1, 1]
+
+
+def _large_integers(rank: int, size: int) -> list[int]:
+    large = torch.tensor([2**40 + 1])
+    found = [hvd.allreduce(large, op=hvd.Sum, postscale_factor=0.5), hvd.allreduce(large, op=hvd.Max, prescale_factor=2)]
+    return [int(one) for one in found]
+
+
+def test_integers_are_scaled_in_float64() -> None:
+    assert played(_large_integers, 2) == [[2**40 + 1, 2**41 + 2]] * 2
+
+
+def test_the_version_of_nccl_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert hvd.nccl_built() == 0
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert hvd.nccl_built() == 22703
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -308,7 +380,7 @@ def test_wrong_arguments_are_refused() -> None:
     hvd.shutdown()
     with pytest.raises(ValueError, match=r"use hvd.init\(\)"):
         hvd.rank()
-    hvd.init()
+    hvd.init(process_sets="dynamic")
     try:
         weight, *others = model.named_parameters()
         for arguments, error, text in (
@@ -328,6 +400,9 @@ def test_wrong_arguments_are_refused() -> None:
             (lambda: hvd.allreduce_(torch.eye(2).to_sparse()), ValueError, "sparse_allreduce_async"),
             (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1"),
             (lambda: hvd.alltoall(torch.ones(2), splits=[1]), ValueError, r"splits are \[1\]"),
+            (lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])), ValueError, r"splits are of torch.float32"),
+            (lambda: hvd.reducescatter(torch.ones(())), ValueError, "is a scalar"),
+            (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), ValueError, "expected one of them"),
             (lambda: hvd.add_process_set([0, 1]), ValueError, r"ranks \[0, 1\]"),
             (lambda: hvd.allreduce(torch.ones(1), name="n" * 2000), ValueError, "a name or splits of"),
             (lambda: hvd.start_timeline("t.json"), NotImplementedError, "GANGLINE_TIMELINE"),

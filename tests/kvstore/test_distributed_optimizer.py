@@ -212,16 +212,10 @@ def refused(comm: Communicator) -> list[str]:
             call()
         found.append(f"{type(caught.value).__name__}: {caught.value}")
 
-    def with_sparse() -> None:
-        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), store)
-        table(torch.tensor([comm.rank])).sum().backward()
-        optimizer.step()
-
     with create("allreduce", communicator=comm) as store:
         said(lambda: DistributedOptimizer(torch.optim.LBFGS(layer.parameters()), store))
         said(lambda: DistributedOptimizer("sgd", store))  # type: ignore[arg-type]
         said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), None))  # type: ignore[arg-type]
-        said(with_sparse)
     with create("allreduce", communicator=comm) as store:
         optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store)
         said(lambda: optimizer.add_param_group({"params": table.parameters()}))
@@ -257,7 +251,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         "ValueError: optimizer LBFGS cannot be distributed: it searches along a line",
         "TypeError: optimizer is a str",
         "TypeError: kvstore is None",
-        "ValueError: parameters [0] have sparse gradients",
         "RuntimeError: add_param_group() came after DistributedOptimizer()",
         "ValueError: weight is -1.0",
         "ValueError: the 'allreduce' store holds keys [0, 1] already",

@@ -114,8 +114,6 @@ def refusal(case: Case) -> str | None:
         return "are not compressed|has a sparse gradient; expected a dense one"
     if case.road == "DistributedOptimizer" and case.compression and not alone:
         return "are not compressed"
-    if case.road == "DistributedOptimizer" and "sparse" in case.features and not alone:
-        return "have sparse gradients, which are not averaged here"
     return None
 
 

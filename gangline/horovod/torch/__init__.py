@@ -21,9 +21,12 @@ def mpi_built() -> bool:
 mpi_enabled = mpi_threads_supported = gloo_built = gloo_enabled = ddl_built = ccl_built = mpi_built
 
 
-def nccl_built() -> bool:
-    """Return whether this build of torch has NCCL."""
-    return torch.distributed.is_nccl_available()
+def nccl_built() -> int:
+    """Return the version of torch's NCCL as NCCL numbers it, 22703 for 2.27.3; 0 if this build of torch has none."""
+    if not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
 
 
 def cuda_built() -> bool:

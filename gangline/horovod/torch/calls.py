@@ -6,6 +6,8 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import msgpack
@@ -23,6 +25,7 @@ _OPERATIONS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "pr
 _CALL_BYTES = 1024
 _JOIN = ["join"]
 _queue = WorkQueue(in_order=True)
+_running: set[tuple[Callable[..., Any], str | None]] = set()  # calls with names and handles
 followers: dict[str, Callable[[list[Any], list[Any]], object]] = {}
 """Part of a joined rank in a call of the others, by the call's name; arguments are those that `agree` returns."""
 
@@ -68,8 +71,12 @@ global_process_set = ProcessSet([])
 _sets: list[ProcessSet] = []  # by number
 
 
-def init(comm: None = None, process_sets: Sequence[ProcessSet] = ()) -> None:
+def init(comm: None = None, process_sets: Sequence[ProcessSet] | str = ()) -> None:
     """Join the job of the environment; without one, this process is a job of its own. Collective.
+
+    Args:
+        comm: None.
+        process_sets: sets to add; "dynamic" is Horovod's word for sets that are added later, as they always can be.
 
     Raises:
         ValueError: if ``comm`` is given: a job has the ranks that its launcher has started.
@@ -81,7 +88,7 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] = ()) -> None:
         global_process_set._group, global_process_set.ranks = world, list(range(world.size))
         global_process_set.process_set_id = 0
         _sets[:] = [global_process_set]
-        for one in process_sets:
+        for one in () if process_sets == "dynamic" else process_sets:
             add_process_set(one)
 
 
@@ -105,8 +112,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     world = global_process_set.group
-    if added.process_set_id is not None or not added.ranks or not {*added.ranks} <= {*range(world.size)}:
-        raise ValueError(f"the process set has ranks {added.ranks}; expected some below {size()}, and each set once")
+    if added.process_set_id is not None or not {*added.ranks} <= {*range(world.size)}:
+        raise ValueError(f"the process set has ranks {added.ranks}; expected ranks below {size()}, and each set once")
 
     def split() -> None:
         agree(global_process_set, ["add_process_set", added.ranks])
@@ -163,11 +170,12 @@ def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[
         own: what may differ.
 
     Returns:
-        The call of the ranks that have not joined, and each rank's ``own``; None of those that have.
+        The call of the ranks that have not joined, and each rank's ``own``; None of those that have. Once all have
+        joined: that call, and all ``own``.
 
     Raises:
         MismatchError: on all ranks, if they make different calls.
-        ValueError: on all ranks, if some have joined and the call needs all.
+        ValueError: on the ranks that have not joined, if others have and the call needs all.
     """
     packed = msgpack.packb([call, own])
     if len(packed) > _CALL_BYTES - 2:
@@ -182,26 +190,27 @@ def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[
         said = "; ".join(f"rank {rank}: {' '.join(map(str, one))}" for rank, (one, _) in enumerate(calls))
         raise MismatchError(f"ranks make different calls: {said}; expected the same calls in the same order on all")
     joined = [rank for rank, (one, _) in enumerate(calls) if one == _JOIN]
-    if joined and active[0] != _JOIN and active[0][0] not in followers:
-        raise ValueError(f"{active[0][0]} needs all ranks, but {name_ranks(joined)} called join()")
-    return active[0], [None if one == _JOIN else theirs for one, theirs in calls]
+    if joined and call != _JOIN and call[0] not in followers:
+        raise ValueError(f"{call[0]} needs all ranks, but {name_ranks(joined)} called join()")
+    return active[0], [None if one == _JOIN != active[0] else theirs for one, theirs in calls]
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001  Horovod's argument
     """Wait until all ranks have called it; meanwhile add zeros in their sums and no rows in what they gather.
 
     Returns:
-        A rank that called it last.
+        The highest rank of those that called it last; the same on all ranks.
     """
 
     def follow() -> int:
-        before: set[int] = set()
+        calls = 0  # of the others since then
         while True:
-            call, owns = agree(global_process_set, _JOIN)
+            call, owns = agree(global_process_set, _JOIN, calls)
             if call == _JOIN:
-                return max(rank for rank in range(size()) if rank not in before)
-            before = {rank for rank, own in enumerate(owns) if own is None}
-            followers[call[0]](call, owns)
+                return max(rank for rank, count in enumerate(owns) if not count)
+            if call[0] in followers:  # otherwise it is an error on those that made it
+                followers[call[0]](call, owns)
+            calls += 1
 
     return int(submit(follow).result)
 
@@ -256,15 +265,27 @@ _Begin = Callable[..., Callable[[], list[Any]]]
 
 
 def _form(begin: _Begin, *, copy: bool = False, single: bool = True, is_async: bool = False) -> Callable[..., Any]:
-    """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle."""
+    """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle.
+
+    As in Horovod, a name may not be given to another call while one with a handle runs.
+    """
+    parameters = signature(begin)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors, *args = args or (kwargs.pop("tensor" if single else "tensors"),)  # type: ignore[assignment]
         given = [one.detach() for one in ([tensors] if single else tensors)]
         operation = begin([one.clone() for one in given] if copy else given, *args, **kwargs)
+        named = (begin, parameters.bind(given, *args, **kwargs).arguments.get("name")) if is_async else (begin, None)
+        if named in _running:
+            raise ValueError(f"a call with the name {named[1]!r} runs; expected another name, or synchronize() first")
+        if named[1] is not None:
+            _running.add(named)
 
         def run() -> Any:
-            results = operation()
+            try:
+                results = operation()
+            finally:
+                _running.discard(named)
             return results[0] if single else results
 
         run.__name__ = begin.__name__
@@ -318,8 +339,10 @@ def checked_op(op: int | None, average: bool | None = None, allowed: Iterable[in
 
     Raises:
         NotImplementedError: if it is Adasum.
-        ValueError: if it is none of those allowed.
+        ValueError: if it is none of those allowed, or both are given.
     """
+    if op is not None and average is not None:
+        raise ValueError(f"op is {op!r} and average is {average!r}; expected one of them")
     op = op if op is not None else Sum if average is False else Average
     if op == Adasum:
         raise NotImplementedError("op is Adasum, which gangline does not have; expected hvd.Average or hvd.Sum")
@@ -334,13 +357,19 @@ def checked_op(op: int | None, average: bool | None = None, allowed: Iterable[in
 def _reduce(group: Communicator, out: Tensor, op: int, before: float, after: float, *, all_present: bool) -> Tensor:
     if not all_present and op not in (Average, Sum):
         raise ValueError("a rank called join(), which has zeros to add only; expected hvd.Average or hvd.Sum")
-    if before != 1:
-        out.copy_(out * before)
+    _scale(out, before)
     is_integer = op == Average and not (out.is_floating_point() or out.is_complex())
     group.all_reduce(out, "sum" if is_integer else _OPERATIONS[op])
     if is_integer:
         out.floor_divide_(group.size)
-    return out if after == 1 else out.copy_(out * after)
+    return _scale(out, after)
+
+
+def _scale(out: Tensor, factor: float) -> Tensor:
+    """Multiply in place; integers in float64, and rounded towards zero."""
+    if factor == 1:
+        return out
+    return out.copy_((out if out.is_floating_point() or out.is_complex() else out.double()) * factor)
 
 
 def _allreduce(
@@ -364,8 +393,9 @@ def _allreduce(
 
 
 def _follow_allreduce(call: list[Any], _: list[Any]) -> None:
-    zeros = torch.zeros(call[3], dtype=dtype_named(call[2]), device="cpu")
-    _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
+    if call[4] in (Average, Sum):  # otherwise it is an error on those that made it
+        zeros = torch.zeros(call[3], dtype=dtype_named(call[2]), device="cpu")
+        _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
 
 
 allreduce_ = _form(_allreduce)
@@ -395,7 +425,7 @@ def allreduce(
         return compression.decompress(reduced, dtype)
 
     if tensor.is_sparse:
-        return synchronize(sparse_allreduce_async(tensor, name, checked_op(op, average), process_set))
+        return sparse_allreduce_async(tensor, name, checked_op(op, average), process_set)()
     return _differentiable(tensor, reduce, reduce)
 
 
@@ -406,8 +436,8 @@ def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> l
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
-) -> Work:
-    """Return a handle of the sum, or the mean, of sparse tensors, whose values are gathered."""
+) -> Callable[[], Tensor]:
+    """Begin the sum, or the mean, of sparse tensors, whose values are gathered; return a function that waits for it."""
     divisor = process_set.size() if checked_op(op, allowed=(Average, Sum)) == Average else 1
     own = tensor.detach().coalesce()
     gather = _allgather([own.values(), own.indices().t().contiguous()], name, process_set)
@@ -415,9 +445,10 @@ def sparse_allreduce_async(
     def sparse_allreduce() -> Tensor:
         values, indices = gather()
         mean = values / divisor if divisor > 1 else values
-        return torch.sparse_coo_tensor(indices.t(), mean, own.shape, device=own.device).coalesce()
+        parts = (indices.t(), mean, own.shape)
+        return torch.sparse_coo_tensor(*parts, device=own.device, check_invariants=False).coalesce()
 
-    return submit(sparse_allreduce, is_async=True)
+    return partial(synchronize, submit(sparse_allreduce, is_async=True))
 
 
 def _gathered(group: Communicator, tensor: Tensor, owns: Sequence[int | None]) -> Tensor:
@@ -510,6 +541,8 @@ def _alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], list[Any]]:
     group, tensor = process_set.group, tensors[0]
+    if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):
+        raise ValueError(f"splits are of {splits.dtype}; expected integers")
     if splits is None and len(tensor) % group.size:
         raise ValueError(f"the tensor has {len(tensor)} rows for {group.size} ranks; expected a multiple, or splits")
     parts = [len(tensor) // group.size] * group.size if splits is None else [int(one) for one in splits]
@@ -521,7 +554,8 @@ def _alltoall(
         rows = [theirs[group.rank] for theirs in owns]
         out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         group.all_to_all_uneven(torch.split(tensor.contiguous(), parts), torch.split(out, rows))
-        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32, device="cpu"))]
+        place = splits.device if isinstance(splits, Tensor) else "cpu"
+        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32, device=place))]
 
     return alltoall
 
@@ -535,7 +569,8 @@ def alltoall(
 ) -> Any:
     """Send ``splits`` rows to each rank, the same number without it; return the rows received.
 
-    With ``splits`` return a pair of them and of their numbers by rank. The gradients are sent back.
+    With ``splits`` return a pair of them and of their numbers by rank, on the device of ``splits``. The gradients are
+    sent back.
     """
     world = process_set.size()
     parts = splits if splits is not None or len(tensor) % world else [len(tensor) // world] * world
@@ -560,6 +595,8 @@ def _reducescatter(
 ) -> Callable[[], list[Tensor]]:
     scales = checked_op(op, allowed=(Average, Sum)), prescale_factor, postscale_factor
     group = process_set.group
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("the tensor is a scalar; expected one with rows to scatter")
 
     def reduced(tensor: Tensor) -> Any:
         agree(process_set, ["reducescatter", name, *_kind(tensor), *scales])

@@ -1,7 +1,7 @@
 """Horovod's elastic interface: a job that `gangline launch --max-restarts` starts again goes on from the last commit.
 
 A lost rank ends the job, all of whose processes start again; the number of ranks stays. Jobs whose workers come and go
-need a `dist_*` store, see docs/elastic.md.
+need a `dist_*` store, see docs/reliability.md.
 """
 
 from __future__ import annotations

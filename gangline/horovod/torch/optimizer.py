@@ -23,9 +23,12 @@ from gangline.horovod.torch.calls import (
     checked_op,
     followers,
     global_process_set,
+    sparse_allreduce_async,
     submit,
 )
 from gangline.kvstore.reducer import distributed_optimizer
+from gangline.kvstore.reducer.gradient_reducer import GradientReducer
+from gangline.kvstore.reducer.reducer import is_sparse
 from gangline.kvstore.registry import create
 
 _optimizers: list[weakref.ref[_DistributedOptimizer]] = []
@@ -45,14 +48,16 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         sparse_as_dense: bool,
     ) -> None:
         self.backward_passes_per_step = passes
-        self._op, self._factor = op, process_set.size() if op == Sum else 1
+        size = process_set.size() if process_set.included() else 1  # a rank outside of the set trains alone
+        self._op, self._factor = op, size if op == Sum else 1
         self._process_set = process_set
-        self._sends_halves = sends_halves and process_set.size() > 1
+        self._sends_halves = sends_halves and size > 1
         self._sparse_as_dense = sparse_as_dense
+        self._made_dense: set[Tensor] = set()
         self._passes = self._last_backward = 0
         self._passes_lock = threading.Lock()
         self._number = len(_optimizers)
-        if process_set.size() == 1 or sends_halves:
+        if size == 1 or sends_halves:
             super().__init__(optimizer, create("local"))
         else:
             count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -91,8 +96,14 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
 
     @torch.no_grad()
     def _reduce_halves(self) -> None:
-        parameters = [one for group in self.param_groups for one in group["params"] if one.requires_grad]
+        trained = [one for group in self.param_groups for one in group["params"] if one.requires_grad]
+        for one in trained:
+            if is_sparse(one.grad):
+                one.grad = sparse_allreduce_async(one.grad, op=self._op, process_set=self._process_set)()
+        parameters = [one for one in trained if not is_sparse(one.grad)]
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        if not parameters:
+            return
         flat = allreduce_(
             torch.cat([one.half().flatten() for one in gradients]), op=self._op, process_set=self._process_set
         )
@@ -107,8 +118,10 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
 
     def follow(self) -> None:
         """Take part in a reduction with zeros."""
-        for parameter in self._trained.values():
-            parameter.grad = torch.zeros_like(parameter)
+        assert isinstance(self._reducer, GradientReducer)
+        for key, parameter in self._trained.items():
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros.to_sparse(1) if key in self._reducer.sparse_keys else zeros
         super().synchronize()
         self.zero_grad()
 
@@ -119,6 +132,7 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
+            self._made_dense.add(parameter)
         with self._passes_lock:
             number = torch._C._current_graph_task_id()
             if number != self._last_backward:
@@ -131,9 +145,11 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
 
     def _reduce(self, weight: float | None) -> None:
         super()._reduce(weight)
-        gradients = [one.grad for one in self._trained.values() if one.grad is not None]
-        if self._factor > 1 and gradients:
-            torch._foreach_mul_(gradients, self._factor)
+        for one in self._trained.values():
+            if one.grad is not None and self._factor > 1:
+                one.grad.mul_(self._factor)
+            if one.grad is not None and one in self._made_dense:
+                one.grad = one.grad.to_sparse(1)  # as the optimizer expects it
 
 
 def _follow(call: list[Any], _: list[Any]) -> None:
@@ -170,7 +186,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
         gradient_predivide_factor: without effect: float16 is added in float32.
         num_groups: without effect: gradients are sent in buckets of 25 MB.
         groups: without effect, as ``num_groups``.
-        sparse_as_dense: make sparse gradients dense; without it they are refused.
+        sparse_as_dense: send sparse gradients as dense ones, as is faster if most rows are used.
         process_set: ranks that train together.
 
     Raises:
