@@ -53,7 +53,9 @@ def keys_of(pairs: Sequence[tuple[Key, Any]]) -> list[Key]:
 
 
 def single(key: Any, value: Any) -> Pairs:
-    """Return keys with exactly one tensor each."""
+    """Return keys with exactly one tensor each; as in MXNet, that of one key may be in a list."""
+    if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(key, (list, tuple)):
+        value = value[0]
     pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
     return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in pairs]
 

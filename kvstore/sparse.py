@@ -149,18 +149,19 @@ def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """Return row numbers as an int64 tensor of their own shape.
 
     Args:
-        row_ids: integers of any shape: a tensor, an array or nested lists.
+        row_ids: whole numbers of any shape: a tensor, an array or nested lists; MXNet's are of float32.
         shape: shape of the table.
         what: name of the value in error messages.
 
     Raises:
-        TypeError: if they are not integers.
+        TypeError: if they are not whole numbers.
         ValueError: if the table has no axes, or a row number is outside it (checked on the host only).
     """
     if isinstance(row_ids, np.ndarray) and row_ids.dtype.kind in "iu":
         row_ids = row_ids.astype(np.int64)  # a copy, in torch's byte order
     ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.tensor(row_ids, device="cpu")
-    if ids.dtype not in _INTEGERS and ids.numel():
+    is_whole = ids.dtype in _INTEGERS or (ids.is_floating_point() and torch.equal(ids, ids.round()))
+    if not is_whole and ids.numel():
         raise TypeError(f"{what} has row numbers of {ids.dtype}; expected integers")
     ids = ids.detach().to(torch.int64)
     if not shape:

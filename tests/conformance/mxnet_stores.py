@@ -1,6 +1,7 @@
 """MXNet's stores replaced by gangline's, to run MXNet's own tests of its stores; see docs/conformance.md.
 
-`python -m tests.conformance.mxnet_stores FILE ARGUMENTS` runs a program, in an environment with the real MXNet 1.9.
+`python -m tests.conformance.mxnet_stores -m pytest FILE` and `python -m tests.conformance.mxnet_stores FILE ARGUMENTS` run
+a program, in an environment with the real MXNet 1.9.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ class Store:
     def __init__(self, name: str = "local") -> None:
         self._store = gangline.create(name)
         self.type, self.rank, self.num_workers = name, self._store.rank, self._store.num_workers
+        self._dtypes: dict[Any, torch.dtype] = {}
 
     def init(self, key: Any, value: Any) -> None:
-        _call(self._store.init, key, _each(to_torch, value))
+        values = _each(to_torch, value)
+        _call(self._store.init, key, values)
+        one_each = zip(key, values, strict=True) if isinstance(key, list) else [(key, values)]
+        self._dtypes.update({one: (of[0] if isinstance(of, list) else of).dtype for one, of in one_each})
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         _call(self._store.push, key, _each(to_torch, value), priority=priority)
@@ -40,6 +45,8 @@ class Store:
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
         outs = _each(to_torch, out)
+        if isinstance(outs, RowSparse):  # MXNet casts
+            outs.values = outs.values.to(self._dtypes[key])
         _call(self._store.row_sparse_pull, key, outs, priority=priority, row_ids=_each(to_torch, row_ids))
         _write_back(outs, out)
 
@@ -96,4 +103,8 @@ mx.kv.create = mx.kvstore.create = Store
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

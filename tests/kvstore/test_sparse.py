@@ -536,7 +536,7 @@ G = torch.full((ROWS, WIDTH), 7.0)
 PULLS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "above": ("w", G, [1, 6], ValueError, r"'w' names row 6; expected 0 to 5, as its shape is \(6, 3\)"),
     "below": ("w", G, [1, -1], ValueError, "'w' names row -1; expected 0 to 5"),
-    "float ids": ("w", G, torch.tensor([1.0]), TypeError, r"'w' has row numbers of .*float32; expected integers"),
+    "float ids": ("w", G, torch.tensor([1.5]), TypeError, r"'w' has row numbers of .*float32; expected integers"),
     "bool ids": ("w", G, [True], TypeError, r"'w' has row numbers of .*bool"),
     "no ids": ("w", G, None, TypeError, r"no row_ids; expected the rows' numbers \(pull\(\) gives all rows\)"),
     "unknown": ("nope", G, [1], KeyError, "'nope' was not initialised"),

@@ -59,8 +59,8 @@ class ProcessSet:
         return rank() in self.ranks
 
     def size(self) -> int:
-        """Return the number of ranks in the set."""
-        return self.group.size
+        """Return the number of ranks in the set; on other ranks too."""
+        return self.group.size if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int:
         """Return this process's rank in the set."""
@@ -174,8 +174,8 @@ def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[
         joined: that call, and all ``own``.
 
     Raises:
-        MismatchError: on all ranks, if they make different calls.
-        ValueError: on the ranks that have not joined, if others have and the call needs all.
+        MismatchError: on all ranks, if they make different calls; on those that have not joined, if others have and the
+            call needs all.
     """
     packed = msgpack.packb([call, own])
     if len(packed) > _CALL_BYTES - 2:
@@ -191,7 +191,7 @@ def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[
         raise MismatchError(f"ranks make different calls: {said}; expected the same calls in the same order on all")
     joined = [rank for rank, (one, _) in enumerate(calls) if one == _JOIN]
     if joined and call != _JOIN and call[0] not in followers:
-        raise ValueError(f"{call[0]} needs all ranks, but {name_ranks(joined)} called join()")
+        raise MismatchError(f"{call[0]} needs all ranks, but {name_ranks(joined)} called join()")
     return active[0], [None if one == _JOIN != active[0] else theirs for one, theirs in calls]
 
 
@@ -356,7 +356,7 @@ def checked_op(op: int | None, average: bool | None = None, allowed: Iterable[in
 
 def _reduce(group: Communicator, out: Tensor, op: int, before: float, after: float, *, all_present: bool) -> Tensor:
     if not all_present and op not in (Average, Sum):
-        raise ValueError("a rank called join(), which has zeros to add only; expected hvd.Average or hvd.Sum")
+        raise MismatchError("a rank called join(), which has zeros to add only; expected hvd.Average or hvd.Sum")
     _scale(out, before)
     is_integer = op == Average and not (out.is_floating_point() or out.is_complex())
     group.all_reduce(out, "sum" if is_integer else _OPERATIONS[op])
