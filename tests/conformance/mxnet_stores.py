@@ -1,7 +1,7 @@
 """MXNet's stores replaced by gangline's, to run MXNet's own tests of its stores; see docs/conformance.md.
 
-`python -m tests.conformance.mxnet_stores -m pytest FILE` and `python -m tests.conformance.mxnet_stores FILE ARGUMENTS` run
-a program, in an environment with the real MXNet 1.9.
+`python -m tests.conformance.mxnet_stores FILE ARGUMENTS`, or `-m MODULE ARGUMENTS`, runs a program, in an environment
+with the real MXNet 1.9.
 """
 
 from __future__ import annotations

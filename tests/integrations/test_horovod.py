@@ -157,7 +157,7 @@ def _joins(rank: int, size: int) -> None:
         with pytest.raises(hvd.HorovodInternalError, match=r"a rank called join\(\), which has zeros to add only"):
             hvd.allreduce(torch.ones(1), op=hvd.Max)
     assert hvd.join() == size - 1
-    for step in range(2 * size - rank):  # now the first rank is the last one
+    for _ in range(2 * size - rank):  # now the first rank is the last one
         hvd.allreduce(torch.ones(3))
     assert hvd.join() == 0
 
@@ -358,7 +358,10 @@ def test_a_rank_outside_of_the_optimizers_set_trains_alone() -> None:
 
 def _large_integers(rank: int, size: int) -> list[int]:
     large = torch.tensor([2**40 + 1])
-    found = [hvd.allreduce(large, op=hvd.Sum, postscale_factor=0.5), hvd.allreduce(large, op=hvd.Max, prescale_factor=2)]
+    found = [
+        hvd.allreduce(large, op=hvd.Sum, postscale_factor=0.5),
+        hvd.allreduce(large, op=hvd.Max, prescale_factor=2),
+    ]
     return [int(one) for one in found]
 
 
@@ -396,11 +399,16 @@ def test_wrong_arguments_are_refused() -> None:
                 hvd.DistributedOptimizer(sgd, **arguments)
         for call, error, text in (
             (lambda: hvd.init([0]), ValueError, "use a ProcessSet"),
+            (lambda: hvd.init(process_sets="static"), ValueError, "process_sets is 'static'"),
             (lambda: hvd.allreduce(torch.ones(1), op=9), ValueError, "op is 9"),
             (lambda: hvd.allreduce_(torch.eye(2).to_sparse()), ValueError, "sparse_allreduce_async"),
             (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1"),
             (lambda: hvd.alltoall(torch.ones(2), splits=[1]), ValueError, r"splits are \[1\]"),
-            (lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])), ValueError, r"splits are of torch.float32"),
+            (
+                lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])),
+                ValueError,
+                "of torch.float32",
+            ),
             (lambda: hvd.reducescatter(torch.ones(())), ValueError, "is a scalar"),
             (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), ValueError, "expected one of them"),
             (lambda: hvd.add_process_set([0, 1]), ValueError, r"ranks \[0, 1\]"),

@@ -79,8 +79,10 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] | str = ()) -> No
         process_sets: sets to add; "dynamic" is Horovod's word for sets that are added later, as they always can be.
 
     Raises:
-        ValueError: if ``comm`` is given: a job has the ranks that its launcher has started.
+        ValueError: if ``comm`` is given: a job has the ranks that its launcher has started; or another word.
     """
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(f"process_sets is {process_sets!r}; expected 'dynamic', or sets")
     if comm is not None:
         raise ValueError(f"comm is {comm!r}; expected None: start the ranks that take part, or use a ProcessSet")
     if not is_initialized():
@@ -88,7 +90,7 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] | str = ()) -> No
         global_process_set._group, global_process_set.ranks = world, list(range(world.size))
         global_process_set.process_set_id = 0
         _sets[:] = [global_process_set]
-        for one in () if process_sets == "dynamic" else process_sets:
+        for one in () if isinstance(process_sets, str) else process_sets:
             add_process_set(one)
 
 

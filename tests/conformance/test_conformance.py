@@ -1,0 +1,77 @@
+"""The adapters that run tests of Horovod and MXNet on gangline, on tests in their style."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.test_mxnet import BOTH
+from tests.programs import python
+
+HOROVOD = """\
+import unittest
+import torch
+import horovod.torch as hvd
+from common import mpi_env_rank_and_size, skip_or_fail_gpu_test, temppath
+
+class TorchTests(unittest.TestCase):
+    def setUp(self):
+        hvd.init()
+
+    def test_rank(self):
+        self.assertEqual((hvd.rank(), hvd.size()), mpi_env_rank_and_size())
+
+    def test_sum(self):
+        with temppath() as path:
+            torch.save(hvd.allreduce(torch.ones(3), op=hvd.Sum), path)
+            self.assertEqual(torch.load(path).tolist(), [2, 2, 2])
+
+    def test_gpu(self):
+        skip_or_fail_gpu_test(self, "No GPUs available")
+
+    def test_names_of_2021(self):
+        with self.assertRaises((torch.FatalError, RuntimeError)):
+            hvd.allreduce(torch.ones(hvd.rank() + 1))
+"""
+
+MXNET = """\
+import mxnet as mx
+import numpy as np
+
+kv = mx.kv.create("dist_sync")
+kv.set_optimizer(mx.optimizer.create("test", rescale_grad=2))
+kv.init("w", [mx.nd.ones((4, 2), dtype="float16")])
+gradient = mx.nd.zeros((4, 2), dtype="float16")
+gradient[kv.rank] = 1
+kv.push("w", gradient.tostype("row_sparse"))
+rows = mx.nd.sparse.zeros("row_sparse", (4, 2))
+kv.row_sparse_pull("w", out=rows, row_ids=mx.nd.array([1, 2]))
+whole = mx.nd.zeros((4, 2), dtype="float16")
+kv.pull("w", out=whole)
+assert whole.asnumpy()[:, 0].tolist() == [3, 3, 1, 1], whole
+assert rows.asnumpy()[:, 0].tolist() == [0, 3, 1, 0], rows
+try:
+    kv.pull("unknown", out=whole)
+except mx.base.MXNetError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_test_of_horovod_runs(tmp_path: Path) -> None:
+    (tmp_path / "test_horovod.py").write_text(HOROVOD)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conformance.horovod_names")
+    launch = ("-m", "gangline", "launch", "-np", 2, "-s", 0, "--", sys.executable)
+    done = python(*launch, *words, tmp_path / "test_horovod.py", code=0)
+    assert done.stdout.count("3 passed, 1 skipped") == 2, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BOTH.exists(), reason="it is not installed: make .peers/mxnet-gangline/.installed")
+def test_a_test_of_mxnet_runs(tmp_path: Path) -> None:
+    (tmp_path / "store.py").write_text(MXNET)
+    launch = ("-m", "gangline", "launch", "-n", 2, "-s", 1, "--", BOTH)
+    done = python(*launch, "-m", "tests.conformance.mxnet_stores", tmp_path / "store.py", code=0)
+    assert done.stdout.count("'unknown' was not initialised") == 2, done.stdout
