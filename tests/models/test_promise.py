@@ -171,6 +171,7 @@ ON_SERVERS = [
     Case("Module", ((3,), (1,)), features=frozenset({"batchnorm"}), accumulate=3, loss="ignored", way="fit", last=4),
     Case("Trainer", ((1,), (3,)), optimizer="adamw", clip="clip_gradient", accumulate=2, way="late"),
     Case("DistributedOptimizer", ((1,), (3,)), clip="clip_global_norm", loss="ignored"),
+    Case("DistributedOptimizer", ((1,), (3,)), features=frozenset({"sparse", "unused"}), optimizer="adagrad"),
 ]
 
 
