@@ -224,6 +224,9 @@ class GroupCollectives:
     gather = _collective("gather", operations.gather, {"outputs": _one_list, "inputs": _only}, _WITH_ROOT)
     """Gather every rank's tensor, all of one size, into the root's list."""
 
+    gather_single = gather_into_tensor = _collective("gather_single", operations.gather_single, _ONE_EACH, _WITH_ROOT)
+    """Gather every rank's tensor into the root's one, stacked or concatenated; torch calls it since 2.14."""
+
     scatter = _collective("scatter", operations.scatter, {"outputs": _only, "inputs": _one_list}, _WITH_ROOT)
     """Send each rank one tensor of the root's list, all of one size."""
 

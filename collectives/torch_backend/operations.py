@@ -123,6 +123,11 @@ def gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int
         _unpack(rows, outs)
 
 
+def gather_single(comm: Communicator, out: Tensor, tensor: Tensor, root: int) -> None:
+    """Gather every rank's tensor into the root's ``out``: (size, *shape), or concatenated along the first axis."""
+    gather(comm, [*_rows("the output", out, comm.size, tensor.shape)] if comm.rank == root else [], tensor, root)
+
+
 def scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: int) -> None:
     """Send each rank one of the root's tensors, all of one size."""
     if comm.rank != root:

@@ -79,6 +79,8 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         device = torch.device(device)
         return self if device.type == "cpu" else self.other_devices.backend(device)
 
+    get_backend = _get_backend  # since torch 2.14
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *self.other_devices.devices()]

@@ -116,6 +116,7 @@ class Processes:
         while not self._told[rank]:
             left = self._deadline - time.monotonic()
             assert left > 0, f"rank {rank} sent nothing in time"
+            assert not self._pool.connections[rank].closed, f"rank {rank} ended and sent nothing; its error is above"
             for ready in self._pool.wait(left)[0]:
                 self._serve(ready)
         return self._told[rank].pop(0)
