@@ -704,3 +704,12 @@ def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
     with Elements() as counted:
         kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
     assert 0 < counted.most <= 3 * WIDTH
+
+
+def test_one_value_in_a_list_and_whole_row_numbers_as_floats_are_taken() -> None:
+    with create("local") as kv:
+        kv.init("w", [table()])
+        out = torch.zeros(ROWS, WIDTH)
+        kv.row_sparse_pull("w", out, row_ids=torch.tensor([1.0, 3.0]))
+        assert torch.equal(out[[1, 3]], table()[[1, 3]])
+        assert not out[[0, 2, 4, 5]].any()

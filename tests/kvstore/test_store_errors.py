@@ -100,11 +100,11 @@ CASES: list[Case] = [
     ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
     ("pushpull, likewise", lambda kv: kv.pushpull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
     # -- values that are no tensors
-    ("init, list", lambda kv: kv.init("v", [G]), TypeError, "'v'.*list"),
+    ("init, list", lambda kv: kv.init("v", [G, G]), TypeError, "'v'.*list"),
     ("push, number", lambda kv: kv.push("w", 3.0), TypeError, "'w'.*float; expected a torch tensor"),
     ("push, None", lambda kv: kv.push("w", None), TypeError, "'w'.*NoneType"),
     ("push, too deep", lambda kv: kv.push("w", [[G]]), TypeError, "'w'.*list"),
-    ("broadcast, list of values", lambda kv: kv.broadcast("v", [G], G), TypeError, "'v'.*list"),
+    ("broadcast, list of values", lambda kv: kv.broadcast("v", [G, G], G), TypeError, "'v'.*list"),
     # -- lists that do not match
     ("push, no devices", lambda kv: kv.push("w", []), ValueError, "'w'.*empty list"),
     ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys got 1 values"),
