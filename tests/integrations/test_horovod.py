@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,7 @@ def _sparse_gradients(rank: int, size: int) -> list[list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sparse_gradients_are_reduced(ranks: int) -> None:
     for of_rank in played(_sparse_gradients, ranks):
         for options, found in zip(SPARSE_CASES, of_rank, strict=True):  # type: ignore[call-overload]
@@ -365,6 +366,7 @@ def _large_integers(rank: int, size: int) -> list[int]:
     return [int(one) for one in found]
 
 
+@pytest.mark.slow
 def test_integers_are_scaled_in_float64() -> None:
     assert played(_large_integers, 2) == [[2**40 + 1, 2**41 + 2]] * 2
 
@@ -424,6 +426,24 @@ def test_wrong_arguments_are_refused() -> None:
             with pytest.raises(error, match=text):
                 call()
     finally:
+        hvd.shutdown()
+
+
+def test_a_name_in_use_is_refused() -> None:
+    hvd.init()
+    gate = threading.Event()
+    try:
+        hvd.calls.submit(gate.wait, is_async=True)
+        running = hvd.allreduce_async(torch.ones(2), name="loss")
+        others = [hvd.allreduce_async(torch.ones(2)), hvd.allgather_async(torch.ones(2), name="loss")]
+        with pytest.raises(ValueError, match="the name 'loss' runs"):
+            hvd.allreduce_async(torch.ones(2), name="loss")
+        gate.set()
+        for handle in (running, *others, hvd.allreduce_async(torch.ones(2), name="next")):
+            assert hvd.synchronize(handle).tolist() == [1, 1]
+        assert hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="loss")).tolist() == [1, 1]
+    finally:
+        gate.set()
         hvd.shutdown()
 
 
