@@ -119,7 +119,7 @@ class LocalStore(KVStore):
                 self._optimizer.add(key, stored)
 
     _is_updated_here: Callable[[Key], bool] | None = None
-    """Whether this worker updates a key; None: it updates all."""
+    """Function that returns True for the keys that this worker updates; None: it updates all."""
 
     def _apply_pending(self) -> None:
         assert self._optimizer is not None

@@ -50,7 +50,7 @@ ERROR = "error: "
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Where a supervisor's output goes, beside its standard output and error."""
+    """Outputs of a supervisor beside its standard output and error."""
 
     log_dir: Path | None = None
     """Folder for a log file of each process, such as worker-0.log."""

@@ -10,6 +10,7 @@ import torch.distributed
 from gangline.collectives.errors import GanglineError as HorovodInternalError
 from gangline.horovod.torch import calls, elastic
 from gangline.horovod.torch.calls import *  # noqa: F403
+from gangline.horovod.torch.objects import *  # noqa: F403
 from gangline.horovod.torch.optimizer import DistributedOptimizer
 
 

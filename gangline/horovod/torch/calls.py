@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
@@ -269,7 +268,7 @@ _Begin = Callable[..., Callable[[], list[Any]]]
 def _form(begin: _Begin, *, copy: bool = False, single: bool = True, is_async: bool = False) -> Callable[..., Any]:
     """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle.
 
-    As in Horovod, a name may not be given to another call while one with a handle runs.
+    As in Horovod, a call with a handle may not have the name of another one that runs.
     """
     parameters = signature(begin)
 
@@ -479,7 +478,7 @@ def _follow_allgather(call: list[Any], owns: list[Any]) -> None:
     _gathered(global_process_set.group, torch.empty((0, *call[3]), dtype=dtype_named(call[2]), device="cpu"), owns)
 
 
-_rows_of_all = _form(_allgather)
+rows_of_all = _form(_allgather)
 allgather_async = _form(_allgather, is_async=True)
 grouped_allgather_async = _form(_allgather, single=False, is_async=True)
 
@@ -496,7 +495,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         ).tolist()
         return allreduce(grad, process_set=process_set).split(rows)[process_set.rank()].view(tensor.shape)
 
-    return _differentiable(tensor, lambda own: _rows_of_all(own, name, process_set), gradient)
+    return _differentiable(tensor, lambda own: rows_of_all(own, name, process_set), gradient)
 
 
 def grouped_allgather(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -653,60 +652,3 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 followers.update(allreduce=_follow_allreduce, allgather=_follow_allgather, barrier=lambda *_: None)
-
-
-# Objects
-
-
-def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
-) -> None:
-    """Overwrite tensors by the root's: a ``state_dict()``, ``named_parameters()`` or ``parameters()``."""
-    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    named = [one if isinstance(one, tuple) else (None, one) for one in pairs]
-    for handle in [
-        broadcast_async_(one, root_rank, name, process_set) for name, one in named if isinstance(one, Tensor)
-    ]:
-        synchronize(handle)
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
-) -> None:
-    """Load the root's state into an optimizer; ``model`` is Horovod's argument, and not needed.
-
-    Raises:
-        ValueError: if it is LBFGS, whose state is not broadcast.
-    """
-    del model
-    if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-        raise ValueError("optimizer is LBFGS, whose state cannot be broadcast; load it from a file on each rank")
-    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer", process_set))
-
-
-def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the root's object."""
-    is_root = rank() == root_rank
-    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = int(broadcast_(torch.tensor(len(data), device="cpu"), root_rank, name, process_set))
-    return _unpacked(broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set))
-
-
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks."""
-    data = _packed(obj)
-    lengths = _rows_of_all(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
-    return [_unpacked(one) for one in _rows_of_all(data, name, process_set).split(lengths)]
-
-
-def _packed(obj: Any) -> Tensor:
-    stream = io.BytesIO()
-    torch.save(obj, stream)
-    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
-
-
-def _unpacked(data: Tensor) -> Any:
-    """Return an object of a rank of this job, which may be of any class."""
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)

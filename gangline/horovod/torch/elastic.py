@@ -19,7 +19,8 @@ import torch
 
 from gangline.collectives.environments.restart import RUN_ID, restart_number
 from gangline.collectives.host_files import opener
-from gangline.horovod.torch.calls import broadcast_object, init, rank, size
+from gangline.horovod.torch.calls import init, rank, size
+from gangline.horovod.torch.objects import broadcast_object
 
 
 class State:

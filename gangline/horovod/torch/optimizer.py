@@ -145,10 +145,11 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
 
     def _reduce(self, weight: float | None) -> None:
         super()._reduce(weight)
-        for one in self._trained.values():
-            if one.grad is not None and self._factor > 1:
-                one.grad.mul_(self._factor)
-            if one.grad is not None and one in self._made_dense:
+        gradients = [one.grad for one in self._trained.values() if one.grad is not None]
+        if self._factor > 1 and gradients:
+            torch._foreach_mul_(gradients, self._factor)
+        for one in self._made_dense:
+            if one.grad is not None:
                 one.grad = one.grad.to_sparse(1)  # as the optimizer expects it
 
 

@@ -1,0 +1,74 @@
+"""Parameters, optimizers and objects of any class from rank to rank."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gangline.horovod.torch.calls import (
+    ProcessSet,
+    broadcast_,
+    broadcast_async_,
+    global_process_set,
+    rank,
+    rows_of_all,
+    synchronize,
+)
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite tensors by the root's: a ``state_dict()``, ``named_parameters()`` or ``parameters()``."""
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    named = [one if isinstance(one, tuple) else (None, one) for one in pairs]
+    for handle in [
+        broadcast_async_(one, root_rank, name, process_set) for name, one in named if isinstance(one, Tensor)
+    ]:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Load the root's state into an optimizer; ``model`` is Horovod's argument, and not needed.
+
+    Raises:
+        ValueError: if it is LBFGS, whose state is not broadcast.
+    """
+    del model
+    if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+        raise ValueError("optimizer is LBFGS, whose state cannot be broadcast; load it from a file on each rank")
+    optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank, "optimizer", process_set))
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return the root's object."""
+    is_root = rank() == root_rank
+    data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = int(broadcast_(torch.tensor(len(data), device="cpu"), root_rank, name, process_set))
+    return _unpacked(broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks."""
+    data = _packed(obj)
+    lengths = rows_of_all(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
+    return [_unpacked(one) for one in rows_of_all(data, name, process_set).split(lengths)]
+
+
+def _packed(obj: Any) -> Tensor:
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    """Return an object of a rank of this job, which may be of any class."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
