@@ -33,6 +33,11 @@ class SideStreams:
                 self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))  # type: ignore[no-untyped-call]
         return Ordered(self._streams, tensors, self._lock)
 
+    def join(self) -> None:
+        """Make the caller's current streams wait for the work of all sections that were entered."""
+        for device, stream in list(self._streams.items()):
+            torch.cuda.current_stream(device).wait_stream(stream)
+
 
 class Ordered:
     """``with`` section whose GPU work runs on side streams; enter it once, in any thread."""

@@ -18,7 +18,7 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
 _V = TypeVar("_V")
-_shape_and_dtype, _layout = attrgetter("shape", "dtype"), attrgetter("layout")
+_shape_and_dtype, _layout, _device = attrgetter("shape", "dtype"), attrgetter("layout"), attrgetter("device")
 Value = torch.Tensor | RowSparse
 Pairs = Sequence[tuple[Key, list[torch.Tensor]]]
 """Keys with their tensors, one tensor per device."""
@@ -114,13 +114,15 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
     return pulls
 
 
-def tensors_of(values: Iterable[Iterable[Value]]) -> list[torch.Tensor]:
-    """Return all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
-    tensors: list[torch.Tensor] = []
-    for of_key in values:
-        for value in of_key:
-            tensors += [value.indices, value.values] if isinstance(value, RowSparse) else [value]
-    return tensors
+def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> Iterator[torch.Tensor]:
+    """Yield all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
+    for _, values in pairs:
+        for value in values:
+            if isinstance(value, RowSparse):
+                yield value.indices
+                yield value.values
+            else:
+                yield value
 
 
 def checked_priority(priority: Any) -> int:
@@ -150,11 +152,12 @@ def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
         raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one per device")
     for flat in flats:
         if isinstance(flat, Mapping):
-            shapes = {slot.key: slot.shape for slot in bucket.slots}
+            if [*map(_shape_and_dtype, flat.values())] == [*map(bucket.layout.get, flat)]:
+                continue
             for key, tensor in flat.items():
-                if key not in shapes:
+                if key not in bucket.layout:
                     raise ValueError(f"key {key!r} is not in the bucket; it has {bucket.keys}")
-                check_like(key, tensor, shapes[key], bucket.dtype)
+                check_like(key, tensor, *bucket.layout[key])
             continue
         if flat.shape != (bucket.numel,) or flat.dtype != bucket.dtype or not flat.is_contiguous():
             raise ValueError(
@@ -167,6 +170,19 @@ def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -
     """Return the values of ``keys`` in a bucket, one per device that has one."""
     views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
     return [(key, [view[key] for view in views if key in view]) for key in keys]
+
+
+def of_only_device(
+    values: Sequence[BucketValue], keys: Sequence[Key], device: torch.device
+) -> dict[Key, torch.Tensor] | None:
+    """Return a bucket's values of ``keys`` if there is one device, this one, and it has all, dense; None otherwise."""
+    only = values[0] if len(values) == 1 else None
+    if not isinstance(only, Mapping):
+        return None
+    tensors: list[Any] = [*map(only.get, keys)]
+    if {*map(type, tensors)} != {torch.Tensor} or {*map(_device, tensors)} != {device}:
+        return None
+    return dict(zip(keys, tensors, strict=True))
 
 
 def merged(pairs: Sequence[tuple[Key, list[_V]]]) -> Sequence[tuple[Key, list[_V]]]:

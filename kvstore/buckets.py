@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,10 +43,15 @@ class Bucket:
     dtype: torch.dtype
     numel: int
 
-    @property
+    @cached_property
     def keys(self) -> list[Key]:
-        """The keys in the order of their slots."""
+        """The keys in the order of their slots; read only."""
         return [slot.key for slot in self.slots]
+
+    @cached_property
+    def layout(self) -> dict[Key, tuple[torch.Size, torch.dtype]]:
+        """The keys' shapes and dtypes; read only."""
+        return {slot.key: (slot.shape, self.dtype) for slot in self.slots}
 
     def __contains__(self, key: object) -> bool:
         return any(slot.key == key and type(slot.key) is type(key) for slot in self.slots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -25,6 +25,7 @@ from gangline.kvstore.arguments import (
     by_key,
     keys_of,
     merged,
+    of_only_device,
     tensors_of,
 )
 from gangline.kvstore.buckets import Bucket, BucketValue
@@ -55,8 +56,19 @@ class _Entry:
 class _Flat:
     """A fused bucket: the flat tensors that its keys' entries are views of."""
 
+    bucket: Bucket
     stored: torch.Tensor
     sum: torch.Tensor | None = None
+    _known: list[tuple[torch.Tensor, int, dict[Key, torch.Tensor]]] = field(default_factory=list)
+
+    def views(self, flat: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Return `Bucket.views`, read only; those of two flat tensors, the sum and a gradient, are kept."""
+        for known, address, views in self._known:
+            if known is flat and address == flat.data_ptr():
+                return views
+        views = self.bucket.views(flat)
+        self._known = [*self._known[-1:], (flat, flat.data_ptr(), views)]
+        return views
 
 
 class LocalStore(KVStore):
@@ -171,7 +183,7 @@ class LocalStore(KVStore):
                 self._forget([key for key, _ in pairs])
                 raise
 
-        return self._start("init", init, pairs, 0, async_op)
+        return self._start("init", init, keys_of(pairs), tensors_of(pairs), 0, async_op)
 
     def _make_entries(self, pairs: Pairs) -> None:
         with torch.inference_mode(False):  # an inference tensor could never be updated
@@ -184,13 +196,15 @@ class LocalStore(KVStore):
             self._entries.pop(key, None)
 
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work:
-        return self._start("push", lambda: self._merge(pairs), pairs, priority, async_op)
+        return self._start("push", lambda: self._merge(pairs), keys_of(pairs), tensors_of(pairs), priority, async_op)
 
     def _push_weighted(self, pairs: Pushed, weight: float, priority: int, async_op: bool) -> Work:
-        return self._start("push", lambda: self._merge(pairs, weight), pairs, priority, async_op)
+        return self._start(
+            "push", lambda: self._merge(pairs, weight), keys_of(pairs), tensors_of(pairs), priority, async_op
+        )
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
-        return self._start("pull", lambda: self._copy_out(pairs), pairs, priority, async_op)
+        return self._start("pull", lambda: self._copy_out(pairs), keys_of(pairs), tensors_of(pairs), priority, async_op)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
@@ -206,7 +220,8 @@ class LocalStore(KVStore):
                 self._merge(values)
                 self._copy_out(outs)
 
-        return self._start("pushpull", pushpull, values, priority, async_op, outs)
+        keys, tensors = [*keys_of(values), *keys_of(outs)], chain(tensors_of(values), tensors_of(outs))
+        return self._start("pushpull", pushpull, keys, tensors, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         def pull() -> None:
@@ -215,7 +230,7 @@ class LocalStore(KVStore):
                     copy_rows(self._entries[key].stored, out, row_ids)
 
         pairs = [(key, [part for target in targets for part in target]) for key, targets in pulls]
-        return self._start("row_sparse_pull", pull, pairs, priority, async_op)
+        return self._start("row_sparse_pull", pull, keys_of(pairs), tensors_of(pairs), priority, async_op)
 
     def _fuse(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         given = flat
@@ -225,7 +240,7 @@ class LocalStore(KVStore):
                 for key in bucket.keys:
                     self._optimizer.check(key, self._entries[key].stored)
             device = self._device_of(bucket)
-            flat = _Flat(given if given is not None and given.device == device else bucket.empty(device))
+            flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
             if flat.stored is given and given.is_cuda:  # its owner may drop it while a call runs
                 given.record_stream(torch.cuda.current_stream(device))
             for key, view in bucket.views(flat.stored).items():
@@ -236,7 +251,7 @@ class LocalStore(KVStore):
             self._flats[bucket] = flat
             self._is_shared |= flat.stored is given
 
-        self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
+        self._start("fuse", fuse, bucket.keys, (), 0, False)
 
     def _unfuse(self, key: Key) -> None:
         """Drop the bucket of a key that gets other memory; its keys are then transferred one by one."""
@@ -251,31 +266,33 @@ class LocalStore(KVStore):
         priority: int,
         async_op: bool,
     ) -> Work:
-        tensors: list[Value] = []
-        for value in values:
-            tensors += [value] if isinstance(value, torch.Tensor) else value.values()
-        first, *others = bucket.keys
-        pairs: Pushed = [(first, tensors), *((key, []) for key in others)]
+        tensors = chain.from_iterable([one] if isinstance(one, torch.Tensor) else one.values() for one in values)
         merge = partial(self._merge_bucket, bucket, values, keys, weight)  # a lambda would be another frame
-        return self._start("push", merge, pairs, priority, async_op)
+        return self._start("push", merge, bucket.keys, tensors, priority, async_op)
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
+        flat = self._flats.get(bucket)
+        if flat is not None and not self._queue.unfinished and not _others(outs, flat.stored):  # nothing to copy
+            self._streams.join()
+            (work := Work("pull")).complete()
+            return work
+
         def pull() -> None:
             flat = self._flats.get(bucket)
             if flat is None:
                 views = [bucket.views(out) for out in outs]
                 self._copy_out([(key, [view[key] for view in views]) for key in bucket.keys])
             else:
-                broadcast(flat.stored, [out for out in outs if out.data_ptr() != flat.stored.data_ptr()])
+                broadcast(flat.stored, _others(outs, flat.stored))
 
-        return self._start("pull", pull, [(key, list(outs)) for key in bucket.keys], priority, async_op)
+        return self._start("pull", pull, bucket.keys, outs, priority, async_op)
 
     def _assign(self, pairs: Pairs) -> None:
         def assign() -> None:
             for key, (value,) in pairs:
                 self._entries[key].stored.copy_(value)
 
-        self._start("assign", assign, pairs, 0, False)
+        self._start("assign", assign, keys_of(pairs), tensors_of(pairs), 0, False)
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
@@ -290,18 +307,15 @@ class LocalStore(KVStore):
         self,
         name: str,
         operation: Callable[[], object],
-        pairs: Sequence[tuple[Key, Sequence[Value]]],
+        keys: Iterable[Key],
+        tensors: Iterable[torch.Tensor],
         priority: int,
         async_op: bool,
-        outs: Pairs = (),
     ) -> Work:
-        """Run the operation after earlier ones that use the same keys; on GPUs, on the store's own streams."""
+        """Run an operation on tensors after earlier ones that use the same keys, on the GPUs' side streams."""
         self._calls_begun += 1
-        keys = [*dict.fromkeys([*keys_of(pairs), *keys_of(outs)])]
-        tensors: list[torch.Tensor] = []
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            tensors = tensors_of(values for _, values in chain(pairs, outs))
-        section = self._streams.behind_caller(tensors)
+        keys = [*dict.fromkeys(keys)]
+        section = self._streams.behind_caller(tensors if torch.cuda.is_initialized() else ())  # type: ignore[no-untyped-call]
 
         def run() -> None:
             with torch.no_grad(), section:
@@ -319,7 +333,7 @@ class LocalStore(KVStore):
     ) -> _Result:
         """Return the result of an operation on tensors, run after all earlier calls that use the keys."""
         results: list[_Result] = []
-        self._start(name, lambda: results.append(operation()), [(key, tensors) for key in keys], 0, False)
+        self._start(name, lambda: results.append(operation()), keys, tensors, 0, False)
         return results[0]
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
@@ -349,12 +363,22 @@ class LocalStore(KVStore):
             keys = ()
         flat = self._flats.get(bucket)
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        if flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
+        if flat is not None and (gradients := self._unchanged(flat, values, keys)):
+            self._apply([*gradients.items()])
+        elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
         elif self._optimizer is None and len(keys) == len(bucket.slots):
             reduce(flats, out=flat.stored)
         else:
             self._merge_flat(bucket, flat, flats, keys)
+
+    def _unchanged(
+        self, flat: _Flat, values: Sequence[BucketValue], keys: Sequence[Key]
+    ) -> Mapping[Key, torch.Tensor] | None:
+        """Return a bucket's values of ``keys`` if the optimizer can use them where they are; None otherwise."""
+        if self._optimizer is None or self._optimizer.modifies_gradient or self._compressed is not None:
+            return None
+        return of_only_device(values, keys, flat.stored.device)
 
     def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
         total = values[0]
@@ -364,7 +388,7 @@ class LocalStore(KVStore):
                 flat.sum = bucket.empty(flat.stored.device)
             total = flat.sum
             reduce(values, out=total)
-        sums = bucket.views(total)
+        sums = flat.views(total)
         if self._optimizer is not None:
             self._apply([(key, sums[key]) for key in keys])
         else:
@@ -456,6 +480,11 @@ class LocalStore(KVStore):
             self._compressed = CompressedPushes(compression) if compression is not None else None
 
         self._run_exclusive(change)
+
+
+def _others(tensors: Iterable[torch.Tensor], stored: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that are not ``stored`` itself."""
+    return [tensor for tensor in tensors if tensor.data_ptr() != stored.data_ptr()]
 
 
 def _shown(keys: Sequence[Any]) -> str:

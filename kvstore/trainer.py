@@ -6,6 +6,8 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, of_gradient, summed
 
 _log = logging.getLogger("gangline")
+_data_ptr, _version = methodcaller("data_ptr"), attrgetter("_version")
 _REDUCTIONS = ("mean", "sum")
 _CHECKED_STEPS = 3
 """Steps in which writes through ``.data`` are looked for, several workers only."""
@@ -523,8 +526,7 @@ class Trainer:
         places = self._places()
         if places == self._known:
             return
-        for key, parameter in self._parameters.items():
-            before, now = self._known[key], places[key]
+        for (key, parameter), before, now in zip(self._parameters.items(), self._known, places, strict=True):
             if before[0] != now[0]:
                 self._reducer.expect_moved(key)
             if before[1:] != now[1:] or (before[0] != now[0] and not self._is_stored(key, parameter)):
@@ -554,16 +556,14 @@ class Trainer:
         self._steps += 1
         self._known = self._places()
 
-    def _places(self) -> dict[Key, tuple[int, int, int]]:
+    def _places(self) -> list[tuple[int, int, int]]:
         """Return each parameter's address, its version, and in the first steps the sum of its bits.
 
         Writes in place through ``.data`` leave no other trace. If there are some, the bits are summed in every step.
         """
-        sums = self._sums_bits
-        return {
-            key: (parameter.data_ptr(), parameter._version, _sum_of_bits(parameter) if sums else 0)
-            for key, parameter in self._parameters.items()
-        }
+        parameters = self._parameters.values()
+        sums = map(_sum_of_bits, parameters) if self._sums_bits else repeat(0, len(parameters))
+        return [*zip(map(_data_ptr, parameters), map(_version, parameters), sums, strict=True)]
 
     def _drop_stale_gradients(self) -> None:
         for key, parameter in self._parameters.items():

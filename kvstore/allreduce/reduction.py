@@ -14,7 +14,7 @@ import torch
 from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Run
-from gangline.kvstore.arguments import Value, by_key
+from gangline.kvstore.arguments import Value, by_key, of_only_device
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
@@ -44,8 +44,21 @@ class BucketPart:
     has_joined: bool = False
     """True if this worker is in `KVStore.join`: it has no values."""
 
-    def take(self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> None:
-        """Sum a fused bucket's values over this worker's devices into the buffers; refer to a single value."""
+    def take(
+        self,
+        bucket: Bucket,
+        values: Sequence[BucketValue],
+        keys: Sequence[Key],
+        views_of: Callable[[torch.Tensor], Mapping[Key, torch.Tensor]],
+    ) -> None:
+        """Sum a fused bucket's values over this worker's devices into the buffers; refer to a single value.
+
+        Args:
+            bucket: the bucket.
+            values: its value on each device.
+            keys: keys that have a value.
+            views_of: as `Bucket.views`.
+        """
         assert self.flat is not None
         flats = [value for value in values if isinstance(value, torch.Tensor)]
         if len(flats) == len(values):
@@ -54,8 +67,11 @@ class BucketPart:
             else:
                 self.whole = self.flat
                 reduce(flats, out=self.flat)
-            views = bucket.views(self.whole)
-            self.values = {key: views[key] for key in keys}
+            views = views_of(self.whole)
+            self.values = views if len(keys) == len(views) else {key: views[key] for key in keys}
+            return
+        if only := of_only_device(values, keys, self.flat.device):
+            self.values = only
             return
         found: dict[Key, Value] = {}
         transfers: list[Transfer] = []
@@ -72,6 +88,8 @@ class BucketPart:
     @property
     def dense(self) -> int | None:
         """Keys with a dense value, as `Negotiation.dense`; None if there are row-sparse values, or too many keys."""
+        if len(self.values) == len(self.keys) and {*map(type, self.values.values())} == {torch.Tensor}:
+            return -1
         values = [self.values.get(key) for key in self.keys]
         if all(isinstance(value, torch.Tensor) for value in values):
             return -1
@@ -111,7 +129,7 @@ def reduce_over_workers(
     sums: dict[Key, Value] = {}
     if dense:
         sums |= _filled(part, dense, factor)
-        sent = [key for key in dense if compressed is not None and sums[key].dtype.is_floating_point]
+        sent = [key for key in dense if sums[key].dtype.is_floating_point] if compressed is not None else []
         if compressed is not None and sent:
             _reduce_payloads(workers, negotiation, part, compressed, sent)
         with workers.communicator(on_gpus=negotiation.on_gpus and not sent) as communicator:
@@ -131,6 +149,8 @@ def reduce_over_workers(
 
 def _kinds(workers: Negotiator, part: BucketPart, dense: int | None) -> dict[Key, int]:
     """Return each key's kind over all workers: dense if any worker has a dense value, else rows, else absent."""
+    if dense == -1:
+        return dict.fromkeys(part.keys, _DENSE)
     if dense is not None:
         return {key: _DENSE if dense >> index & 1 else _ABSENT for index, key in enumerate(part.keys)}
     own = [_kind(part.values.get(key)) for key in part.keys]
@@ -161,7 +181,7 @@ def _filled(part: BucketPart, keys: Sequence[Key], factor: float) -> dict[Key, t
     else:
         copied = _copied_jointly(part, keys) if factor == 1.0 else set()
         return {key: part.buffer(key) if key in copied else _filled_buffer(part, key, factor) for key in keys}
-    return {key: part.buffer(key) for key in keys}
+    return dict(zip(keys, map(part.buffer, keys), strict=True))
 
 
 def _copied_jointly(part: BucketPart, keys: Sequence[Key]) -> set[Key]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,7 +20,17 @@ from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
-from gangline.kvstore.arguments import Pairs, Pushed, Value, by_key, check_memory, free_memory, merged
+from gangline.kvstore.arguments import (
+    Pairs,
+    Pushed,
+    Value,
+    by_key,
+    check_memory,
+    free_memory,
+    keys_of,
+    merged,
+    tensors_of,
+)
 from gangline.kvstore.buckets import Bucket, BucketValue
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -151,7 +162,7 @@ class AllReduceStore(LocalStore):
                     self._entries[key].stored.copy_(value)
             self._broadcast([key for key, _ in pairs])
 
-        self._start("assign", assign, pairs, 0, False)
+        self._start("assign", assign, keys_of(pairs), tensors_of(pairs), 0, False)
 
     def _broadcast(self, keys: Sequence[Key]) -> None:
         with self._workers.communicator() as communicator:
@@ -182,14 +193,15 @@ class AllReduceStore(LocalStore):
                 made.sum = bucket.empty(made.stored.device)
             self._fused.append(bucket)
 
-        self._start("fuse", fuse, [(key, []) for key in bucket.keys], 0, False)
+        self._start("fuse", fuse, bucket.keys, (), 0, False)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
             self._merge(values)
             self._copy_out(outs)
 
-        return self._start("pushpull", pushpull, values, priority, async_op, outs)
+        keys, tensors = [*keys_of(values), *keys_of(outs)], chain(tensors_of(values), tensors_of(outs))
+        return self._start("pushpull", pushpull, keys, tensors, priority, async_op)
 
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
         keys = list(dict.fromkeys(key for key, _ in pairs))
@@ -212,7 +224,7 @@ class AllReduceStore(LocalStore):
         def part() -> BucketPart:
             own = self._part_of(bucket)
             if weight != 0:
-                own.take(bucket, values, keys)
+                own.take(bucket, values, keys, self._flats[bucket].views)
             return own
 
         number = self._fused.index(bucket)
@@ -348,7 +360,7 @@ class AllReduceStore(LocalStore):
         """Return this worker's part of a bucket, without values; its buffers are views of one tensor."""
         flat = self._flats[bucket]
         assert flat.sum is not None
-        buffer = bucket.views(flat.sum).__getitem__
+        buffer = flat.views(flat.sum).__getitem__
         return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, buffer, flat.sum, flat.stored)
 
     def _set_compression(self, compression: Compression | None) -> None:
@@ -458,7 +470,7 @@ class AllReduceStore(LocalStore):
             with self._workers.communicator(on_gpus=negotiations[0].on_gpus) as communicator:
                 communicator.broadcast_each(tensors, owners)
 
-        work = self._start("copy_from_owners", copy, [(names, tensors)], 0, async_op)
+        work = self._start("copy_from_owners", copy, [names], tensors, 0, async_op)
 
         def wait() -> CopyResult:
             work.wait()
@@ -478,7 +490,7 @@ class AllReduceStore(LocalStore):
             with self._workers.communicator(on_gpus=negotiation.on_gpus) as communicator:
                 communicator.reduce_each(tensors, owners)
 
-        return self._start("reduce_to_owners", reduce, [(names, tensors)], 0, True)
+        return self._start("reduce_to_owners", reduce, [names], tensors, 0, True)
 
     def follow_owners(
         self,

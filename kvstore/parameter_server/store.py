@@ -427,7 +427,7 @@ class DistStore(KVStore):
         self._raise_late_error()
         keys = list(dict(pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        section = self._streams.behind_caller(tensors_of([values for _, values in pairs]))
+        section = self._streams.behind_caller(tensors_of(pairs))
         work = RequestWork(shown, section.join)
         codec = None if self._compressed is None else self._compressed.compression.pull_codec
         pending = PendingRequests(work, shown, codec, self._keep_late_error, section.resumed)

@@ -11,7 +11,7 @@ import torch
 from gangline.kvstore.buckets import Slot
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.reducer.reducer import BucketState, Reducer, rows_of
+from gangline.kvstore.reducer.reducer import BucketState, Reducer, are_dense, places_of, rows_of
 from gangline.kvstore.sparse import RowSparse, summed
 
 _NOTHING = 1e-30
@@ -116,8 +116,13 @@ class GradientReducer(Reducer):
         if state.priority not in self._whole:  # only the others know; on a GPU the host waits for the sum
             flags = views[state.bucket.keys[-1]].real.tolist()
             keys = [key for key, flag in zip(keys, flags, strict=True) if flag > 0]
-        for key in keys:
-            self._parameters[0][key].grad = self._means[key] = views[key].detach()
+        parameters, means = [*map(self._parameters[0].__getitem__, keys)], [*map(views.__getitem__, keys)]
+        gradients = [parameter.grad for parameter in parameters]
+        if are_dense(gradients) and places_of(gradients) == places_of(means):  # the push has set them
+            self._means.update(zip(keys, gradients, strict=True))
+            return
+        for key, parameter, mean in zip(keys, parameters, means, strict=True):
+            parameter.grad = self._means[key] = mean.detach()
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain, compress
+from operator import attrgetter, methodcaller, ne
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -26,8 +28,12 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
+_grad, _layout = attrgetter("grad"), attrgetter("layout")
+_data_ptr, _stride = methodcaller("data_ptr"), methodcaller("stride")
 _ROWS = "sparse rows"
 """Name of a collective call."""
+_Place = tuple[int, tuple[int, ...]]
+"""Address and strides of a tensor."""
 Parameters = Mapping[Any, torch.Tensor]
 """Trained parameters of a replica, by `Key`."""
 
@@ -61,6 +67,7 @@ class BucketState:
     def __post_init__(self) -> None:
         self.gradient_views = [self.bucket.views(flat) if flat is not None else {} for flat in self.gradients]
         self.weight_views = [self.bucket.views(flat) for flat in self.weights]
+        self.weight_places = [places_of(views.values()) for views in self.weight_views]
 
 
 @run_eagerly
@@ -247,7 +254,8 @@ class Reducer:
                 "share a weight are checkpointed with use_reentrant=True; call forward_backward() and update() "
                 "instead of forward_backward_update(), or checkpoint with use_reentrant=False"
             )
-        if not state.pending or parameter.grad is None or is_sparse(parameter.grad):
+        gradient = parameter.grad
+        if not state.pending or gradient is None or gradient.layout is not torch.strided:
             return
         with self._lock:
             pending = state.pending.get(index)
@@ -315,7 +323,9 @@ class Reducer:
         if flat is not None:
             _copy_to_bucket(parameters, views, keys)
             return flat
-        gradients = {key: parameters[key].grad for key in keys}
+        gradients = dict(zip(keys, map(_grad, map(parameters.__getitem__, keys)), strict=True))
+        if {*map(type, gradients.values())} == {torch.Tensor}:
+            return gradients
         if self._store.compresses:
             return {key: torch.zeros_like(parameters[key]) if g is None else g for key, g in gradients.items()}
         return {key: gradient for key, gradient in gradients.items() if gradient is not None}
@@ -373,6 +383,10 @@ class Reducer:
 
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
+        gradients = [*chain.from_iterable(map(_grad, map(of.__getitem__, state.keys)) for of in self._parameters)]
+        if are_dense(gradients):
+            self._push(state, range(len(self._parameters)), state.keys)
+            return
         self._make_dense(state.keys)
         by_replica = [{key for key in state.keys if of[key].grad is not None} for of in self._parameters]
         on_any = set().union(*by_replica)
@@ -522,7 +536,9 @@ class Reducer:
 
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code gave them other memory."""
-        for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
+        for of_replica, views, places in zip(self._parameters, state.weight_views, state.weight_places, strict=True):
+            if places_of(map(of_replica.__getitem__, views)) == places:
+                continue
             for key, view in views.items():
                 parameter = of_replica[key]
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
@@ -559,6 +575,12 @@ class Reducer:
         self._remove_hooks()
 
 
+def places_of(tensors: Iterable[torch.Tensor]) -> list[_Place]:
+    """Return the address and strides of each tensor."""
+    given = [*tensors]
+    return [*zip(map(_data_ptr, given), map(_stride, given), strict=True)]
+
+
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
     """Make calls after an error, and ignore theirs; make no further one if a process is dead or late."""
     for call in calls:
@@ -571,24 +593,32 @@ def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
 
 
 @torch.no_grad()
-def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], keys: Iterable[Key]) -> None:
+def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], keys: Sequence[Key]) -> None:
     """Copy gradients into their views of a bucket, all in one kernel; the view of one that is missing becomes 0."""
-    copied, gradients = [], []
-    stream: torch.cuda.Stream | None = None  # all gradients are on one device
-    for key in keys:
-        parameter, view = parameters[key], views[key]
-        gradient = parameter.grad
-        if gradient is None or is_sparse(gradient):
-            view.zero_()
-        elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
-            copied.append(view)
-            gradients.append(gradient)
-            if gradient.is_cuda:  # it may be of another stream, which must not use its memory before the copy
-                stream = stream or torch.cuda.current_stream(gradient.device)
-                gradient.record_stream(stream)
-            parameter.grad = view.detach()  # a separate tensor: a user's ``grad.data = ...`` must not move the view
-    if copied:
-        torch._foreach_copy_(copied, gradients)
+    trained, targets = [*map(parameters.__getitem__, keys)], [*map(views.__getitem__, keys)]
+    gradients = [*map(_grad, trained)]
+    if not are_dense(gradients):
+        missing = [gradient is None or is_sparse(gradient) for gradient in gradients]
+        for target in compress(targets, missing):
+            target.zero_()
+        found = [not one for one in missing]
+        trained, targets, gradients = ([*compress(ones, found)] for ones in (trained, targets, gradients))
+    moved = [*map(ne, places_of(gradients), places_of(targets))]
+    if not any(moved):
+        return
+    trained, targets, gradients = ([*compress(ones, moved)] for ones in (trained, targets, gradients))
+    if gradients[0].is_cuda:  # it may be of another stream, which must not use its memory before the copy
+        stream = torch.cuda.current_stream(gradients[0].device)  # all gradients are on one device
+        for gradient in gradients:
+            gradient.record_stream(stream)
+    torch._foreach_copy_(targets, gradients)
+    for parameter, target in zip(trained, targets, strict=True):
+        parameter.grad = target.detach()  # a separate tensor: a user's ``grad.data = ...`` must not move the view
+
+
+def are_dense(gradients: list[torch.Tensor | None]) -> TypeGuard[list[torch.Tensor]]:
+    """Return True if none is missing or sparse."""
+    return {*map(type, gradients)} == {torch.Tensor} and {*map(_layout, gradients)} == {torch.strided}
 
 
 def _is_finite(gradient: torch.Tensor | None) -> bool:

@@ -200,7 +200,7 @@ def test_async_operations_of_several_threads_all_end_when_the_store_closes(kv: K
 
     def push() -> None:
         while True:
-            works.append(kv._start("push", lambda: None, [], 0, True))  # type: ignore[attr-defined]
+            works.append(kv._start("push", lambda: None, (), (), 0, True))  # type: ignore[attr-defined]
 
     def push_until_closed() -> None:
         begun.wait(LIMIT)
