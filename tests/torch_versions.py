@@ -1,12 +1,14 @@
 """Tests of what uses private names of torch, with versions of torch: ``python -m tests.torch_versions 2.12.1 2.13.0``.
 
 Each version runs in a virtual environment of its own below .peers/, as its CPU build if the package index has one, or
-else as the index's build for GPUs, which is gigabytes. A version that pip does not find is left out, with a line that
-says so. The exit code is 1 if a version fails, or if none could be installed.
+else as the index's build for GPUs, which is gigabytes; once as it is and once with the setting by which torch sends
+process groups through torchcomms, where that is installed. A version that pip does not find is left out, with a line
+that says so. The exit code is 1 if a version fails, or if none could be installed.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,9 @@ TESTS = (
     "tests/collectives/test_torch_backend.py",
     "tests/collectives/test_torch_interface.py",
     "tests/models/test_unequal_ranks.py",  # models/balance/reduction.py
+    "tests/integrations/test_torchcomms.py",
 )
+SETTINGS = ({}, {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"})
 NEEDED = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 
@@ -42,15 +46,18 @@ def main(versions: list[str]) -> int:
         if python is None:
             outcomes[version] = "pip finds no build of it"
             continue
-        done = subprocess.run(
-            [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        sys.stdout.write(done.stdout)
-        outcomes[version] = f"exit code {done.returncode}: {done.stdout.strip().splitlines()[-1]}"
+        for setting in SETTINGS:
+            done = subprocess.run(
+                [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS],
+                cwd=ROOT,
+                env=os.environ | setting,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            sys.stdout.write(done.stdout)
+            name = " ".join([version, *(f"{key}={value}" for key, value in setting.items())])
+            outcomes[name] = f"exit code {done.returncode}: {done.stdout.strip().splitlines()[-1]}"
     for version, outcome in outcomes.items():
         print(f"torch {version}: {outcome}")
     ran = [outcome for outcome in outcomes.values() if outcome.startswith("exit code")]

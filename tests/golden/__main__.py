@@ -1,6 +1,8 @@
-"""`python -m tests.golden`: write the losses anew, after a change that is meant to change them."""
+"""`python -m tests.golden`: write the losses anew, of all networks or those named, after a change that changes them."""
 
-from tests.golden import write
+import sys
+
+from tests.golden import SHAPES, write
 
 if __name__ == "__main__":
-    write()
+    write(sys.argv[1:] or SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import resource
 from functools import partial
 from pathlib import Path
@@ -191,8 +192,16 @@ def test_a_module_shards_too_and_its_checkpoint_is_whole(two: list[dict[str, Any
     loaded.close()
 
 
+_M_MMAP_THRESHOLD = -3
+"""Of mallopt: larger blocks are mapped and unmapped, each by itself."""
+
+
 def limited(communicator: Any, memory: list[float], left: int) -> str:
-    """Train 24 MiB of weights, with so many MiB left on rank 1 for buckets, state, and what an update needs."""
+    """Train 24 MiB of weights, with so many MiB left on rank 1 for buckets, state, and what an update needs.
+
+    Freed memory returns to the system at once: malloc would keep what earlier work has freed, beside the limit.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     store = create("allreduce", communicator=communicator)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(12))).double()
     trainer = Trainer(model, "adam", {"learning_rate": 1e-4}, store, shard="optimizer", memory=memory)
