@@ -194,7 +194,8 @@ def test_wrong_usage_lists_the_checks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["gangline", "torchrun", "mpirun"])
 def test_rank_0_prints_the_check_of_a_job(launcher: str) -> None:
-    if shutil.which(launcher) is None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the environment may not be on it
+    if shutil.which(launcher, path=path) is None:
         pytest.skip(f"there is no {launcher}")
     check = ("-m", "gangline", "check", "--only", "job", "--only", "ports")
     command = {
@@ -202,7 +203,7 @@ def test_rank_0_prints_the_check_of_a_job(launcher: str) -> None:
         "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", *check],
         "mpirun": ["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, *check],
     }[launcher]
-    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {**os.environ, "PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks on 1 host") == 1
