@@ -38,7 +38,7 @@ from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
-from gangline.models.optimizer_binding import OptimizerBinding, StoreOptimizer, bind_optimizer
+from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding, StoreOptimizer, bind_optimizer
 from gangline.models.run_state import Position, RunState
 from gangline.models.training_step import TrainingStep
 from gangline.models.workers import Workers
@@ -329,7 +329,7 @@ class Module:
         replicas, optimizer = self.bound.replicas, self._step.optimizer
         replicas.average_buffers(self.workers)
         replicas.load_state_dict(dict(state))
-        if optimizer is not None and not optimizer.divides_weights:  # then all workers have loaded rank 0's
+        if optimizer.is_set and not optimizer.divides_weights:  # then all workers have loaded rank 0's
             optimizer.assign_weights()
             self._share_untrained(self.workers)
 
@@ -369,7 +369,7 @@ class Module:
         Collective. Workers of an asynchronous store also pull the store's weights.
         """
         self.bound.replicas.average_buffers(self.workers)
-        if self._step.optimizer is not None and self.workers.count > 1 and not self.workers.in_step:
+        if self.workers.count > 1 and not self.workers.in_step:
             self._step.optimizer.pull_weights()
 
     # -- optimizer ----------------------------------------------------------------------------------------------
@@ -417,10 +417,10 @@ class Module:
             binding.close()
             raise
         self._pending_optimizer_state = None
-        if previous is not None:
+        if binding is not previous:
             previous.detach()
-            if binding.store is not previous.store:
-                previous.close()
+        if binding.store is not previous.store:
+            previous.close()
         if self._compression is not None and binding.store is None:
             self.logger.warning("a single context sends no gradients, so compression_params has no effect")
         self._step.set_optimizer(binding)
@@ -459,12 +459,12 @@ class Module:
     @property
     def optimizer_initialized(self) -> bool:
         """True after `init_optimizer`."""
-        return self._step.optimizer is not None
+        return self._step.optimizer.is_set
 
     @property
     def divides_weights(self) -> bool:
         """True if the workers divide the weights, so that each forward needs all workers."""
-        return self._step.optimizer is not None and self._step.optimizer.divides_weights
+        return self._step.optimizer.divides_weights
 
     @property
     def store_type(self) -> str | None:
@@ -474,7 +474,7 @@ class Module:
     @property
     def store(self) -> KVStore | None:
         """The store that sums gradients; None before `init_optimizer`, and if a single context needs no store."""
-        return self._step.optimizer.store if self._step.optimizer is not None else None
+        return self._step.optimizer.store
 
     @property
     def learning_rate(self) -> float:
@@ -498,7 +498,7 @@ class Module:
         return self.store.compression_residuals() if self.store is not None else {}
 
     def _require_optimizer(self, call: str) -> OptimizerBinding:
-        if self._step.optimizer is None:
+        if not self._step.optimizer.is_set:
             raise RuntimeError(f"{call} came before init_optimizer(); call it first")
         return self._step.optimizer
 
@@ -752,8 +752,7 @@ class Module:
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
         finally:
-            if self._step.optimizer is not None:
-                self._step.optimizer.hand_back()
+            self._step.optimizer.hand_back()
 
     def score(
         self,
@@ -959,13 +958,12 @@ class Module:
 
     def leave(self) -> None:
         """Leave the job if the store was created here, so that other workers do not wait for this one."""
-        if self._step.optimizer is not None and self._step.optimizer.owns_store:
+        if self._step.optimizer.owns_store:
             self._close_store()
 
     def _close_store(self) -> None:
-        if self._step.optimizer is not None:
-            self._step.optimizer.close()
-        self._step.set_optimizer(None)
+        self._step.optimizer.close()
+        self._step.set_optimizer(NoOptimizer())
         if self.bound.is_bound:
             self.bound.executor.join(self._step.workers)
 

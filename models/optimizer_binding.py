@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,8 @@ class OptimizerBinding:
     they need do nothing here.
     """
 
+    is_set = True
+    """False before `init_optimizer`."""
     store: KVStore | None = None
     owns_store = False
     """True if the store was created here, and is closed here."""
@@ -102,6 +104,15 @@ class OptimizerBinding:
         self.detach()
         if self.store is not None and self.owns_store:
             self.store.close()
+
+
+class NoOptimizer(OptimizerBinding):
+    """What a module has before `init_optimizer`: no optimizer, store or other workers."""
+
+    is_set = False
+
+    def __init__(self) -> None:
+        self.workers = Workers()
 
 
 class StoreOptimizer(OptimizerBinding):
@@ -199,7 +210,6 @@ class ShardedOptimizer(OptimizerBinding):
         self._keys = OwnedKeys(spec, weights, store)
         self._optimizer = self._keys.optimizer
         self._weight = 0.0
-        self._is_replaced = False
 
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
         self._end_pass(has_samples)
@@ -252,17 +262,12 @@ class ShardedOptimizer(OptimizerBinding):
         self._keys.load_state(state)
 
     def detach(self) -> None:  # noqa: D102  inherited
-        if not self._is_replaced:
-            self.weights.close()
+        self.weights.close()
 
-    def replaced(
-        self,
-        kvstore: str | KVStore | None,
-        spec: OptimizerSpec,
-        state: OptimizerState | None,
-        trained: Iterable[nn.Parameter],
-    ) -> ShardedOptimizer:
-        """Return a binding of another optimizer, with this state, to the same weights, which stay divided.
+    def replace(
+        self, kvstore: str | KVStore | None, spec: OptimizerSpec, state: OptimizerState | None, replicas: Replicas
+    ) -> None:
+        """Update the weights, which stay divided, by another optimizer that starts from this state.
 
         Raises:
             ValueError: if ``kvstore`` is another store, or the state does not fit.
@@ -272,12 +277,11 @@ class ShardedOptimizer(OptimizerBinding):
                 f"kvstore is {kvstore!r}, but the workers divide the network's weights in an {self.store.type!r} "
                 "store; expected the same store again"
             )
-        self.weights.train(trained)
-        new = ShardedOptimizer(self.weights, spec, self.store, self.workers, owns_store=self.owns_store)
+        self.weights.train(replicas.first.parameters.values())
+        keys = OwnedKeys(spec, self.weights, self.store)
         if state is not None:
-            new.load_state(state)
-        self._is_replaced = True
-        return new
+            keys.load_state(state)
+        self._keys, self._optimizer = keys, keys.optimizer
 
 
 def bind_optimizer(
@@ -285,13 +289,13 @@ def bind_optimizer(
     kvstore: str | KVStore | None,
     spec: OptimizerSpec,
     *,
-    previous: OptimizerBinding | None = None,
-    compression: Mapping[str, Any] | None = None,
-    state: OptimizerState | None = None,
-    num_contexts: int = 1,
-    measures_loads: bool = False,
-    shard: str | None = None,
-    memory: Sequence[float] | str = "auto",
+    previous: OptimizerBinding,
+    compression: Mapping[str, Any] | None,
+    state: OptimizerState | None,
+    num_contexts: int,
+    measures_loads: bool,
+    shard: str | None,
+    memory: Sequence[float] | str,
 ) -> OptimizerBinding:
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
@@ -310,7 +314,8 @@ def bind_optimizer(
     if kvstore is None and len(replicas.all) > 1:
         raise ValueError(f"kvstore is None, but gradients of {len(replicas.all)} contexts need one to sum them")
     if isinstance(previous, ShardedOptimizer):
-        return previous.replaced(kvstore, spec, state, replicas.first.parameters.values())
+        previous.replace(kvstore, spec, state, replicas)
+        return previous
     optimizer = KeyedOptimizer(spec)
     for name, parameter in replicas.first.parameters.items():
         optimizer.add(name, parameter)
@@ -320,10 +325,11 @@ def bind_optimizer(
         return OptimizerBinding(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
     store = create(kvstore) if isinstance(kvstore, str) else kvstore
-    if store.is_elastic:
-        workers: Workers = ElasticWorkers(store, num_contexts)
-    else:
-        workers = Workers(store, num_contexts, measures_loads=measures_loads)
+    workers = (
+        ElasticWorkers(store, num_contexts)
+        if store.is_elastic
+        else Workers(store, num_contexts, measures_loads=measures_loads)
+    )
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
         return OptimizerBinding(replicas, optimizer)
@@ -337,8 +343,7 @@ def bind_optimizer(
         return binding
     if compression is not None:
         store.set_gradient_compression(compression)
-    holds_weights = previous is not None and store is previous.store
-    _init_store(store, replicas, spec, holds_weights=holds_weights, shard=shard, memory=memory)
+    _init_store(store, replicas, spec, holds_weights=store is previous.store, shard=shard, memory=memory)
     if state is not None:
         store.load_optimizer_state(state)
     return StoreOptimizer(replicas, store, workers, owns_store=owns_store)

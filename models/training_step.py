@@ -22,9 +22,8 @@ from gangline.models.executor.executor import Share, is_out_of_memory
 from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale, all_finite
 from gangline.models.loss.summed_loss import SummedLoss
-from gangline.models.optimizer_binding import OptimizerBinding
+from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
 from gangline.models.run_state import RunState
-from gangline.models.workers import Workers
 
 _SMALL_OUTPUTS = 1 << 18
 """Elements of outputs that are joined for metrics: counting a share takes some 0.2 ms, joining a few numbers 2 us."""
@@ -57,9 +56,7 @@ class TrainingStep:
         self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)
         self.grad_req = "write"
         self.inputs_need_grad = False
-        self.optimizer: OptimizerBinding | None = None
-        self.workers = Workers()
-        self.worker_balance = WorkerBalance(self.workers, logger, best_split=False)
+        self.set_optimizer(NoOptimizer())
         self.seconds_waiting = 0.0
         self.normalizer = 0.0
         """Normalizer of the last forward's summed loss, on this worker."""
@@ -73,10 +70,9 @@ class TrainingStep:
         self._weight: float | None = None
         """Samples behind this worker's mean gradient; None if gradients are to be summed over the workers."""
 
-    def set_optimizer(self, optimizer: OptimizerBinding | None) -> None:
-        """Set what `update` runs, and take part in its workers' steps; None: nothing, and no other workers."""
-        self.optimizer = optimizer
-        self.workers = optimizer.workers if optimizer is not None else Workers()
+    def set_optimizer(self, optimizer: OptimizerBinding) -> None:
+        """Set what `update` runs, and take part in its workers' steps."""
+        self.optimizer, self.workers = optimizer, optimizer.workers
         self.workers.minimum = self._minimum
         self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
         if self.workers.count > 1:
@@ -113,8 +109,7 @@ class TrainingStep:
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
             self._bound.executor.forward_without_samples()
-        if self.optimizer is not None:
-            self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
+        self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
 
     def _slices(self, data: Batch) -> list[slice]:
@@ -216,7 +211,7 @@ class TrainingStep:
             return
         replicas, executor = self._bound.replicas.all, self._bound.executor
         times = executor.take_times()
-        if self.optimizer is not None and times:
+        if times:
             waited = self.optimizer.take_seconds_waiting()  # only if there is one replica
             self.seconds_waiting += waited
             times[0].on_host -= waited
@@ -231,7 +226,7 @@ class TrainingStep:
             self._weight = None
             return 1.0
         if self._bound.executor.joins_workers or (
-            self._divides_weights and (self.grad_req == "add" or not self._gradients_used)
+            self.optimizer.divides_weights and (self.grad_req == "add" or not self._gradients_used)
         ):
             return self._joint_divisor()
         if self.grad_req == "add":
@@ -256,7 +251,9 @@ class TrainingStep:
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
-        if self._weight is not None and not self._divides_weights:  # whose gradients are the mean over all workers
+        if (
+            self._weight is not None and not self.optimizer.divides_weights
+        ):  # whose gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
                 self._bound.replicas.scale_gradients(factor)
@@ -271,13 +268,11 @@ class TrainingStep:
             self._end_backward(has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
-        if self.optimizer is not None:
-            active = [self._bound.replicas.all.index(share.replica) for share in shares]
-            self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
+        active = [self._bound.replicas.all.index(share.replica) for share in shares]
+        self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     def _end_backward(self, *, has_graph: bool) -> None:
-        if self.optimizer is not None:
-            self._timed(partial(self.optimizer.end_backward, has_graph=has_graph))
+        self._timed(partial(self.optimizer.end_backward, has_graph=has_graph))
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
@@ -285,13 +280,8 @@ class TrainingStep:
         try:
             yield
         except Exception as error:
-            if self.optimizer is not None:
-                self.optimizer.refuse(error)
+            self.optimizer.refuse(error)
             raise
-
-    @property
-    def _divides_weights(self) -> bool:
-        return self.optimizer is not None and self.optimizer.divides_weights
 
     @property
     def _scale(self) -> float:
@@ -313,7 +303,7 @@ class TrainingStep:
 
     def update(self) -> None:
         """Update the weights; see `Module.update`."""
-        if self.optimizer is None:
+        if not self.optimizer.is_set:
             raise RuntimeError("update() came before init_optimizer(); call it first")
         if self._gradients_used:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
@@ -351,7 +341,7 @@ class TrainingStep:
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function; with a store, add its time to `seconds_waiting`."""
-        if self.optimizer is None or self.optimizer.store is None:
+        if self.optimizer.store is None:
             return call(*arguments)
         began = time.perf_counter()
         result = call(*arguments)
@@ -369,13 +359,18 @@ class TrainingStep:
         data, label = self._checked(data, label)
         # With a loss scale no bucket is pushed early. A store updates the weights of a bucket as soon as it is summed,
         # and could not take that back when the gradient of an earlier layer, which comes later, overflows.
-        push_early = self._loss_scale is None and self._gradients_used and not self._bound.executor.joins_workers
+        push_early = (
+            self.optimizer.is_set
+            and self._loss_scale is None
+            and self._gradients_used
+            and not self._bound.executor.joins_workers
+        )
         try:
-            self._forward_backward(data, label, push_early=push_early and self.optimizer is not None)
+            self._forward_backward(data, label, push_early=push_early)
             self.update()
         except BaseException as error:
             self.drop_gradients()
-            if push_early and self.optimizer is not None:
+            if push_early:
                 self.optimizer.abandon(error)
             raise
 
@@ -483,7 +478,6 @@ class TrainingStep:
 
     def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
         """Run forward and backward of each replica in one thread task."""
-        assert self.optimizer is not None
         slices = self._slices(data)
         self.normalizer, self._divisor = normalizer, normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer

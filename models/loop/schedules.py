@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -123,8 +124,8 @@ def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | 
         raise ValueError(
             f"schedule {name!r} is unknown;{did_you_mean(name, _SCHEDULES)} expected one of {sorted(_SCHEDULES)}"
         )
-    build, own_options = _SCHEDULES[name]
-    options, known = dict(given), (*own_options, *_WARMUP)
+    build, options = _SCHEDULES[name], dict(given)
+    known = [*(p.name for p in signature(build).parameters.values() if p.kind is p.KEYWORD_ONLY), *_WARMUP]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"schedule {name!r} has no option {unknown}; it has {sorted(known)}")
@@ -132,88 +133,89 @@ def schedule(spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | 
         check_learning_rate(rate)
     if options.get("min_rate", 0.0) > base_rate:
         raise ValueError(f"min_rate is {options['min_rate']}, above the base rate {base_rate}; expected at most that")
-    warmup = _warmup_epochs(options, batches_per_epoch)
+    warmup = _warmup_epochs(batches_per_epoch, **{key: options[key] for key in _WARMUP if key in options})
     if warmup and warmup >= epochs:
         raise ValueError(f"the warm-up takes {warmup:g} epochs of {epochs}; expected a shorter one")
-    after_warmup = build(options, base_rate, warmup, max(epochs - warmup, 1))
+    own = {key: value for key, value in options.items() if key not in _WARMUP}
+    after_warmup = build(base_rate, warmup, max(epochs - warmup, 1), **own)
     return Schedule(name, base_rate, epochs, batches_per_epoch, options, after_warmup, warmup)
 
 
-def _warmup_epochs(options: dict[str, Any], batches_per_epoch: int | None) -> float:
+def _warmup_epochs(
+    batches_per_epoch: int | None, *, warmup_epochs: Any = None, warmup_batches: Any = None, warmup_rate: Any = None
+) -> float:
     """Return the length of the warm-up in epochs."""
-    in_epochs, in_batches = options.get("warmup_epochs"), options.get("warmup_batches")
-    if in_epochs is not None and in_batches is not None:
-        raise ValueError(f"warmup_epochs={in_epochs} and warmup_batches={in_batches} are given; expected one of them")
-    if in_epochs is None and in_batches is None:
-        if "warmup_rate" in options:
-            raise ValueError("warmup_rate is given without warmup_epochs or warmup_batches; give one of them too")
-        return 0.0
-    if in_batches is not None:
-        check_int("warmup_batches", in_batches, minimum=0)
+    if warmup_epochs is not None and warmup_batches is not None:
+        raise ValueError(f"{warmup_epochs=} and {warmup_batches=} are given; expected one of them")
+    if warmup_batches is not None:
+        check_int("warmup_batches", warmup_batches, minimum=0)
         if batches_per_epoch is None:
-            raise ValueError(
-                f"warmup_batches={in_batches} needs data with a known number of batches; give warmup_epochs"
-            )
-        return float(in_batches / batches_per_epoch)
-    check_number("warmup_epochs", in_epochs, minimum=0)
-    return float(options["warmup_epochs"])
+            raise ValueError(f"{warmup_batches=} needs data with a known number of batches; give warmup_epochs")
+        return float(warmup_batches / batches_per_epoch)
+    if warmup_epochs is not None:
+        return float(check_number("warmup_epochs", warmup_epochs))
+    if warmup_rate is not None:
+        raise ValueError("warmup_rate is given without warmup_epochs or warmup_batches; give one of them too")
+    return 0.0
 
 
-def _piecewise(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:  # noqa: ARG001
-    factor = options.get("factor", 0.1)
-    check_number("factor", factor, minimum=0)
-    drops, every = options.get("epochs"), options.get("every")
-    if (drops is None) == (every is None):
-        raise ValueError(
-            f"'piecewise' has epochs={drops} and every={every}; expected one of them: epochs=[5, 8], or every=10"
-        )
+# The rate after the warm-up, from base rate, epochs of the warm-up and after it; options are keyword arguments.
+
+
+def _constant(base: float, _warmup: float, _length: float) -> RateFunction:
+    return lambda _done: float(base)
+
+
+def _piecewise(
+    base: float, warmup: float, _length: float, *, factor: Any = 0.1, epochs: Any = None, every: Any = None
+) -> RateFunction:
+    check_number("factor", factor)
+    if (epochs is None) == (every is None):
+        raise ValueError(f"'piecewise' has {epochs=} and {every=}; expected one of them: epochs=[5, 8], or every=10")
     if every is not None:
-        check_int("every", every, minimum=1)
+        check_int("every", every)
         return lambda done: float(base * factor ** int(done // every))
-    if isinstance(drops, str) or not isinstance(drops, (list, tuple)):
-        raise TypeError(f"epochs is {drops!r}; expected a list of numbers such as [5, 8]")
-    for drop in drops:
+    if not isinstance(epochs, (list, tuple)):
+        raise TypeError(f"epochs is {epochs!r}; expected a list of numbers such as [5, 8]")
+    for drop in epochs:
         check_int("one of epochs", drop, minimum=0)
         if drop < warmup:
             raise ValueError(f"the rate drops at epoch {drop}, within the warm-up of {warmup:g} epochs; drop it later")
-    if len(set(drops)) != len(drops):
-        raise ValueError(f"epochs is {drops!r} with a duplicate; expected each epoch once")
-    return lambda done: float(base * factor ** sum(drop <= done for drop in drops))
+    if len(set(epochs)) != len(epochs):
+        raise ValueError(f"epochs is {epochs!r} with a duplicate; expected each epoch once")
+    return lambda done: float(base * factor ** sum(drop <= done for drop in epochs))
 
 
-def _cosine(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:
-    low, period, growth = options.get("min_rate", 0.0), options.get("period"), options.get("growth", 1)
-    if "growth" in options and period is None:
-        raise ValueError(f"growth={growth} is given without period, the epochs of the first cosine")
-    if period is not None:
-        check_number("period", period, minimum=0, excluded=True)
-    check_number("growth", growth, minimum=1)
-    first = float(period if period is not None else epochs)
+def _cosine(
+    base: float, warmup: float, length: float, *, min_rate: float = 0.0, period: Any = None, growth: Any = None
+) -> RateFunction:
+    if growth is not None and period is None:
+        raise ValueError(f"{growth=} is given without period, the epochs of the first cosine")
+    first = float(length if period is None else check_number("period", period, excluded=True))
+    factor = 1 if growth is None else check_number("growth", growth, minimum=1)
 
     def rate(done: float) -> float:
-        since, length = max(done - warmup, 0.0), first
+        since, span = max(done - warmup, 0.0), first
         if period is None:
-            since = min(since, length)
-        while period is not None and since >= length:
-            since, length = since - length, length * growth
-        return float(low + (base - low) * (1 + math.cos(math.pi * since / length)) / 2)
+            since = min(since, span)
+        while period is not None and since >= span:
+            since, span = since - span, span * factor
+        return float(min_rate + (base - min_rate) * (1 + math.cos(math.pi * since / span)) / 2)
 
     return rate
 
 
-def _poly(options: dict[str, Any], base: float, warmup: float, epochs: float) -> RateFunction:
-    low, power = options.get("min_rate", 0.0), options.get("power", 2)
-    check_number("power", power, minimum=0, excluded=True)
-    return lambda done: float(low + (base - low) * (1 - min(max(done - warmup, 0.0) / epochs, 1.0)) ** power)
+def _poly(base: float, warmup: float, length: float, *, power: Any = 2, min_rate: float = 0.0) -> RateFunction:
+    check_number("power", power, excluded=True)
+    return lambda done: float(min_rate + (base - min_rate) * (1 - min(max(done - warmup, 0.0) / length, 1.0)) ** power)
 
 
-_SCHEDULES: dict[str, tuple[Callable[[dict[str, Any], float, float, float], RateFunction], tuple[str, ...]]] = {
-    "constant": (lambda _options, base, _warmup, _epochs: lambda _done: float(base), ()),
-    "piecewise": (_piecewise, ("epochs", "every", "factor")),
-    "cosine": (_cosine, ("min_rate", "period", "growth")),
-    "poly": (_poly, ("power", "min_rate")),
+_SCHEDULES: dict[str, Callable[..., RateFunction]] = {
+    "constant": _constant,
+    "piecewise": _piecewise,
+    "cosine": _cosine,
+    "poly": _poly,
 }
-"""Rate after the warm-up, from options, base rate, epochs of the warm-up and after it; and the names of the options."""
 
 
 class DrivenScheduler:
