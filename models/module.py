@@ -27,7 +27,7 @@ from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
-from gangline.models.executor.bound_network import BoundNetwork
+from gangline.models.executor.executor import Executor
 from gangline.models.initializer import InitializerSpec, initialise
 from gangline.models.loop import evaluation
 from gangline.models.loop.callbacks import BatchCallback
@@ -142,7 +142,7 @@ class Module:
         """Scale of the loss under float16; None otherwise."""
         self.loss = SummedLoss(loss, loss_normalizer)
         self.run_state = RunState()
-        self.bound = BoundNetwork(
+        self.bound = Executor(
             network,
             self.contexts,
             loads if self.load_balancer is None else [1] * len(self.contexts),
@@ -445,7 +445,7 @@ class Module:
 
     def _join(self, workers: Workers) -> None:
         """Take part in a job with these workers."""
-        self.bound.executor.join(workers)
+        self.bound.join(workers)
         if workers.is_first and not self.bound.sync_batchnorm:
             remedy = "pass sync_batchnorm=True to Module" if self._shard != "weights" else "normalize over features"
             warn_of_batchnorm(self.network, [load for load in workers.loads if load], remedy)
@@ -964,8 +964,7 @@ class Module:
     def _close_store(self) -> None:
         self._step.optimizer.close()
         self._step.set_optimizer(NoOptimizer())
-        if self.bound.is_bound:
-            self.bound.executor.join(self._step.workers)
+        self.bound.join(self._step.workers)
 
     def __enter__(self) -> Self:
         return self

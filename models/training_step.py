@@ -17,8 +17,7 @@ from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.elastic_workers import ElasticWorkers
-from gangline.models.executor.bound_network import BoundNetwork
-from gangline.models.executor.executor import Share, is_out_of_memory
+from gangline.models.executor.executor import Executor, Share, is_out_of_memory
 from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale, all_finite
 from gangline.models.loss.summed_loss import SummedLoss
@@ -41,7 +40,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        bound: BoundNetwork,
+        executor: Executor,
         loss: SummedLoss,
         run_state: RunState,
         *,
@@ -51,9 +50,9 @@ class TrainingStep:
         logger: logging.Logger,
     ) -> None:
         """Start without an optimizer; fixed ``loads`` are used if there is no balancer."""
-        self._bound, self._loss, self._run_state, self._logger = bound, loss, run_state, logger
+        self._executor, self._loss, self._run_state, self._logger = executor, loss, run_state, logger
         self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
-        self._minimum = 1 if bound.sync_batchnorm else smallest_share(bound.network)
+        self._minimum = 1 if executor.sync_batchnorm else smallest_share(executor.network)
         self.grad_req = "write"
         self.inputs_need_grad = False
         self.set_optimizer(NoOptimizer())
@@ -76,7 +75,7 @@ class TrainingStep:
         self.workers.minimum = self._minimum
         self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
         if self.workers.count > 1:
-            self._bound.executor.start_timers()
+            self._executor.start_timers()
 
     @property
     def loads(self) -> list[float]:
@@ -108,7 +107,7 @@ class TrainingStep:
                 with self._refusing_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
-            self._bound.executor.forward_without_samples()
+            self._executor.forward_without_samples()
         self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
         self.normalizer = self._normalizer_of(self._shares)
 
@@ -119,20 +118,20 @@ class TrainingStep:
         """Return data and label as batches, for bound replicas; data may be None on one of several workers."""
         self._has_no_samples = data is None and self.workers.has_others
         data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
-        self._bound.bind(data)
+        self._executor.bind(data)
         return data, label
 
     def _begin_batch(self, data: Batch | None) -> None:
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
-        elif self._bound.dropout_by_sample and self.workers.in_step:
+        elif self._executor.dropout_by_sample and self.workers.in_step:
             own = 0 if data is None else num_samples(data, "data")
             counts = self._timed(self.workers.all_gather, own, "samples of each worker")
             self._first_sample = sum(counts[: self.workers.rank])
         if self._gradients_used:
-            self._bound.replicas.clear_gradients()
+            self._executor.replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
-        self._bound.executor.take_times()  # of a batch that has failed
+        self._executor.take_times()  # of a batch that has failed
         if self._load_balancer is not None:
             self._load_balancer.begin_batch()
 
@@ -148,7 +147,7 @@ class TrainingStep:
     ) -> list[Share]:
         """Run one pass over the replicas; ``number`` counts the micro-steps of a batch."""
         seed, step = self._run_state.seed, self._run_state.step
-        return self._bound.executor.forward(
+        return self._executor.forward(
             data,
             label,
             slices,
@@ -166,7 +165,7 @@ class TrainingStep:
 
     def backward(self, out_grads: Any) -> None:
         """Run backward from the loss, or from gradients of the outputs; see `Module.backward`."""
-        if not self._bound.is_bound or not (self._shares or self._has_no_samples):
+        if not self._executor.is_bound or not (self._shares or self._has_no_samples):
             raise RuntimeError("backward() came before forward(); call forward(data, label) first")
         if self._shares and not any(
             share.has_graph or any(tensor.requires_grad for tensor in tensors_of(share.output))
@@ -194,7 +193,7 @@ class TrainingStep:
         scale = self._scale
         self._input_factor = 1 / scale
         with self._discarding_gradients_on_error(), self._refusing_on_error():
-            self._bound.executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
+            self._executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
             self._end_backward(has_graph=bool(self._shares))
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
@@ -209,8 +208,7 @@ class TrainingStep:
         """Record samples and time of each replica in this batch, whose backward has run."""
         if self._load_balancer is None and self.workers.count == 1:
             return
-        replicas, executor = self._bound.replicas.all, self._bound.executor
-        times = executor.take_times()
+        replicas, times = self._executor.replicas.all, self._executor.take_times()
         if times:
             waited = self.optimizer.take_seconds_waiting()  # only if there is one replica
             self.seconds_waiting += waited
@@ -218,14 +216,14 @@ class TrainingStep:
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
             self._load_balancer.record(self._run_state.step, samples, times)
-        self.worker_balance.record(self._run_state.step, samples, times, in_turn=executor.runs_in_turn)
+        self.worker_balance.record(self._run_state.step, samples, times, in_turn=self._executor.runs_in_turn)
 
     def _divisor_and_weight(self) -> float:
         """Return the divisor of the batch's summed loss, and set the weight of its gradients."""
         if self._loss.is_sum:
             self._weight = None
             return 1.0
-        if self._bound.executor.joins_workers or (
+        if self._executor.joins_workers or (
             self.optimizer.divides_weights and (self.grad_req == "add" or not self._gradients_used)
         ):
             return self._joint_divisor()
@@ -256,7 +254,7 @@ class TrainingStep:
         ):  # whose gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
-                self._bound.replicas.scale_gradients(factor)
+                self._executor.replicas.scale_gradients(factor)
             self._weight = None
 
     def _backward_of(
@@ -264,11 +262,11 @@ class TrainingStep:
     ) -> None:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._refusing_on_error():
-            self._bound.executor.backward(shares, divisor / self._scale)
+            self._executor.backward(shares, divisor / self._scale)
             self._end_backward(has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
-        active = [self._bound.replicas.all.index(share.replica) for share in shares]
+        active = [self._executor.replicas.all.index(share.replica) for share in shares]
         self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     def _end_backward(self, *, has_graph: bool) -> None:
@@ -307,7 +305,7 @@ class TrainingStep:
             raise RuntimeError("update() came before init_optimizer(); call it first")
         if self._gradients_used:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
-        replicas = self._bound.replicas
+        replicas = self._executor.replicas
         finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
         factor = self._accumulation.factor / self._scale
@@ -363,7 +361,7 @@ class TrainingStep:
             self.optimizer.is_set
             and self._loss_scale is None
             and self._gradients_used
-            and not self._bound.executor.joins_workers
+            and not self._executor.joins_workers
         )
         try:
             self._forward_backward(data, label, push_early=push_early)
@@ -379,7 +377,7 @@ class TrainingStep:
         self._divisor = None
         self._shares = []
         balancer = self._load_balancer
-        if data is None or balancer is None or self._bound.sync_batchnorm:  # joint statistics need the whole batch
+        if data is None or balancer is None or self._executor.sync_batchnorm:  # joint statistics need the whole batch
             self._run_whole(data, label, push_early)
         else:
             self._run_in_parts(balancer, data, label, push_early)
@@ -389,7 +387,7 @@ class TrainingStep:
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
         """Run a batch forward and backward, in one task per replica if its normalizer is known before."""
-        if push_early and data is not None and self.grad_req == "write" and self._bound.executor.can_fuse_backward:
+        if push_early and data is not None and self.grad_req == "write" and self._executor.can_fuse_backward:
             normalizer = self._loss.known_normalizer(label, num_samples(data, "data"))
             if normalizer is not None:
                 self._fused_forward_backward(data, label, normalizer)
@@ -399,7 +397,7 @@ class TrainingStep:
 
     def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
-        replicas = self._bound.replicas
+        replicas = self._executor.replicas
         if self.grad_req == "write" and not self._gradients_used:
             self._turn_mean_into_sum()
         kept = replicas.detach_gradients()
@@ -439,15 +437,14 @@ class TrainingStep:
         Raises:
             Exception: the error of an attempt, if it is not for memory or no part can be made smaller.
         """
-        executor = self._bound.executor
         while True:
             micro_steps = limits.micro_steps(slices)
             try:
                 return sorted(run(micro_steps), key=lambda share: share.replica.context_index)
             except Exception as error:
                 restore()
-                executor.take_times()  # the times of a failed attempt are no measure of speed
-                if not is_out_of_memory(error) or not limits.lower(executor.out_of_memory, micro_steps):
+                self._executor.take_times()  # the times of a failed attempt are no measure of speed
+                if not is_out_of_memory(error) or not limits.lower(self._executor.out_of_memory, micro_steps):
                     raise
             torch.cuda.empty_cache()  # outside the handler: the exception's frames hold tensors
 
@@ -473,7 +470,7 @@ class TrainingStep:
         if self._divisor is None:
             self._divisor = self._divisor_and_weight()
             if divisor != self._divisor:
-                self._bound.replicas.scale_gradients(divisor / self._divisor)
+                self._executor.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
     def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
@@ -481,7 +478,7 @@ class TrainingStep:
         slices = self._slices(data)
         self.normalizer, self._divisor = normalizer, normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer
-        active = self._bound.executor.active_replicas(slices)
+        active = self._executor.active_replicas(slices)
         self.optimizer.begin_backward(active, push_early=True, weight=self._weight)
         self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
         self._set_input_factor(normalizer)

@@ -10,7 +10,10 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import nn
 
+from gangline.collectives.context import Context
+from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds, copy_statistics
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
@@ -18,7 +21,7 @@ from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.explanation import explain_forward, explain_loss
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.random_streams import generator_of, mixed_seed, stream
-from gangline.models.replicas import Replica
+from gangline.models.replicas import Replica, Replicas
 from gangline.models.sample_dropout import ReplicaDropout, SampleDropout
 from gangline.models.workers import Workers
 
@@ -50,51 +53,99 @@ class Share:
 
 
 class Executor:
-    """Runs batches through the replicas of a module, each in its context's thread or on its device."""
+    """A network bound to contexts: its replicas, each of which runs in its context's thread or on its device.
+
+    Replicas and threads are created by `bind`, or when the replicas are first read, so that lazy layers can take their
+    shapes from a batch.
+    """
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        network: nn.Module,
+        contexts: Sequence[Context],
+        loads: Sequence[float],
+        fixed: Sequence[str],
         loss: SummedLoss,
         *,
-        sync_batchnorm: bool = False,
-        autocast: torch.dtype | None = None,
-        measure: bool = False,
-        dropout_by_sample: bool = False,
+        sync_batchnorm: bool,
+        autocast: torch.dtype | None,
+        measure: bool,
+        dropout_by_sample: bool,
     ) -> None:
-        """Start the threads.
+        """Record what `bind` creates.
 
         Args:
-            replicas: all replicas of the module.
+            network: the user's network, which becomes the first replica.
+            contexts: the contexts, of which those with a load get a replica.
+            loads: loads of the contexts.
+            fixed: names of parameters that are not trained.
             loss: loss summed over each share.
             sync_batchnorm: synchronize batch statistics over the replicas, and over the workers of `join`.
             autocast: dtype of forward under torch's autocast; None: no autocast.
             measure: time each replica, for `take_times`.
             dropout_by_sample: draw dropout's masks by sample, as one context would.
-
-        Raises:
-            ValueError: if the batch statistics of a layer cannot be synchronized.
         """
-        self._replicas = list(replicas)
-        self._loss = loss
-        self._autocast = autocast
-        self._dropout_by_sample = dropout_by_sample
-        self._is_random: bool | None = None  # whether it draws from a device's generator; None before the first run
-        contexts = [replica.context for replica in replicas]
-        self._has_replica_dropout = not dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
-        self._sync_batchnorm = sync_batchnorm
+        self.network, self.sync_batchnorm, self.dropout_by_sample = network, sync_batchnorm, dropout_by_sample
+        self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
+        self._loss, self._autocast, self._measure = loss, autocast, measure
+        self._created: Replicas | None = None
         self._batchnorm: JointBatchNorm | None = None
-        if sync_batchnorm and len(replicas) > 1:
-            self._batchnorm = JointBatchNorm([replica.network for replica in replicas])
-        # Timing needs threads too: one backward call over all replicas would end for all of them at once.
-        self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or measure)
         self._times: list[ElapsedTime] = []  # of each replica, if they are timed
-        if measure:
-            self.start_timers()
         self.out_of_memory: list[int] = []
         """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
         self._workers = Workers()
         self._moments_device: torch.device | None = None  # where workers exchange moments; None: on the host
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the replicas exist."""
+        return self._created is not None
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas; RuntimeError while lazy parameters have no shape."""
+        self.bind(None)
+        assert self._created is not None
+        return self._created
+
+    def lazy_parameters(self) -> list[str]:
+        """Return the names of parameters that have no shape yet."""
+        named = self.network.named_parameters()
+        return [name for name, one in named if isinstance(one, nn.parameter.UninitializedParameter)]
+
+    def bind(self, data: Batch | None) -> None:
+        """Create replicas and threads, if they do not exist, for batches like ``data``.
+
+        Raises:
+            RuntimeError: if lazy parameters need ``data``.
+            ValueError: if the batch statistics of a layer cannot be synchronized.
+        """
+        if self._created is not None:
+            return
+        if any(context.device_type == "cpu" for context in self._contexts):
+            keep_freed_memory()
+        self._initialize_lazy_layers(data)
+        replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
+        contexts = [replica.context for replica in replicas.all]
+        self._is_random: bool | None = None  # whether it draws from a device's generator; None before the first run
+        self._has_replica_dropout = not self.dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
+        if self.sync_batchnorm and len(contexts) > 1:
+            self._batchnorm = JointBatchNorm([replica.network for replica in replicas.all])
+        # Timing needs threads too: one backward call over all replicas would end for all of them at once.
+        self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or self._measure)
+        self._created, self._replicas = replicas, replicas.all
+        if self._measure:
+            self.start_timers()
+
+    def _initialize_lazy_layers(self, data: Batch | None) -> None:
+        """Run lazy layers once on the batch's first sample, which gives their parameters shapes."""
+        lazy = self.lazy_parameters()
+        if not lazy:
+            return
+        if data is None:
+            raise RuntimeError(f"parameters {lazy} have no shape yet; call bind(data_shapes) or forward() first")
+        with evaluating([self.network]), torch.no_grad():
+            call_network(self.network.cpu(), map_tensors(lambda tensor: tensor[:1].cpu(), data))
 
     def join(self, workers: Workers) -> None:
         """Take part in the steps of these workers. Collective among workers in step.
@@ -103,8 +154,8 @@ class Executor:
             ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.
         """
         if workers.in_step:
-            workers.check_same({"sync_batchnorm": self._sync_batchnorm}, "init_optimizer")
-        if self._sync_batchnorm and workers.count > 1:
+            workers.check_same({"sync_batchnorm": self.sync_batchnorm}, "init_optimizer")
+        if self.sync_batchnorm and workers.count > 1:
             if not workers.in_step:
                 raise ValueError(
                     f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store "
@@ -119,7 +170,7 @@ class Executor:
     @property
     def joins_workers(self) -> bool:
         """True if batch statistics are synchronized over several workers."""
-        return self._sync_batchnorm and self._workers.count > 1
+        return self.sync_batchnorm and self._workers.count > 1
 
     def forward(
         self,
@@ -239,13 +290,15 @@ class Executor:
             inputs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), inputs)
         seeded = train and self._is_random is not False
         own_seed = *seed, self._workers.first_context + replica.context_index
+        drew: list[bool] = []
+        dropout: ReplicaDropout | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
-                stack.enter_context(self._stream(device, own_seed))
+                drew = stack.enter_context(stream(device, *own_seed))
             if train and self._has_replica_dropout and device.type == "cpu":
-                stack.enter_context(self._replica_dropout(mixed_seed(*own_seed)))
-            if train and self._dropout_by_sample:
+                dropout = stack.enter_context(ReplicaDropout(mixed_seed(*own_seed)))
+            if train and self.dropout_by_sample:
                 is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
                 rank = 0 if is_joint else self._workers.rank
                 key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
@@ -264,24 +317,13 @@ class Executor:
                 except Exception as error:
                     explain_loss(error, self._loss.loss, output, moved_label, host_label)
                     raise
+        if dropout is not None and not dropout.has_drawn and self._is_random is False:
+            self._has_replica_dropout = False
+        if seeded:
+            self._found_random(drew[0])
         if train:
             replica.samples_seen += samples
         return Share(replica, samples, inputs, moved_label, output, loss, count)
-
-    @contextlib.contextmanager
-    def _stream(self, device: torch.device, seed: tuple[int, ...]) -> Iterator[None]:
-        """Seed the device's generator for a replica and step, and record whether it was used."""
-        with stream(device, *seed) as drew:
-            yield
-        self._found_random(drew[0])
-
-    @contextlib.contextmanager
-    def _replica_dropout(self, seed: int) -> Iterator[None]:
-        """Draw dropout on the CPU from a generator of this replica, so that others can run at the same time."""
-        with ReplicaDropout(seed) as dropout:
-            yield
-        if not dropout.has_drawn and self._is_random is False:
-            self._has_replica_dropout = False
 
     def _found_random(self, drew: bool) -> None:
         """Record whether a forward drew random numbers from the device's generator.
@@ -289,7 +331,7 @@ class Executor:
         Raises:
             RuntimeError: if it did, though dropout by sample draws none.
         """
-        if drew and self._dropout_by_sample:
+        if drew and self.dropout_by_sample:
             raise RuntimeError(
                 "the network draws random numbers other than by dropout, dropout1d, dropout2d or dropout3d (attention "
                 "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
@@ -404,8 +446,10 @@ class Executor:
         return taken
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._threads.close()
+        """Stop the threads and drop the replicas; the network keeps its weights."""
+        if self._created is not None:
+            self._threads.close()
+        self._created, self._batchnorm, self._times = None, None, []
 
 
 def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[None]:

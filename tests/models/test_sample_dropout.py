@@ -171,7 +171,7 @@ def test_only_random_numbers_other_than_dropouts_make_contexts_run_in_turn(
         if not attention:
             monkeypatch.setattr(Meeting, "barrier", threading.Barrier(2))
         module.forward_backward_update(*batch)
-        assert module.bound.executor.runs_in_turn == attention
+        assert module.bound.runs_in_turn == attention
     assert sum("run one after another" in line for line in caplog.messages) == warnings
 
 
