@@ -125,7 +125,14 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
     if workers.count > 1:
         averages = averaged_over(workers, snapshot.replica_buffers, snapshot.samples_seen, _SAVE)
         snapshot = replace(snapshot, params=snapshot.params | averages)
-    parts = workers.gather(_worker_part(snapshot), _SAVE)
+    position = snapshot.run_state.position
+    plain = {
+        "samples_seen": snapshot.samples_seen,
+        "random": host_states(snapshot.run_state.data_generator),
+        "epoch_began": {"plan": position.plan, "random": position.random},
+        "auto": snapshot.load_balancer,
+    }
+    parts = workers.gather([plain, dict(snapshot.replica_buffers), snapshot.compression_residuals], _SAVE)
 
     def write() -> None:
         with writing(prefix):
@@ -134,34 +141,20 @@ def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Work
     workers.run_on_first(write, _SAVE)
 
 
-def _worker_part(snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a checkpoint stores per worker, as plain data and tensors."""
-    run_state = snapshot.run_state
-    return {
-        "buffers": dict(snapshot.replica_buffers),
-        "residuals": snapshot.compression_residuals,
-        "plain": {
-            "samples_seen": snapshot.samples_seen,
-            "random": host_states(run_state.data_generator),
-            "epoch_began": {"plan": run_state.position.plan, "random": run_state.position.random},
-            "auto": snapshot.load_balancer,
-        },
-    }
-
-
-def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list[dict[str, Any]]) -> None:
+def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
+    """Write the files, with each worker's plain data, buffers and residuals."""
     weights, state, description = paths_of(prefix, epoch)
     run_state, save_id = snapshot.run_state, uuid.uuid4().hex
     optimizer = snapshot.optimizer_state() if snapshot.optimizer_state is not None else None
     tensors = {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors.items()} if optimizer else {}
-    for rank, part in enumerate(parts):
-        for name, per_replica in part["buffers"].items():
+    for rank, (_, buffers, residuals) in enumerate(parts):
+        for name, per_replica in buffers.items():
             tensors |= {f"{_worker(rank)}{_REPLICA}{index}/{name}": value for index, value in enumerate(per_replica)}
-        tensors |= {f"{_worker(rank)}{_RESIDUAL}{name}": tensor for name, tensor in part["residuals"].items()}
+        tensors |= {f"{_worker(rank)}{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
     position = asdict(run_state.position)
     if not position["batch"] and epoch != BEST:
         position["epoch"] = epoch  # a user's own loop does not count epochs
-    first, *others = [part["plain"] for part in parts]
+    first, *others = [plain for plain, _, _ in parts]
     content = {
         "format": _FORMAT,
         "id": save_id,
@@ -189,8 +182,10 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
             stack.enter_context(files.removed_on_error(_temporary(path, save_id), path, nbytes))
             return _temporary(path, save_id)
 
-        files.write_aside(aside(weights, _nbytes(snapshot.params)), snapshot.params, {"id": save_id, "epoch": epoch})
-        files.write_aside(aside(state, _nbytes(tensors)), tensors, {"id": save_id})
+        headers = {"id": save_id, "epoch": epoch}, {"id": save_id}
+        for path, values, header in zip((weights, state), (snapshot.params, tensors), headers, strict=True):
+            nbytes = sum(tensor.nbytes for tensor in values.values())
+            files.write_aside(aside(path, nbytes), values, header)
         temporary = aside(description, len(text))
         with open(temporary, "wb", opener=opener) as file:
             file.write(text)
@@ -200,10 +195,6 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
     temporary.replace(description)  # from here on the new checkpoint exists
     files.flush_folder(description.parent)
     _rename_tensors(prefix, epoch)
-
-
-def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def read_metadata(prefix: str | Path, epoch: int | str, part: str = "about") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -93,9 +93,8 @@ class Callbacks:
 
     @property
     def savers(self) -> list[Checkpoint]:
-        """The callbacks that save checkpoints during training, each once."""
-        callbacks: list[Any] = [*self.batch_end, *self.epoch_end]
-        return list(dict.fromkeys(each for each in callbacks if isinstance(each, Checkpoint)))
+        """The callbacks that save checkpoints, each once."""
+        return [callback for callback in self.all if isinstance(callback, Checkpoint)]
 
 
 class EvalFrequency:
@@ -238,15 +237,19 @@ class Epochs:
         return train.parts(module.workers, epoch, skip, lambda: set_host_states(kept["random"], train.generator))
 
     def _numbered(self, parts: Iterator[Any], first: int) -> Iterator[tuple[int, Any]]:
-        """Yield the parts with the numbers of their batches; before each step, keep what its repetition needs."""
+        """Yield the parts with the numbers of their batches; before each step, keep what its repetition needs.
+
+        Waits for the parts are "data" in the timeline, if there is one.
+        """
+        numbered = enumerate(parts, first)
         for nbatch in count(first):
             if self._keeps_state and not nbatch % self.options.accumulate:
                 self._keep()
-            try:
-                part = next(parts)
-            except StopIteration:
+            with recorder.current.span("data") if recorder.current is not None else nullcontext():
+                found = next(numbered, None)
+            if found is None:
                 return
-            yield nbatch, part
+            yield found
 
     def _keep(self) -> None:
         self.module.keep(
@@ -276,12 +279,13 @@ class Epochs:
     def _train(self, parts: Iterable[tuple[int, Any]], epoch: int) -> bool:
         """Run the batches of an epoch; return True if all workers stop before its end."""
         module, accumulated = self.module, 0
-        for nbatch, part in _recorded(parts):
+        for nbatch, part in parts:
             if part is None and not module.workers.has_others:
                 continue  # no sample of this batch could be read, so there is nothing to update from
             data, label = part if part is not None else (None, None)
             if not accumulated:
-                self._set_rate(epoch, nbatch)
+                if self.scheduler is not None and (rate := self.scheduler(epoch, nbatch)) != module.learning_rate:
+                    module.set_learning_rate(rate)
                 if self.options.monitor is not None:
                     self.options.monitor.tic()
             if self.options.accumulate == 1:
@@ -470,12 +474,6 @@ class Epochs:
             if isinstance(result, (bool, np.bool_)) and result:
                 self.module.workers.ask_to_stop(getattr(callback, "reason", _CALLBACK))
 
-    def _set_rate(self, epoch: int, nbatch: int) -> None:
-        if self.scheduler is not None:
-            rate = self.scheduler(epoch, nbatch)
-            if rate != self.module.learning_rate:
-                self.module.set_learning_rate(rate)
-
     def _step_scheduler(self, event: str, values: Mapping[str, float] | None = None) -> None:
         if isinstance(self.scheduler, DrivenScheduler):
             self.scheduler.after(event, values or {})
@@ -486,20 +484,6 @@ def obstacle_to_restarts(module: Module, train: Source) -> str:
     if not train.is_shared:
         return "reading batches of each worker's own"
     return "measuring the loads of the workers" if module.workers.is_auto else ""
-
-
-def _recorded(parts: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield the parts, and record the waits for them as "data" in the timeline, if there is one."""
-    if recorder.current is None:
-        yield from parts
-        return
-    iterator = iter(parts)
-    while True:
-        with recorder.current.span("data"):
-            part = next(iterator, None)
-        if part is None:
-            return
-        yield part
 
 
 def _split_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]]:

@@ -35,7 +35,7 @@ from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
 from gangline.models.random_streams import host_states, set_host_states
-from gangline.models.run_state import Stateful
+from gangline.models.run_state import Position, Stateful
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -66,7 +66,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
         as_list(options.eval_batch_end_callback),
         as_list(options.eval_end_callback),
     )
-    savers = _savers(callbacks)
+    savers = callbacks.savers
     module.run_state.run = _name_of_run(savers)
     saved = _read_checkpoint(options.resume, savers) if not restart_number() else None  # else `_run` reads it
     module.run_state.seed, module.run_state.data_generator = options.seed, train.generator
@@ -137,7 +137,7 @@ def _run(
     saved: checkpoint.Checkpoint | None,
 ) -> str:
     """Check the rest, resume, and run the epochs."""
-    savers = _savers(callbacks)
+    savers = callbacks.savers
     elastic = module.workers if isinstance(module.workers, ElasticWorkers) else None
     if elastic is not None:
         _check_elastic(module, train, options)
@@ -192,13 +192,12 @@ def _run(
             each.load_state(kept["stateful"][name])
         begin_epoch, skip = module.run_state.position.epoch, module.run_state.position.batch
     elif saved is not None:
-        _check_same_workers(module, train, saved)
+        begin_epoch, skip = _resumed_position(module, train, saved)
         module.resume(saved)
         whole, saved = saved, saved.of_worker(module.workers.rank, module.workers.count)
         _load_stateful(module, saved)
         saved.forget_tensors()
         whole.forget_tensors()
-        begin_epoch, skip = _resumed_position(module, train)
     else:
         module.run_state.position.epoch = begin_epoch
     if began is not None:
@@ -368,10 +367,6 @@ def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
         module.logger.warning("%s has the state of %s, which this run does not have; it is dropped", saved.path, unused)
 
 
-def _savers(callbacks: Callbacks) -> list[Checkpoint]:
-    return [callback for callback in callbacks.all if isinstance(callback, Checkpoint)]
-
-
 def _name_of_run(savers: list[Checkpoint]) -> str | None:
     """Return a name of this call of `fit` that is the same in every start of its job; None if the job has no name."""
     prefixes = tuple(saver.prefix for saver in savers)
@@ -411,22 +406,15 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
     return None
 
 
-def _check_same_workers(module: Module, train: Source, saved: checkpoint.Checkpoint) -> None:
-    """Check that a checkpoint in mid-epoch can be resumed with this number of workers."""
+def _resumed_position(module: Module, train: Source, saved: checkpoint.Checkpoint) -> tuple[int, int]:
+    """Return the epoch to resume in, and the number of its batches to skip.
+
+    Raises:
+        ValueError: if the checkpoint was saved within an epoch that this run reads in another way.
+    """
     wrote, are = len(saved.other_workers) + 1, module.workers.count
-    if saved.position["batch"] and wrote != are and train.can_skip and not train.is_shared and max(wrote, are) > 1:
-        raise ValueError(
-            f"{saved.path} was saved {saved.position['batch']} batches into an epoch of {wrote} workers with batches "
-            f"of their own, but there are {are} now; resume with {wrote}, or from the end of an epoch"
-        )
-
-
-def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
-    """Return the epoch to resume in, and the number of its batches to skip."""
-    position = module.run_state.position
-    if not position.batch:
-        return position.epoch, 0
-    if not train.can_skip:
+    position = Position(**saved.of_worker(module.workers.rank, are).position)
+    if position.batch and not train.can_skip:
         module.logger.warning(
             "the checkpoint was saved %d batches into epoch %d, but train_data is a plain iterable: the epoch starts "
             "again",
@@ -434,10 +422,14 @@ def _resumed_position(module: Module, train: Source) -> tuple[int, int]:
             position.epoch,
         )
         return position.epoch, 0
-    plan = train.plan()
-    if plan != position.plan:
+    if position.batch and wrote != are and not train.is_shared:
+        raise ValueError(
+            f"{saved.path} was saved {position.batch} batches into an epoch of {wrote} workers with batches of their "
+            f"own, but there are {are} now; resume with {wrote}, or from the end of an epoch"
+        )
+    if position.batch and train.plan() != position.plan:
         raise ValueError(
             f"the checkpoint was saved in the middle of an epoch read by {position.plan}, but this run reads by "
-            f"{plan}; give the same data, batch_size, shuffle and seed"
+            f"{train.plan()}; give the same data, batch_size, shuffle and seed"
         )
     return position.epoch, position.batch
