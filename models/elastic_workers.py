@@ -19,7 +19,7 @@ class ElasticWorkers(Workers):
     is_elastic = True
 
     def __init__(self, store: KVStore, num_contexts: int) -> None:
-        """Take part in the job of a store."""
+        """Join the job of a store."""
         super().__init__()
         self.rank = store.rank
         self.first_context = store.rank * num_contexts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
 from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding, StoreOptimizer, bind_optimizer
+from gangline.models.random_streams import host_states
 from gangline.models.run_state import Position, RunState
 from gangline.models.training_step import TrainingStep
 from gangline.models.workers import Workers
@@ -444,7 +445,7 @@ class Module:
         return kvstore
 
     def _join(self, workers: Workers) -> None:
-        """Take part in a job with these workers."""
+        """Join a job with these workers."""
         self.bound.join(workers)
         if workers.is_first and not self.bound.sync_batchnorm:
             remedy = "pass sync_batchnorm=True to Module" if self._shard != "weights" else "normalize over features"
@@ -823,23 +824,27 @@ class Module:
         Raises:
             RuntimeError: if the optimizer's state is asked for before `init_optimizer`, or rank 0 could not write.
         """
-        replicas = self.bound.replicas
+        replicas, run_state = self.bound.replicas, self.run_state
         optimizer_state = self.optimizer_state if save_optimizer_states else None
         if self._shard is not None and optimizer_state is not None:  # collective, and rank 0 alone writes
             gathered = optimizer_state()
             optimizer_state = lambda: gathered  # noqa: E731
-        snapshot = checkpoint.Snapshot(
+        saved = checkpoint.Checkpoint(
             params=self.get_params(),
+            position=asdict(run_state.position),
+            step=run_state.step,
             replica_buffers=replicas.differing_buffers(self.workers.count),
             samples_seen=replicas.samples_seen,
-            run_state=self.run_state,
-            optimizer_state=optimizer_state,
+            random=host_states(run_state.data_generator),
             compression_residuals=self.compression_residuals() if save_optimizer_states else {},
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
             load_balancer=self.load_balancer.state() if self.load_balancer is not None else None,
             worker_balance=self.worker_balance.state(),
-            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+            metadata=run_state.metadata,
+            stateful={name: each.state() for name, each in run_state.stateful.items()},
+            run=run_state.run,
         )
-        checkpoint.save(snapshot, prefix, epoch, self.workers)
+        checkpoint.save(saved, optimizer_state, prefix, epoch, self.workers)
 
     @classmethod
     def load(

@@ -107,7 +107,7 @@ class OptimizerBinding:
 
 
 class NoOptimizer(OptimizerBinding):
-    """What a module has before `init_optimizer`: no optimizer, store or other workers."""
+    """The binding before `init_optimizer`: no optimizer, store or other workers."""
 
     is_set = False
 
@@ -214,14 +214,8 @@ class ShardedOptimizer(OptimizerBinding):
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
         self._end_pass(has_samples)
 
-    def begin_backward(  # noqa: D102  inherited
-        self,
-        active: Sequence[int],
-        *,
-        push_early: bool,  # noqa: ARG002  always early
-        weight: float | None = None,
-        rerun: bool = False,  # noqa: ARG002  measured loads are refused
-    ) -> None:
+    def begin_backward(self, active: Sequence[int], *, weight: float | None = None, **_: bool) -> None:
+        """Prepare for a backward, which always pushes early; measured loads, which run again, are refused."""
         self._weight = 0.0 if not active else 1.0 if weight is None else weight
         self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from gangline.collectives.context import Context
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
-from gangline.models.batchnorm.running_statistics import averaged, averaged_over
+from gangline.models.batchnorm.running_statistics import Buffers, averaged, averaged_over
 from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
 from gangline.models.workers import Workers
 
@@ -234,7 +234,7 @@ class Replicas:
         may_differ = any(self.samples_seen) and (len(self.all) > 1 or num_workers > 1)
         return self.own_buffers() if may_differ else {}
 
-    def set_own_buffers(self, values: dict[str, list[torch.Tensor]], samples_seen: Sequence[int]) -> None:
+    def set_own_buffers(self, values: Buffers, samples_seen: Sequence[int]) -> None:
         """Restore the values of `own_buffers`, and the `samples_seen` read with them."""
         for index, replica in enumerate(self.all):
             buffers = buffers_of(replica.network)

@@ -19,7 +19,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, epochs, paths_of
 from gangline.models.names import as_named_by, plain_name, state_of
-from gangline.models.random_streams import host_states
-from gangline.models.run_state import RunState
 from gangline.models.workers import Workers
 
 _FORMAT = 3
@@ -44,51 +42,37 @@ _NAMES_SHOWN = 5
 _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 
 
-@dataclass
-class Snapshot:
-    """State of a module on one worker, to be written by `save`."""
+@dataclass(kw_only=True)
+class Checkpoint:
+    """A checkpoint that was read, or that one worker gives to `save`."""
 
+    path: Path | None = None
+    """The JSON file; None before it is written."""
+    id: str = ""
+    """Unique id."""
     params: dict[str, torch.Tensor]
-    """Parameters and buffers on the host, averaged over this worker's replicas."""
+    """Parameters and buffers on the host, averaged over the replicas."""
+    position: dict[str, Any]
+    """Fields of `Position`."""
+    step: int
+    optimizer_state: OptimizerState | None = None
     replica_buffers: Buffers
     """Each replica's own buffers, if they may differ."""
     samples_seen: list[int]
     """Samples of each replica since running statistics were last averaged."""
-    run_state: RunState
-    optimizer_state: Callable[[], OptimizerState] | None
-    """Returns the optimizer's state, on rank 0; None: a checkpoint without it, which cannot be resumed."""
-    compression_residuals: dict[str, torch.Tensor]
-    load_balancer: dict[str, Any] | None
-    worker_balance: dict[str, Any] | None
-    """The loads of the workers and the measurements behind them, equal on all workers; None: fixed loads."""
-    loss_scale: dict[str, Any] | None
-
-
-@dataclass
-class Checkpoint:
-    """A checkpoint that was read."""
-
-    path: Path
-    """The JSON file."""
-    id: str
-    """Unique id."""
-    params: dict[str, torch.Tensor]
-    position: dict[str, Any]
-    """Fields of `Position`."""
-    step: int
-    optimizer_state: OptimizerState | None
-    replica_buffers: dict[str, list[torch.Tensor]]
-    samples_seen: list[int]
     random: dict[str, Any]
-    """The host's random states when it was written."""
+    """The host's random states."""
     compression_residuals: dict[str, torch.Tensor]
     loss_scale: dict[str, Any] | None
     load_balancer: dict[str, Any] | None
     worker_balance: dict[str, Any] | None
+    """Loads of the workers and the measurements behind them, equal on all workers; None: fixed loads."""
     metadata: dict[str, Any]
     """See `RunState.metadata`."""
     stateful: dict[str, Any]
     """States of `RunState.stateful`, by name."""
+    run: str | None
+    """See `RunState.run`."""
     other_workers: list[Checkpoint] = field(default_factory=list)
     """The checkpoint as ranks 1 and up must resume it."""
 
@@ -105,8 +89,7 @@ class Checkpoint:
         """Drop the tensors, once they are restored, of all workers."""
         for one in (self, *self.other_workers):
             one.optimizer_state, one.other_workers = None, []
-            for tensors in (one.params, one.replica_buffers, one.compression_residuals):
-                tensors.clear()
+            one.params, one.replica_buffers, one.compression_residuals = {}, {}, {}
 
     def require_optimizer_state(self) -> OptimizerState:
         """Return the optimizer's state; ValueError if the checkpoint has none."""
@@ -115,62 +98,67 @@ class Checkpoint:
         return self.optimizer_state
 
 
-def save(snapshot: Snapshot, prefix: str | Path, epoch: int | str, workers: Workers) -> None:
+def save(
+    saved: Checkpoint,
+    optimizer_state: Callable[[], OptimizerState] | None,
+    prefix: str | Path,
+    epoch: int | str,
+    workers: Workers,
+) -> None:
     """Write the checkpoint ``prefix``-``epoch``, see `Module.save_checkpoint`. Collective.
+
+    The optimizer's state is asked for on rank 0; None: a checkpoint without it, which cannot be resumed.
 
     Raises:
         OSError: if rank 0 could not write the files; on all ranks. DiskFullError if a file does not fit on the disk.
     """
     paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
     if workers.count > 1:
-        averages = averaged_over(workers, snapshot.replica_buffers, snapshot.samples_seen, _SAVE)
-        snapshot = replace(snapshot, params=snapshot.params | averages)
-    position = snapshot.run_state.position
+        averages = averaged_over(workers, saved.replica_buffers, saved.samples_seen, _SAVE)
+        saved = replace(saved, params=saved.params | averages)
     plain = {
-        "samples_seen": snapshot.samples_seen,
-        "random": host_states(snapshot.run_state.data_generator),
-        "epoch_began": {"plan": position.plan, "random": position.random},
-        "auto": snapshot.load_balancer,
+        "samples_seen": saved.samples_seen,
+        "random": saved.random,
+        "epoch_began": {name: saved.position[name] for name in ("plan", "random")},
+        "auto": saved.load_balancer,
     }
-    parts = workers.gather([plain, dict(snapshot.replica_buffers), snapshot.compression_residuals], _SAVE)
+    parts = workers.gather([plain, dict(saved.replica_buffers), saved.compression_residuals], _SAVE)
 
     def write() -> None:
         with writing(prefix):
-            _write(snapshot, prefix, epoch, parts)
+            state = optimizer_state() if optimizer_state is not None else None
+            _write(replace(saved, optimizer_state=state, id=uuid.uuid4().hex), prefix, epoch, parts)
 
     workers.run_on_first(write, _SAVE)
 
 
-def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
+def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
     """Write the files, with each worker's plain data, buffers and residuals."""
     weights, state, description = paths_of(prefix, epoch)
-    run_state, save_id = snapshot.run_state, uuid.uuid4().hex
-    optimizer = snapshot.optimizer_state() if snapshot.optimizer_state is not None else None
+    optimizer, save_id = saved.optimizer_state, saved.id
     tensors = {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors.items()} if optimizer else {}
     for rank, (_, buffers, residuals) in enumerate(parts):
         for name, per_replica in buffers.items():
             tensors |= {f"{_worker(rank)}{_REPLICA}{index}/{name}": value for index, value in enumerate(per_replica)}
         tensors |= {f"{_worker(rank)}{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
-    position = asdict(run_state.position)
-    if not position["batch"] and epoch != BEST:
-        position["epoch"] = epoch  # a user's own loop does not count epochs
+    is_numbered = not saved.position["batch"] and epoch != BEST  # a user's own loop does not count epochs
     first, *others = [plain for plain, _, _ in parts]
     content = {
         "format": _FORMAT,
         "id": save_id,
         "epoch": epoch,
-        "position": position,
-        "step": run_state.step,
+        "position": saved.position | ({"epoch": epoch} if is_numbered else {}),
+        "step": saved.step,
         "optimizer": optimizer.header() if optimizer else None,
         "samples_seen": first["samples_seen"],
         "random": first["random"],
-        "loss_scale": snapshot.loss_scale,
+        "loss_scale": saved.loss_scale,
         "auto": first["auto"],
-        "auto_workers": snapshot.worker_balance,
-        "about": run_state.metadata,
-        "companions": {name: each.state() for name, each in run_state.stateful.items()},
+        "auto_workers": saved.worker_balance,
+        "about": saved.metadata,
+        "companions": saved.stateful,
         "other_workers": others,
-        "run": run_state.run,
+        "run": saved.run,
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _rename_tensors(prefix, epoch)
@@ -182,8 +170,8 @@ def _write(snapshot: Snapshot, prefix: str | Path, epoch: int | str, parts: list
             stack.enter_context(files.removed_on_error(_temporary(path, save_id), path, nbytes))
             return _temporary(path, save_id)
 
-        headers = {"id": save_id, "epoch": epoch}, {"id": save_id}
-        for path, values, header in zip((weights, state), (snapshot.params, tensors), headers, strict=True):
+        headers: tuple[dict[str, Any], ...] = {"id": save_id, "epoch": epoch}, {"id": save_id}
+        for path, values, header in zip((weights, state), (saved.params, tensors), headers, strict=True):
             nbytes = sum(tensor.nbytes for tensor in values.values())
             files.write_aside(aside(path, nbytes), values, header)
         temporary = aside(description, len(text))
@@ -274,6 +262,7 @@ def _assemble(
             worker_balance=content.get("auto_workers"),
             metadata=content.get("about", {}),
             stateful=content.get("companions", {}),
+            run=content.get("run"),
         )
         for rank, own in enumerate([content, *content.get("other_workers", ())])
     ]

@@ -148,7 +148,7 @@ class Executor:
             call_network(self.network.cpu(), map_tensors(lambda tensor: tensor[:1].cpu(), data))
 
     def join(self, workers: Workers) -> None:
-        """Take part in the steps of these workers. Collective among workers in step.
+        """Join the steps of these workers. Collective among workers in step.
 
         Raises:
             ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.

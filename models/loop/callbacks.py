@@ -337,7 +337,7 @@ class Checkpoint:
         self.best = state.get("best", self.best)
 
     def load_better(self, state: Mapping[str, Any] | None) -> None:
-        """Take over the best value of a `state` if it is better."""
+        """Replace the best value by that of a `state` if it is better."""
         if state and is_better(state["best"], self.best, self.mode):
             self.best = state["best"]
 

@@ -168,7 +168,7 @@ class Epochs:
         can_restart = store is not None and store.keeps_state
         self._keeps_state = can_restart and not obstacle_to_restarts(self.module, self.train)
         self._divergence: list[Any] | None = None
-        """Whether the inputs are finite, the step, and a text: the first divergence of this worker."""
+        """First divergence of this worker: whether its inputs are finite, the step, and a text."""
 
     def run(
         self,

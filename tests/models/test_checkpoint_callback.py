@@ -80,9 +80,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = checkpoint.save
 
-    def record(snapshot: checkpoint.Snapshot, prefix: Path, epoch: Any, workers: Workers) -> None:
-        found.append((snapshot.run_state.step, epoch))
-        save(snapshot, prefix, epoch, workers)
+    def record(saved: checkpoint.Checkpoint, state: Any, prefix: Path, epoch: Any, workers: Workers) -> None:
+        found.append((saved.step, epoch))
+        save(saved, state, prefix, epoch, workers)
 
     monkeypatch.setattr(checkpoint, "save", record)
     return found
