@@ -38,7 +38,13 @@ from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
-from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding, StoreOptimizer, bind_optimizer
+from gangline.models.optimizer_binding import (
+    NoOptimizer,
+    OptimizerBinding,
+    StoreOptimizer,
+    StoreOptions,
+    bind_optimizer,
+)
 from gangline.models.random_streams import host_states
 from gangline.models.run_state import Position, RunState
 from gangline.models.training_step import TrainingStep
@@ -130,15 +136,16 @@ class Module:
             self.load_balancer = balancer_of_contexts(self.contexts, self.logger, minimum)
             work_load_list = self.load_balancer.loads
         loads = check_work_load_list(work_load_list, len(self.contexts))
-        self._compression = parse(compression_params).params if compression_params is not None else None
+        compression = parse(compression_params).params if compression_params is not None else None
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {autocast!r}; expected torch.bfloat16, torch.float16 or None")
         if random not in ("context", "sample"):
             raise ValueError(f"random is {random!r}; expected 'context' or 'sample'")
         check_shard(shard, or_weights=True)
         if shard == "weights":
-            _check_divided(len(self.contexts), self.load_balancer, self._compression, sync_batchnorm, autocast)
-        self._shard, self._memory = shard, memory
+            _check_divided(len(self.contexts), self.load_balancer, compression, sync_batchnorm, autocast)
+        measures_workers = self._job_store is not None and self.load_balancer is not None
+        self._options = StoreOptions(len(self.contexts), measures_workers, compression, shard, memory)
         self.loss_scale = LossScale() if autocast is torch.float16 else None
         """Scale of the loss under float16; None otherwise."""
         self.loss = SummedLoss(loss, loss_normalizer)
@@ -400,18 +407,7 @@ class Module:
         spec.check_keys(parameters_of(self.network))
         if not replicas.first.parameters:
             raise ValueError("the network has no trained parameter")
-        binding = bind_optimizer(
-            replicas,
-            store,
-            spec,
-            previous=previous,
-            compression=self._compression,
-            state=self._pending_optimizer_state,
-            num_contexts=len(self.contexts),
-            measures_loads=self._job_store is not None and self.load_balancer is not None,
-            shard=self._shard,
-            memory=self._memory,
-        )
+        binding = bind_optimizer(replicas, store, spec, self._options, previous, self._pending_optimizer_state)
         try:
             self._join(binding.workers)
         except BaseException:
@@ -422,7 +418,7 @@ class Module:
             previous.detach()
         if binding.store is not previous.store:
             previous.close()
-        if self._compression is not None and binding.store is None:
+        if self._options.compression is not None and binding.store is None:
             self.logger.warning("a single context sends no gradients, so compression_params has no effect")
         self._step.set_optimizer(binding)
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
@@ -448,7 +444,9 @@ class Module:
         """Join a job with these workers."""
         self.bound.join(workers)
         if workers.is_first and not self.bound.sync_batchnorm:
-            remedy = "pass sync_batchnorm=True to Module" if self._shard != "weights" else "normalize over features"
+            remedy = (
+                "pass sync_batchnorm=True to Module" if self._options.shard != "weights" else "normalize over features"
+            )
             warn_of_batchnorm(self.network, [load for load in workers.loads if load], remedy)
         self._share_untrained(workers)
 
@@ -826,7 +824,7 @@ class Module:
         """
         replicas, run_state = self.bound.replicas, self.run_state
         optimizer_state = self.optimizer_state if save_optimizer_states else None
-        if self._shard is not None and optimizer_state is not None:  # collective, and rank 0 alone writes
+        if self._options.shard is not None and optimizer_state is not None:  # collective, and rank 0 alone writes
             gathered = optimizer_state()
             optimizer_state = lambda: gathered  # noqa: E731
         saved = checkpoint.Checkpoint(

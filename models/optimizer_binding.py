@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,17 @@ from gangline.models.replicas import Replicas
 from gangline.models.workers import Workers
 
 _ALL_RAISE = "all workers raise an error now, and no weight was updated"
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Arguments of a module's `Workers`, of `KVStore.set_gradient_compression` and of `KVStore.set_optimizer`."""
+
+    num_contexts: int
+    measures_loads: bool
+    compression: Mapping[str, Any] | None
+    shard: str | None
+    memory: Sequence[float] | str
 
 
 class OptimizerBinding:
@@ -282,21 +294,14 @@ def bind_optimizer(
     replicas: Replicas,
     kvstore: str | KVStore | None,
     spec: OptimizerSpec,
-    *,
+    options: StoreOptions,
     previous: OptimizerBinding,
-    compression: Mapping[str, Any] | None,
     state: OptimizerState | None,
-    num_contexts: int,
-    measures_loads: bool,
-    shard: str | None,
-    memory: Sequence[float] | str,
 ) -> OptimizerBinding:
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
-    Collective with a store of several workers; rank 0's weights win.
-
-    Arguments are as for `Module`, `Workers` and `KVStore.set_optimizer`; ``shard`` has no effect on a single worker.
-    The optimizer starts from ``state``, and replaces that of ``previous``.
+    Collective with a store of several workers; rank 0's weights win. On a single worker ``shard`` has no effect. The
+    optimizer starts from ``state``, and replaces that of ``previous``.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -313,44 +318,38 @@ def bind_optimizer(
     optimizer = KeyedOptimizer(spec)
     for name, parameter in replicas.first.parameters.items():
         optimizer.add(name, parameter)
-    if state is not None and shard != "weights":
+    if state is not None and options.shard != "weights":
         optimizer.load_state(state)  # before the store is changed: a state that does not fit must change nothing
     if kvstore is None:
         return OptimizerBinding(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
     store = create(kvstore) if isinstance(kvstore, str) else kvstore
     workers = (
-        ElasticWorkers(store, num_contexts)
+        ElasticWorkers(store, options.num_contexts)
         if store.is_elastic
-        else Workers(store, num_contexts, measures_loads=measures_loads)
+        else Workers(store, options.num_contexts, measures_loads=options.measures_loads)
     )
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
         store.close()
         return OptimizerBinding(replicas, optimizer)
-    if shard == "weights" and store.num_workers > 1:
+    if options.shard == "weights" and store.num_workers > 1:
         first = replicas.first
         _check_no_max_norm(first.network)
-        replicas.divided = ShardedWeights(list(first.parameters.values()), first.network, store, memory)
+        replicas.divided = ShardedWeights(list(first.parameters.values()), first.network, store, options.memory)
         binding = ShardedOptimizer(replicas.divided, spec, store, workers, owns_store=owns_store)
         if state is not None:
             binding.load_state(state)
         return binding
-    if compression is not None:
-        store.set_gradient_compression(compression)
-    _init_store(store, replicas, spec, holds_weights=store is previous.store, shard=shard, memory=memory)
+    if options.compression is not None:
+        store.set_gradient_compression(options.compression)
+    _init_store(store, replicas, spec, options, holds_weights=store is previous.store)
     if state is not None:
         store.load_optimizer_state(state)
     return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
 
 
 def _init_store(
-    store: KVStore,
-    replicas: Replicas,
-    spec: OptimizerSpec,
-    *,
-    holds_weights: bool,
-    shard: str | None,
-    memory: Sequence[float] | str,
+    store: KVStore, replicas: Replicas, spec: OptimizerSpec, options: StoreOptions, *, holds_weights: bool
 ) -> None:
     """Give the store the optimizer and the replicas' weights."""
     _check_no_max_norm(replicas.first.network)
@@ -358,7 +357,7 @@ def _init_store(
     held = [name for name in names if name in store]
     if held and not holds_weights:
         raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
-    store.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
+    store.set_optimizer(spec, shard=None if options.shard == "weights" else options.shard, memory=options.memory)
     if store.is_elastic:  # before the first pull, with which workers that join take part
         replicas.load_untrained(store.group.broadcast(replicas.untrained(), "init_optimizer"))
     new = [name for name in names if name not in held]
