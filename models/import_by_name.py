@@ -82,18 +82,13 @@ def _build(name: str, build: Callable[..., Any], **arguments: Any) -> nn.Module:
 
 
 def image_shape_of(name: str) -> tuple[int, int, int] | None:
-    """Return the ``image_shape`` attribute of the user's builder; None if it has none.
-
-    Raises:
-        ValueError: if it is not three integers above 0; or as `resolve`.
-    """
+    """Return the ``image_shape`` attribute of the user's builder, three integers above 0; None if it has none."""
     shape = getattr(resolve(name), "image_shape", None)
     if shape is None:
         return None
     if not (isinstance(shape, Sequence) and len(shape) == 3 and all(type(n) is int and n > 0 for n in shape)):
         raise ValueError(f"{name!r} has image_shape {shape!r}; expected (channels, height, width), such as (1, 28, 28)")
-    channels, height, width = shape
-    return channels, height, width
+    return shape[0], shape[1], shape[2]
 
 
 def make_data(name: str, image_shape: Sequence[int] | None, dtype: torch.dtype, seed: int) -> Splits:

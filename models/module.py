@@ -827,11 +827,12 @@ class Module:
         if self._options.shard is not None and optimizer_state is not None:  # collective, and rank 0 alone writes
             gathered = optimizer_state()
             optimizer_state = lambda: gathered  # noqa: E731
+        may_differ = any(replicas.samples_seen) and (len(replicas.all) > 1 or self.workers.count > 1)
         saved = checkpoint.Checkpoint(
             params=self.get_params(),
             position=asdict(run_state.position),
             step=run_state.step,
-            replica_buffers=replicas.differing_buffers(self.workers.count),
+            replica_buffers=replicas.own_buffers() if may_differ else {},
             samples_seen=replicas.samples_seen,
             random=host_states(run_state.data_generator),
             compression_residuals=self.compression_residuals() if save_optimizer_states else {},
@@ -842,7 +843,7 @@ class Module:
             stateful={name: each.state() for name, each in run_state.stateful.items()},
             run=run_state.run,
         )
-        checkpoint.save(saved, optimizer_state, prefix, epoch, self.workers)
+        checkpoint.save(saved, prefix, epoch, self.workers, optimizer_state)
 
     @classmethod
     def load(

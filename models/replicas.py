@@ -229,11 +229,6 @@ class Replicas:
             if name in names
         }
 
-    def differing_buffers(self, num_workers: int) -> dict[str, list[torch.Tensor]]:
-        """Return `own_buffers` if replicas or workers may differ in them, else nothing."""
-        may_differ = any(self.samples_seen) and (len(self.all) > 1 or num_workers > 1)
-        return self.own_buffers() if may_differ else {}
-
     def set_own_buffers(self, values: Buffers, samples_seen: Sequence[int]) -> None:
         """Restore the values of `own_buffers`, and the `samples_seen` read with them."""
         for index, replica in enumerate(self.all):

@@ -94,12 +94,6 @@ class SampleDropout(_Dropout):
         self._calls = 0
 
     def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
-        """Return the scales of these samples.
-
-        Raises:
-            ValueError: if the first axis of an input is not a multiple of the number of samples.
-            RuntimeError: if the layer runs under activation checkpointing, which would draw another mask.
-        """
         if _is_checkpointed():
             raise RuntimeError(
                 "random='sample' knows the layers of a network by their order in forward, which activation "

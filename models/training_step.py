@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +107,7 @@ class TrainingStep:
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
             self._executor.forward_without_samples()
-        self._timed(partial(self.optimizer.end_forward, has_samples=data is not None))
+        self._timed(self.optimizer.end_forward, has_samples=data is not None)
         self.normalizer = self._normalizer_of(self._shares)
 
     def _slices(self, data: Batch) -> list[slice]:
@@ -194,7 +193,7 @@ class TrainingStep:
         self._input_factor = 1 / scale
         with self._discarding_gradients_on_error(), self._refusing_on_error():
             self._executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
-            self._end_backward(has_graph=bool(self._shares))
+            self._timed(self.optimizer.end_backward, has_graph=bool(self._shares))
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
@@ -263,14 +262,11 @@ class TrainingStep:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._refusing_on_error():
             self._executor.backward(shares, divisor / self._scale)
-            self._end_backward(has_graph=any(share.has_graph for share in shares))
+            self._timed(self.optimizer.end_backward, has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
         active = [self._executor.replicas.all.index(share.replica) for share in shares]
         self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
-
-    def _end_backward(self, *, has_graph: bool) -> None:
-        self._timed(partial(self.optimizer.end_backward, has_graph=has_graph))
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
@@ -337,12 +333,12 @@ class TrainingStep:
         """Discard gradients that no update has used."""
         self._gradients_used = True
 
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _timed(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function; with a store, add its time to `seconds_waiting`."""
         if self.optimizer.store is None:
-            return call(*arguments)
+            return call(*arguments, **options)
         began = time.perf_counter()
-        result = call(*arguments)
+        result = call(*arguments, **options)
         self.seconds_waiting += time.perf_counter() - began
         return result
 
@@ -427,15 +423,10 @@ class TrainingStep:
         run: Callable[[list[list[slice]]], list[Share]],
         restore: Callable[[], None] = lambda: None,
     ) -> list[Share]:
-        """Run a batch in micro-steps that fit into each context's memory; halve the limits and restart if they do not.
+        """Run a batch in micro-steps that fit into each context's memory; return the shares, ordered by context.
 
-        ``restore`` undoes the effects of a failed attempt.
-
-        Returns:
-            The shares, ordered by context.
-
-        Raises:
-            Exception: the error of an attempt, if it is not for memory or no part can be made smaller.
+        If they do not fit, ``restore`` undoes the failed attempt, and the next one has half the limits; other errors,
+        and those of parts that cannot be made smaller, are raised.
         """
         while True:
             micro_steps = limits.micro_steps(slices)

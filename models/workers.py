@@ -166,11 +166,7 @@ class Workers:
         return {one: tensor for one, tensor in found.items() if one in tensors}
 
     def check_same(self, settings: Mapping[str, Any], name: str) -> None:
-        """Check that all workers have the same settings, plain data by name. Collective.
-
-        Raises:
-            MismatchError: if a setting differs; the message is the same on all workers.
-        """
+        """Raise MismatchError on all workers if their settings, plain data by name, differ. Collective."""
         check_same(self.all_gather(dict(settings), name), name)
 
 

@@ -100,10 +100,10 @@ class Checkpoint:
 
 def save(
     saved: Checkpoint,
-    optimizer_state: Callable[[], OptimizerState] | None,
     prefix: str | Path,
     epoch: int | str,
     workers: Workers,
+    optimizer_state: Callable[[], OptimizerState] | None,
 ) -> None:
     """Write the checkpoint ``prefix``-``epoch``, see `Module.save_checkpoint`. Collective.
 

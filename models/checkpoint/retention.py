@@ -42,12 +42,7 @@ def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
 
 
 def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
-    """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist.
-
-    Raises:
-        TypeError: if ``epoch`` is neither an int nor "best".
-        ValueError: if it is negative.
-    """
+    """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist."""
     if epoch != BEST:
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise TypeError(f"epoch is {epoch!r}; expected an int, or {BEST!r}")

@@ -72,19 +72,7 @@ class Executor:
         measure: bool,
         dropout_by_sample: bool,
     ) -> None:
-        """Record what `bind` creates.
-
-        Args:
-            network: the user's network, which becomes the first replica.
-            contexts: the contexts, of which those with a load get a replica.
-            loads: loads of the contexts.
-            fixed: names of parameters that are not trained.
-            loss: loss summed over each share.
-            sync_batchnorm: synchronize batch statistics over the replicas, and over the workers of `join`.
-            autocast: dtype of forward under torch's autocast; None: no autocast.
-            measure: time each replica, for `take_times`.
-            dropout_by_sample: draw dropout's masks by sample, as one context would.
-        """
+        """Record the arguments of `Module`, with which `bind` creates the replicas; ``measure``: time each of them."""
         self.network, self.sync_batchnorm, self.dropout_by_sample = network, sync_batchnorm, dropout_by_sample
         self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
         self._loss, self._autocast, self._measure = loss, autocast, measure
@@ -326,11 +314,7 @@ class Executor:
         return Share(replica, samples, inputs, moved_label, output, loss, count)
 
     def _found_random(self, drew: bool) -> None:
-        """Record whether a forward drew random numbers from the device's generator.
-
-        Raises:
-            RuntimeError: if it did, though dropout by sample draws none.
-        """
+        """Record whether a forward drew random numbers from the device's generator; dropout by sample draws none."""
         if drew and self.dropout_by_sample:
             raise RuntimeError(
                 "the network draws random numbers other than by dropout, dropout1d, dropout2d or dropout3d (attention "

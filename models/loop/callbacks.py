@@ -137,11 +137,7 @@ def _reports(param: BatchEndParam) -> bool:
 
 
 def worst(mode: str) -> float:
-    """Return the value that any number improves on.
-
-    Raises:
-        ValueError: if the mode is unknown.
-    """
+    """Return the value that any number improves on, for the mode "max" or "min"."""
     if mode not in _MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {list(_MODES)}")
     return -math.inf if mode == "max" else math.inf
@@ -153,11 +149,7 @@ def is_better(value: float, best: float, mode: str, min_delta: float = 0.0) -> b
 
 
 def check_metric(user: str, metric: str, names: Sequence[str]) -> None:
-    """Check that validation computes a metric that ``user`` needs; "" means any metric.
-
-    Raises:
-        ValueError: if it does not; the message names the metrics it has.
-    """
+    """Check that validation computes a metric that ``user`` needs; "" means any metric."""
     if not names or metric not in ("", *names):
         computed = f"computes {list(names)}" if names else "is off, because there is no eval_data"
         raise ValueError(

@@ -104,10 +104,6 @@ class EvalFrequency:
         """Parse a number of epochs, or (number, "epochs" or "batches").
 
         Where the number of batches per epoch is unknown, the count of batches restarts in each epoch.
-
-        Raises:
-            TypeError: if ``spec`` is neither.
-            ValueError: if the number is below 1, or the unit is unknown.
         """
         number, unit = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, "epochs")
         check_int("eval_frequency", number)
@@ -119,18 +115,15 @@ class EvalFrequency:
         self._counted = 0  # batches done at the last call
 
     def begin(self, epoch: int, batch: int) -> None:
-        """Start counting at a position of the run."""
+        """Start counting at a position of the run; called before each epoch."""
         self._counted = self._done(epoch, batch)
 
     def is_due(self, epoch: int, batch: int) -> bool:
         """Return True if validation is due within an epoch, after ``batch`` of its batches."""
         if self.unit == "epochs":
             return False
-        done = self._done(epoch, batch)
-        if done < self._counted:  # the last call was in an earlier epoch
-            self._counted = 0
-        before, self._counted = self._counted, done
-        return done // self.number > before // self.number
+        before, self._counted = self._counted, self._done(epoch, batch)
+        return self._counted // self.number > before // self.number
 
     def is_due_at_end(self, epoch: int) -> bool:
         """Return True if validation is due at the end of an epoch."""
@@ -179,14 +172,10 @@ class Epochs:
     ) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end.
 
-        Args:
-            begin_epoch: the epoch.
-            skip: number of its first batches that are done.
-            saved: checkpoint that was restored.
-            kept: what `_keep` kept, if this worker was started again alone.
+        ``saved`` is the checkpoint that was restored; ``kept`` what `_keep` kept, if this worker has started again.
         """
-        self.eval_frequency.begin(begin_epoch, skip)
         for epoch in range(begin_epoch, self.options.num_epoch):
+            self.eval_frequency.begin(epoch, skip)
             began, waited = time.perf_counter(), self.module.seconds_waiting
             self.metric.reset()
             parts = self._begin_epoch(epoch, skip, saved) if kept is None else self._continue_epoch(epoch, skip, kept)

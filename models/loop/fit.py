@@ -407,11 +407,7 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
 
 
 def _resumed_position(module: Module, train: Source, saved: checkpoint.Checkpoint) -> tuple[int, int]:
-    """Return the epoch to resume in, and the number of its batches to skip.
-
-    Raises:
-        ValueError: if the checkpoint was saved within an epoch that this run reads in another way.
-    """
+    """Return the epoch to resume in, and the number of its batches to skip; this run must read it in the same way."""
     wrote, are = len(saved.other_workers) + 1, module.workers.count
     position = Position(**saved.of_worker(module.workers.rank, are).position)
     if position.batch and not train.can_skip:

@@ -62,7 +62,7 @@ def scheduler_of(
     """
     if spec is None or isinstance(spec, Schedule):
         return spec
-    if isinstance(spec, TorchScheduler) or (callable(spec) and not isinstance(spec, str)):
+    if isinstance(spec, TorchScheduler) or callable(spec):
         return DrivenScheduler(spec if isinstance(spec, TorchScheduler) else TorchScheduler(spec), base_rate)
     return schedule(spec, base_rate, epochs, batches_per_epoch)
 
@@ -222,12 +222,7 @@ class DrivenScheduler:
     """Scheduler of torch on a placeholder optimizer, which steps along with a run."""
 
     def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
-        """Create the scheduler on a placeholder optimizer.
-
-        Raises:
-            TypeError: if ``spec.make`` does not return a scheduler.
-            ValueError: if the scheduler changes more than the rate, or its state cannot be saved.
-        """
+        """Create the scheduler, which may change the rate only, and whose state must be plain data and tensors."""
         self._spec, self._base_rate = spec, base_rate
         self._metric = reported_name(spec.metric or "")
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=base_rate, momentum=0.5)
@@ -269,11 +264,7 @@ class DrivenScheduler:
             step()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain data.
-
-        Raises:
-            ValueError: if the scheduler's state is more than plain data and tensors.
-        """
+        """Return the state for a checkpoint, as plain data."""
         packed = io.BytesIO()
         try:
             torch.save([self._scheduler.state_dict(), self._optimizer.state_dict()], packed)
@@ -287,11 +278,7 @@ class DrivenScheduler:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state` returned.
-
-        Raises:
-            ValueError: if it is of another scheduler or another base rate.
-        """
+        """Load a state that `state` returned, of the same scheduler with the same base rate."""
         for what, own in (("scheduler", self.name), ("base_rate", self._base_rate)):
             if state[what] != own:
                 raise ValueError(

@@ -80,9 +80,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = checkpoint.save
 
-    def record(saved: checkpoint.Checkpoint, state: Any, prefix: Path, epoch: Any, workers: Workers) -> None:
+    def record(saved: checkpoint.Checkpoint, prefix: Path, epoch: Any, workers: Workers, state: Any) -> None:
         found.append((saved.step, epoch))
-        save(saved, state, prefix, epoch, workers)
+        save(saved, prefix, epoch, workers, state)
 
     monkeypatch.setattr(checkpoint, "save", record)
     return found
