@@ -113,7 +113,7 @@ class _Clones(TorchDispatchMode):
 def counting(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count thread tasks, clones, and early and late pushes of the block."""
     counts: Counter[str] = Counter()
-    run, store = DeviceThreads.run, module._step.optimizer.store  # type: ignore[union-attr]
+    run, store = DeviceThreads.run, module._step.optimizer.store
     push = store.push_bucket  # type: ignore[union-attr]
 
     def counted_run(self: DeviceThreads, calls: Any, **options: Any) -> Any:

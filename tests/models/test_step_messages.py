@@ -74,7 +74,7 @@ def steps(store: KVStore, rank: int, calls: Counter[str]) -> tuple[list[dict[str
                 module.forward_backward(data, label)
                 module.update()
             found.append(dict(calls))
-        return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[union-attr]
+        return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[attr-defined]
 
 
 def allreduce_steps(comm: Communicator) -> Any:
