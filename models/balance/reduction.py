@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ class Reduction:
         """True if gradients have been reduced, so that in each batch other ranks are expected to run forward."""
         # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
         if model.broadcast_buffers and any(True for _ in model.buffers()):
-            this = weakref.ref(self)
-            hook = model.module.register_forward_pre_hook(partial(_note_forward, this))
+            hook = model.module.register_forward_pre_hook(weakly(self._note_forward))
             weakref.finalize(self, hook.remove)
         self.begin_batch()
 
@@ -58,6 +56,9 @@ class Reduction:
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
+
+    def _note_forward(self, *_: object) -> None:
+        self._has_entered = True
 
     def note_gradient(self) -> None:
         """Count a gradient that a backward pass brings to a parameter."""
@@ -158,6 +159,12 @@ def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
     return Reduction(model)
 
 
-def _note_forward(owner: weakref.ref[Reduction], *_: object) -> None:
-    if (reduction := owner()) is not None:
-        reduction._has_entered = True
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that calls a bound method while its object exists, and does not keep the object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*arguments)
+
+    return call
