@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import skip_init
 
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
@@ -206,13 +207,12 @@ def _replace(
     network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int, generator: torch.Generator | None
 ) -> list[str]:
     has_bias, weight = layer.bias is not None, layer.weight
-    new: nn.Linear | nn.Conv2d
-    with torch.device("meta"):  # draws no random numbers
-        if isinstance(layer, nn.Linear):
-            new = nn.Linear(layer.in_features, count, has_bias)
-        else:
-            new = nn.Conv2d(layer.in_channels, count, 1, layer.stride, layer.padding, bias=has_bias)  # type: ignore[arg-type]
-    new = new.to(weight.dtype).to_empty(device=weight.device).train(layer.training)
+    options: dict[str, Any] = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
+    if isinstance(layer, nn.Linear):
+        new = skip_init(nn.Linear, layer.in_features, count, **options)
+    else:
+        new = skip_init(nn.Conv2d, layer.in_channels, count, 1, layer.stride, layer.padding, **options)
+    new.train(layer.training)
     bound = 1 / math.sqrt(new.weight[0].numel())
     for parameter in new.parameters():
         drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(
