@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.group.worker_group import check_same
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
@@ -29,7 +30,7 @@ from gangline.models.balance.iterable_batches import IterableBatches, Stream, ch
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
 from gangline.models.balance.prepared_loader import own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
-from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
+from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
@@ -112,7 +113,7 @@ class BalancedLoader:
             return settings, drawn_ahead, getattr(order, "length", None)
 
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
-        check_same(settings)
+        check_same(settings, "balance")
         self._loss_reduction, self._count = loss_reduction, count
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
@@ -219,7 +220,8 @@ class BalancedLoader:
                 "skip": skip,
             }
         )
-        _check_starts(starts)
+        agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
+        check_same(agreed, "balance: call set_epoch() and load_state_dict() alike on all ranks")
         if self._weights is not None:
             self._weights.add_new_parameters()
         self._balance.begin_epoch()
@@ -362,7 +364,7 @@ _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 
 @atexit.register
 def _tell_of_error() -> None:
-    """Tell the other ranks that an error ends this process."""
+    """Send the other ranks that an error ends this process."""
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
@@ -480,16 +482,6 @@ def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[
     if not all(checked):
         raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
     return checked
-
-
-def _check_starts(starts: list[dict[str, Any]]) -> None:
-    for rank, start in enumerate(starts[1:], 1):
-        for name in ("epoch", "sampler epoch", "skip"):
-            if start[name] != starts[0][name]:
-                raise RuntimeError(
-                    f"balance: {name} is {starts[0][name]} on rank 0, but {start[name]} on rank {rank}; call "
-                    "set_epoch() and load_state_dict() alike on all ranks"
-                )
 
 
 def _drops_last(loader: Any) -> bool:

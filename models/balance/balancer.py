@@ -115,11 +115,7 @@ class Balancer:
         return message
 
     def receive(self, messages: Sequence[Any], *, now: bool = False) -> bool:
-        """Take in the messages of all processes in order, and update the loads if it is due, or ``now``.
-
-        Returns:
-            True if the loads changed.
-        """
+        """Record the messages of all processes in order, update the loads if due or ``now``, and return True if so."""
         for process, measured in enumerate(messages):
             for step, *share in measured:
                 self._received.setdefault(step, {})[process] = share

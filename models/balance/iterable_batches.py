@@ -61,10 +61,7 @@ class IterableBatches:
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
 
     def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:  # noqa: ARG002  the stream shuffles itself
-        """Return this rank's batches of an epoch; without samples once the stream has ended.
-
-        The samples to skip are left out at its beginning, and its global batches are counted from ``first``.
-        """
+        """Return batches as `ShareSampler.pieces`; without samples once this rank's stream has ended."""
         samples = _Samples(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, skip, first)
 
@@ -72,11 +69,7 @@ class IterableBatches:
         """Do nothing: each rank reads its stream alone."""
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch.
-
-        Raises:
-            TypeError: if it is not known.
-        """
+        """Return the number of global batches of an epoch; TypeError if it is not known."""
         loader, batch_size = self._loader, self._batch_size or 1
         samples: int | None = None
         if self._is_same and own_iteration(loader) is None:
@@ -151,11 +144,7 @@ class _Samples:
         return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
 
     def _length(self, batch: Any) -> int:
-        """Return the number of samples of a batch.
-
-        Raises:
-            ValueError: if its parts have none, or different ones.
-        """
+        """Return the number of samples of a batch."""
         lengths: dict[str, int] = {}
 
         def measure(name: str, values: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,6 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend  # noqa: F401  registers the backend
-from gangline.collectives.errors import MismatchError
 
 T = TypeVar("T")
 
@@ -106,21 +105,6 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
             dist.destroy_process_group(group)
     else:  # the destructor would wait for the other ranks, which may wait for the end of this process
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def check_same(gathered: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same settings.
-
-    Raises:
-        MismatchError: if they differ; the text is the same on all ranks.
-    """
-    for rank, other in enumerate(gathered[1:], 1):
-        for name, value in gathered[0].items():
-            if other.get(name) != value:
-                raise MismatchError(
-                    f"balance: {name} is {value!r} on rank 0, but {other.get(name)!r} on rank {rank}; expected the "
-                    f"same on all {len(gathered)} ranks"
-                )
 
 
 def group_of(networks: Sequence[Module]) -> dist.ProcessGroup | None:
