@@ -59,11 +59,6 @@ class JointBatchNorm:
         """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
 
         The barrier is that of all replicas that have samples in this batch, used for this forward alone.
-
-        Raises:
-            Aborted: if another replica failed.
-            RuntimeError: if the replicas called different layers, or called them a different number of times.
-            ValueError: if the whole batch has one value per channel.
         """
         replaced: list[_BatchNorm] = []
         try:
@@ -220,7 +215,7 @@ class ThreadBarrier:
         self._mismatch = ""
         self._error: BaseException | None = None
         self._takes_turns = one_after_another
-        self._turn: int | None = self.participants[0] if self.participants else None
+        self._turn = next(iter(self.participants), None)
         self._generators: dict[int, torch.Generator | None] = {}
         self._own_states: dict[int, torch.Tensor] = {}
         self._state_before: torch.Tensor | None = None
@@ -230,10 +225,6 @@ class ThreadBarrier:
 
         Each turn continues a generator that is shared with other participants from the participant's own state, and
         restores it at the end.
-
-        Raises:
-            Aborted: if another participant failed.
-            RuntimeError: if the participants called `exchange` a different number of times.
         """
         if self._takes_turns:
             with self._condition:
@@ -312,15 +303,12 @@ class ThreadBarrier:
                 generator.set_state(self._own_states.pop(index))
 
     def _end_turn(self, index: int) -> None:
-        """Pass the turn to the next index, or to the first one if the round has just closed."""
+        """Pass the turn to the next index, and from the last one, whose exchange has closed the round, to the first."""
         generator = self._generators.get(index)
         if generator is not None and self._state_before is not None:
             self._own_states[index] = generator.get_state()
             generator.set_state(self._state_before)
-        if index not in self._left and not self._values:
-            self._turn = self.participants[0]
-        else:
-            self._turn = next((each for each in self.participants if each > index), None)
+        self._turn = self.participants[(self.participants.index(index) + 1) % len(self.participants)]
 
 
 class WorkerRounds:
@@ -332,13 +320,7 @@ class WorkerRounds:
     def __init__(
         self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
     ) -> None:
-        """Begin a pass of workers in step. Collective.
-
-        Args:
-            workers: the workers.
-            name: what the pass is.
-            device: GPU of this worker's only replica if all workers have one, and moments are to stay there.
-        """
+        """Begin a pass of workers in step; ``device`` is that of the moments, None: they are sent from the host."""
         self.rank = workers.rank
         self.device = device
         self._workers, self._name = workers, name
@@ -347,11 +329,7 @@ class WorkerRounds:
     def exchange(self, values: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
         """Return the values of all workers in rank order: label, direction, name of the layer and moments. Collective.
 
-        Moments are on the host, or on the GPU that the rounds have.
-
-        Raises:
-            RuntimeError: on all workers, if another worker has finished the pass.
-            Exception: the error of a worker that failed.
+        If another worker has failed or finished the pass, an error is raised on all.
         """
         if self.device is None:
             return self._round("in a layer", list(values))

@@ -206,13 +206,11 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
 def _replace(
     network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int, generator: torch.Generator | None
 ) -> list[str]:
-    has_bias, weight = layer.bias is not None, layer.weight
-    options: dict[str, Any] = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
-    if isinstance(layer, nn.Linear):
-        new = skip_init(nn.Linear, layer.in_features, count, **options)
-    else:
-        new = skip_init(nn.Conv2d, layer.in_channels, count, 1, layer.stride, layer.padding, **options)
-    new.train(layer.training)
+    weight = layer.weight
+    is_linear = isinstance(layer, nn.Linear)
+    sizes = (layer.in_features, count) if is_linear else (layer.in_channels, count, 1, layer.stride, layer.padding)
+    options = {"bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
+    new = skip_init(type(layer), *sizes, **options).train(layer.training)  # type: ignore[no-untyped-call]
     bound = 1 / math.sqrt(new.weight[0].numel())
     for parameter in new.parameters():
         drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(
