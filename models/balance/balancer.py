@@ -176,11 +176,7 @@ class MemoryLimits:
         """One per context or rank; None: no limit is known."""
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
-        """Cut each context's slice into equal parts that fit.
-
-        Returns:
-            For each micro-step one slice per context; empty ones for contexts that have finished.
-        """
+        """Return the slices of each micro-step: equal parts of each context's that fit, and empty ones at the end."""
         cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))

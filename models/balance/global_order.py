@@ -129,11 +129,7 @@ GlobalOrder = SampleOrder | RankOrder
 
 
 def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
-    """Return the global order of a loader over a map-style data set, and the samples of a full global batch.
-
-    Raises:
-        ValueError: if the loader cannot be cut; the text says why.
-    """
+    """Return the global order of a loader over a map-style data set, and the samples of a full global batch."""
     batches: Any = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -166,11 +162,7 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
 
 
 def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) -> int:
-    """Return the number of samples of a global batch.
-
-    Raises:
-        ValueError: if it is not a number, or below one sample for each rank.
-    """
+    """Return the number of samples of a global batch; ValueError if it is below one for each rank."""
     if global_batch is None:
         return batch_size * ranks
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < ranks:

@@ -23,11 +23,7 @@ Stream = Literal["own", "same"]
 
 
 def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
-    """Return the number of samples of a global batch of a stream.
-
-    Raises:
-        ValueError: if the arguments do not say how to cut the stream; the text says what to write.
-    """
+    """Return the number of samples of a global batch; ValueError if the arguments do not say how to cut the stream."""
     own = own_iteration(loader)
     if own is None:
         kind = type(loader.dataset).__name__
@@ -53,10 +49,7 @@ class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
     def __init__(self, loader: Any, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
-        """Cut the stream of a loader to global batches of this size.
-
-        With ``is_same`` all ranks read the same stream, and each keeps its share; else each has a stream of its own.
-        """
+        """Cut to global batches of ``size``; with ``is_same`` of one stream that all ranks read, else of each one's."""
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
 

@@ -186,11 +186,7 @@ class Lockstep:
         return Share(number, counts, [row[2] for row in rows]), piece.batch
 
     def go_on(self) -> bool:
-        """Ask for a batch that was exchanged before. Collective.
-
-        Returns:
-            False if the epoch ends: a rank has stopped or left it.
-        """
+        """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
         return self._ask(Signal.STOP if self.is_stopping else Signal.NEXT) is not None
 
     def begin_batch(self, share: Share) -> None:
@@ -200,11 +196,7 @@ class Lockstep:
             self._reduction.begin_batch()
 
     def skip(self, *, out_of_memory: bool) -> None:
-        """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too.
-
-        Raises:
-            RuntimeError: if there is no step that could be skipped.
-        """
+        """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too."""
         reduction = self._reduction
         if reduction is None or not self.is_open or self._share is None or reduction.is_ended:
             raise RuntimeError(

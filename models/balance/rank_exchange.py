@@ -27,11 +27,7 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the group of the ranks that average gradients; None: the default group. Collective.
-
-        Raises:
-            RuntimeError: if torch.distributed is not initialized.
-        """
+        """Make the group of the ranks that average gradients; None: the default group. Collective."""
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() before balance()"
@@ -55,9 +51,7 @@ class RankExchange:
     def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:
         """Run a function on every rank and return all results; ``doing`` names it in errors. Collective.
 
-        Raises:
-            Exception: the error of ``call`` on this rank.
-            RuntimeError: the error of ``call`` on another rank, with its traceback.
+        An error on this rank is raised again; one on another rank as a RuntimeError with its traceback.
         """
         value, error = None, None
         try:
@@ -108,11 +102,7 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
 
 
 def group_of(networks: Sequence[Module]) -> dist.ProcessGroup | None:
-    """Return the process group of DistributedDataParallel wrappers; None for other networks: the default group.
-
-    Raises:
-        ValueError: if the wrappers have different groups.
-    """
+    """Return the only process group of DistributedDataParallel wrappers; None for other networks: the default group."""
     groups = [network.process_group for network in networks if isinstance(network, DistributedDataParallel)]
     if any(group is not groups[0] for group in groups):
         raise ValueError(

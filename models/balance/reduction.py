@@ -95,11 +95,7 @@ class Reduction:
             self._has_entered = True
 
     def complete(self) -> None:
-        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought.
-
-        Raises:
-            RuntimeError: if it is not known which gradients a failed backward has brought, or none is missing.
-        """
+        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought."""
         self.enter_forward()
         self._is_completing = True
         try:

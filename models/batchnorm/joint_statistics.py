@@ -41,9 +41,6 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, exchange: Exchange, *, cou
     """Return a layer's output for a part of the batch, (N, C, ...), and update its running statistics. Collective.
 
     With ``counts=False`` the part does not belong to the batch: it is normalized only.
-
-    Raises:
-        ValueError: if the whole batch has one value per channel.
     """
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     part = input if counts else input[:0]
@@ -84,11 +81,7 @@ def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Ten
 
 
 def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
-    """Check that a layer is torch's own.
-
-    Raises:
-        ValueError: if it is of a subclass with a forward of its own.
-    """
+    """Raise ValueError if a layer is of a subclass with a forward of its own."""
     if getattr(layer.forward, "__func__", None) is not _BatchNorm.forward:
         raise ValueError(
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own, whose batch statistics cannot be "

@@ -43,11 +43,7 @@ class JointBatchNorm:
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Check that the layers can be synchronized.
-
-        Raises:
-            ValueError: if a layer is a subclass of torch's with a forward of its own.
-        """
+        """Check that the layers can be synchronized: none has a forward of its own."""
         self.networks = list(networks)
         for network in self.networks:
             _layers(network)
@@ -235,10 +231,7 @@ class ThreadBarrier:
     def exchange(self, index: int, value: Value) -> list[Value]:
         """All-gather one value per participant; return them in the order of workers and indices.
 
-        Raises:
-            Aborted: if another participant failed.
-            RuntimeError: if another participant left after fewer calls.
-            Exception: if another worker failed.
+        If another participant has failed, or left after fewer calls, an error is raised.
         """
         with self._condition:
             self._calls[index] += 1

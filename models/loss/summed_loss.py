@@ -175,11 +175,7 @@ class SummedLoss:
         return self._on_device[device]
 
     def _count_of(self, value: Any, calls: _ClassLossCalls, samples: int) -> float:
-        """Return the count of a loss of the user's own that made these calls and returned ``value``.
-
-        Raises:
-            ValueError: if it returns a sum, or returned the mean of a call before and does not now.
-        """
+        """Return the count of a loss of the user's own that made these calls and returned ``value``."""
         call = next((call for call in calls.made if call[0] is value), None)
         if call is not None:
             _, loss, output, label = call
