@@ -143,7 +143,6 @@ class BalancedLoader:
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
             # Batches in another order would not be those of the shares, nor of the other ranks.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
-        self._is_prepared = outer is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
         self._outer = self._steps if outer is None else outer
         if outer is not None:
@@ -162,7 +161,8 @@ class BalancedLoader:
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
         self._share: Share | None = None
-        self._weight = 1.0
+        self.weight = 1.0
+        """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
         self._is_closed = False
 
@@ -175,11 +175,6 @@ class BalancedLoader:
     def shares(self) -> list[int]:
         """Samples of each rank in the current batch; empty outside of batches."""
         return [] if self._share is None else list(self._share.counts)
-
-    @property
-    def weight(self) -> float:
-        """Factor of this rank's gradient in the current batch."""
-        return self._weight
 
     @property
     def loads(self) -> list[float]:
@@ -239,7 +234,7 @@ class BalancedLoader:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
                     timer.pause()
-                if self._is_prepared and not self._lockstep.go_on():  # accelerate has read the next batch already
+                if self._outer is not self._steps and not self._lockstep.go_on():  # accelerate has read one ahead
                     break
         finally:
             if self._iterations == iteration:
@@ -283,9 +278,13 @@ class BalancedLoader:
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
-        self._weight = self._weight_of(share)
+        size = self._exchange.size
+        if self._loss_reduction == "sum":
+            self.weight = float(size) if self.samples else 0.0
+        else:
+            self.weight = share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
         self._lockstep.begin_batch(share)
-        self._begin_training(self._weight, self.samples)
+        self._begin_training(self.weight, self.samples)
 
     def _begin_training(self, weight: float, samples: int) -> None:
         """Weight the batch that the loop trains next."""
@@ -303,12 +302,6 @@ class BalancedLoader:
             self._weights.set_weight(None)
         while self._lockstep.skips:
             self._balance.discard_batch(*self._lockstep.skips.pop())
-
-    def _weight_of(self, share: Share) -> float:
-        size = self._exchange.size
-        if self._loss_reduction == "sum":
-            return float(size) if self.samples else 0.0
-        return share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""

@@ -29,7 +29,7 @@ class GradientAccumulation:
         self._has_output_gradients = True
 
     def add(self, normalizer: float) -> float:
-        """Count a micro-step; return its divisor of the summed loss, the normalizer of the update's first micro-step."""
+        """Count a micro-step; return the divisor of its summed loss, the normalizer of the first one of the update."""
         if self._has_output_gradients:
             raise RuntimeError(_MIXED)
         self._divisor = self._divisor or normalizer or 1.0
