@@ -33,20 +33,17 @@ def pretrained(
     weights: str | Path,
     num_classes: int | None,
     *,
-    replace_last: bool = False,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
     """Build a network, load pretrained weights, and fit its last layer to ``num_classes``.
 
-    The number of classes of the weights is read from their shapes. The last layer is replaced if that number differs,
-    or if ``replace_last`` is true.
+    The number of classes of the weights is read from their shapes. The last layer is replaced if that number differs.
 
     Args:
         network_name: name for `gangline.models.zoo.create`.
         weights: a ``.safetensors``, ``.pth`` or ``.pt`` file.
         num_classes: number of outputs of the network; None: as in the weights.
-        replace_last: replace the last layer even if the numbers are equal.
         generator: random generator for the new layer; see `replace_last_layer`.
         options: further arguments of the network's builder.
 
@@ -54,7 +51,7 @@ def pretrained(
         The network, and the names of the new parameters, an empty list if all come from the file.
 
     Raises:
-        ValueError: if the network is unknown, the weights do not fit, or there is no last layer to replace.
+        ValueError: if the network is unknown, or the weights do not fit.
         RuntimeError: if the weights lack a parameter.
         FileNotFoundError: if there is no such file of weights.
     """
@@ -62,8 +59,6 @@ def pretrained(
     try:
         name, layer = _last_layer(network)
     except ValueError:
-        if replace_last:
-            raise
         load_weights(network, weights)  # raises if they do not fit as they are
         return network, []
     params = read_weights(weights)
@@ -73,7 +68,7 @@ def pretrained(
         _replace(network, name, layer, file_classes, torch.Generator())  # only for the shape: loaded next
     load_weights(network, weights)
     wanted = file_classes if num_classes is None else num_classes
-    return network, replace_last_layer(network, wanted, generator) if replace_last or file_classes != wanted else []
+    return network, replace_last_layer(network, wanted, generator) if file_classes != wanted else []
 
 
 def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Generator | None = None) -> list[str]:
