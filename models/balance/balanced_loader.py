@@ -356,8 +356,8 @@ _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 
 
 @atexit.register
-def _tell_of_error() -> None:
-    """Send the other ranks that an error ends this process."""
+def _signal_error() -> None:
+    """Signal the other ranks that an error ends this process."""
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)

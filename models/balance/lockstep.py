@@ -213,7 +213,7 @@ class Lockstep:
         self._end_step(rows)
 
     def leave(self, signal: Signal = Signal.LEFT) -> None:
-        """Send the other ranks that this one has left the epoch.
+        """Signal the other ranks that this one has left the epoch.
 
         It waits for them only if it has no gradient in the current batch, for which they wait in vain.
         """

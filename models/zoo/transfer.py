@@ -6,7 +6,6 @@ After Yosinski, Clune, Bengio and Lipson, "How transferable are features in deep
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import skip_init
 
+from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.checkpoint import load_weights, read_weights
@@ -107,7 +107,7 @@ def freeze_until(network: nn.Module, layer: str) -> list[str]:
         layer: the first layer to train, a name of `torch.nn.Module.named_modules` such as "classifier.1".
 
     Raises:
-        ValueError: if there is no such layer; the message has similar names.
+        ValueError: if there is no such layer; the message has a similar name.
     """
     parameters = [name for name, _ in network.named_parameters()]
     before: set[str] = set()
@@ -116,7 +116,9 @@ def freeze_until(network: nn.Module, layer: str) -> list[str]:
             return [name for name in parameters if name in before]
         before |= {f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)}
     layers = [name for name, _ in network.named_modules() if name]
-    raise ValueError(f"the network has no layer {layer!r}; {_nearest(layer, layers)}")
+    raise ValueError(
+        f"the network has no layer {layer!r};{did_you_mean(layer, layers) or f' expected one of {layers}'}"
+    )
 
 
 def learning_rate_factors(
@@ -150,7 +152,8 @@ def learning_rate_factors(
             raise TypeError(f"{what} is {given!r}; expected a list of names")
         for name in given:
             if name not in names:
-                raise ValueError(f"{what} has {name!r}, which is not a parameter; {_nearest(name, names)}")
+                hint = did_you_mean(name, names) or f" expected one of {names}"
+                raise ValueError(f"{what} has {name!r}, which is not a parameter;{hint}")
     both = [name for name in new if name in frozen]
     if both:
         raise ValueError(f"{both} are new and frozen, so they would never be trained; freeze only layers before them")
@@ -216,8 +219,3 @@ def _replace(
     parent, _, own = name.rpartition(".")
     setattr(network.get_submodule(parent), own, new)
     return [f"{name}.{of}" for of, _ in new.named_parameters()]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
-    return f"did you mean one of {near}?" if near else f"expected one of {names}"
