@@ -155,12 +155,12 @@ def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
     return Reduction(model)
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(method: Any) -> Callable[..., Any]:
     """Return a hook that calls a bound method while its object exists, and does not keep the object alive."""
-    reference = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:
-        found = reference()
-        return None if found is None else found(*arguments)
+        found = owner()
+        return None if found is None else function(found, *arguments)
 
     return call

@@ -61,12 +61,14 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, exchange: Exchange, *, cou
 
 def update_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, total: int) -> None:
     """Update a layer's running statistics by those of the whole batch, as torch's layer does in training mode."""
-    factor, is_tracked = layer.momentum or 0.0, layer.training and layer.track_running_stats
-    if is_tracked and layer.num_batches_tracked is not None:
+    if not (layer.training and layer.track_running_stats):
+        return
+    factor = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:
             factor = 1.0 / float(layer.num_batches_tracked)
-    if is_tracked and total > 1:
+    if total > 1:
         _update(layer.running_mean, mean, factor)
         _update(layer.running_var, squares / (total - 1), factor)
 

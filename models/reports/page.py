@@ -64,7 +64,8 @@ class TrainingProgress(Report):
         self._record = _record(self.path) if self.path.exists() else Record()
         self._cannot_write = False
 
-    def _begin(self, param: BatchEndParam, step: int) -> None:
+    def _begin(self, param: BatchEndParam) -> None:
+        step = self._module.step - param.batches
         if step == 0:
             if self._record.points:
                 message = "%s held %d batches of an earlier run; this new run overwrites it"

@@ -57,8 +57,8 @@ class Report(abc.ABC):
             self._end()
 
     @abc.abstractmethod
-    def _begin(self, param: BatchEndParam, step: int) -> None:
-        """Begin a run behind this number of batches, or go back to it."""
+    def _begin(self, param: BatchEndParam) -> None:
+        """Begin a run with this update, behind what was recorded or in the place of a part of it."""
 
     @abc.abstractmethod
     def _add(self, point: Point) -> None:
@@ -81,7 +81,7 @@ class Report(abc.ABC):
         self._seen: list[int] = []
         self._waited, self._epoch = 0.0, param.epoch
         self._begin_point()
-        self._begin(param, self._module.step - param.batches)
+        self._begin(param)
         self._is_running = True
 
     def _begin_point(self) -> None:

@@ -48,8 +48,8 @@ class TensorBoard(Report):
         super().__init__(module)
         self.updates_per_point = period
 
-    def _begin(self, param: BatchEndParam, step: int) -> None:  # noqa: ARG002  inherited
-        self._events = _writer()(str(self.folder), purge_step=step + 1)
+    def _begin(self, param: BatchEndParam) -> None:
+        self._events = _writer()(str(self.folder), purge_step=self._module.step - param.batches + 1)
 
     def _add_validation(self, param: BatchEndParam) -> None:
         for name, value in param.eval_metric.get_global_name_value():
