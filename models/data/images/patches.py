@@ -95,7 +95,8 @@ class ImagePatches(Images):
     def __len__(self) -> int:
         return len(self.names) * self._per_image
 
-    def _items(self, indices: Sequence[int], epoch: int, *, skips: bool) -> list[Any]:  # noqa: ARG002  inherited
+    def items_of_epoch(self, indices: Sequence[int], epoch: int) -> list[Any]:
+        """Return the patches of an epoch."""
         return [self._patch(index, epoch) for index in indices]
 
     def whole(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
