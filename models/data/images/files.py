@@ -119,8 +119,6 @@ def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exceptio
         found: list[bytes | Path | Exception] = (
             [contents[p] for p in paths] if all(p in contents for p in paths) else list(contents.values())
         )
-    except FileNotFoundError as error:
-        return [error] * len(names)
     except Exception as error:  # noqa: BLE001  stores raise many types
         found = [error] * len(names)
     for name, content in zip(names, found, strict=True):
