@@ -180,9 +180,7 @@ class _Samples:
             isinstance(v, Tensor | numpy.ndarray | Mapping | list | tuple) for v in value
         ):
             return True
-        if len(value) != self._batch_size:
-            return False
-        if all(_fits(part, self._batch_size) for part in value):
+        if len(value) != self._batch_size or all(_fits(part, self._batch_size) for part in value):
             return False
         self._lists.add(name)
         return True
