@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.group.worker_group import check_same
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
@@ -29,7 +30,7 @@ from gangline.models.balance.iterable_batches import IterableBatches, Stream, ch
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
 from gangline.models.balance.prepared_loader import own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
-from gangline.models.balance.rank_exchange import RankExchange, check_same, group_of
+from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
@@ -112,7 +113,7 @@ class BalancedLoader:
             return settings, drawn_ahead, getattr(order, "length", None)
 
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
-        check_same(settings)
+        check_same(settings, "balance")
         self._loss_reduction, self._count = loss_reduction, count
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
@@ -142,7 +143,6 @@ class BalancedLoader:
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
             # Batches in another order would not be those of the shares, nor of the other ranks.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
-        self._is_prepared = outer is not None
         self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
         self._outer = self._steps if outer is None else outer
         if outer is not None:
@@ -161,7 +161,8 @@ class BalancedLoader:
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
         self._share: Share | None = None
-        self._weight = 1.0
+        self.weight = 1.0
+        """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
         self._is_closed = False
 
@@ -174,11 +175,6 @@ class BalancedLoader:
     def shares(self) -> list[int]:
         """Samples of each rank in the current batch; empty outside of batches."""
         return [] if self._share is None else list(self._share.counts)
-
-    @property
-    def weight(self) -> float:
-        """Factor of this rank's gradient in the current batch."""
-        return self._weight
 
     @property
     def loads(self) -> list[float]:
@@ -219,7 +215,8 @@ class BalancedLoader:
                 "skip": skip,
             }
         )
-        _check_starts(starts)
+        agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
+        check_same(agreed, "balance: call set_epoch() and load_state_dict() alike on all ranks")
         if self._weights is not None:
             self._weights.add_new_parameters()
         self._balance.begin_epoch()
@@ -237,7 +234,7 @@ class BalancedLoader:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
                     timer.pause()
-                if self._is_prepared and not self._lockstep.go_on():  # accelerate has read the next batch already
+                if self._outer is not self._steps and not self._lockstep.go_on():  # accelerate has read one ahead
                     break
         finally:
             if self._iterations == iteration:
@@ -281,9 +278,13 @@ class BalancedLoader:
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
-        self._weight = self._weight_of(share)
+        size = self._exchange.size
+        if self._loss_reduction == "sum":
+            self.weight = float(size) if self.samples else 0.0
+        else:
+            self.weight = share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
         self._lockstep.begin_batch(share)
-        self._begin_training(self._weight, self.samples)
+        self._begin_training(self.weight, self.samples)
 
     def _begin_training(self, weight: float, samples: int) -> None:
         """Weight the batch that the loop trains next."""
@@ -301,12 +302,6 @@ class BalancedLoader:
             self._weights.set_weight(None)
         while self._lockstep.skips:
             self._balance.discard_batch(*self._lockstep.skips.pop())
-
-    def _weight_of(self, share: Share) -> float:
-        size = self._exchange.size
-        if self._loss_reduction == "sum":
-            return float(size) if self.samples else 0.0
-        return share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""
@@ -361,8 +356,8 @@ _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 
 
 @atexit.register
-def _tell_of_error() -> None:
-    """Tell the other ranks that an error ends this process."""
+def _signal_error() -> None:
+    """Signal the other ranks that an error ends this process."""
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
@@ -480,16 +475,6 @@ def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[
     if not all(checked):
         raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
     return checked
-
-
-def _check_starts(starts: list[dict[str, Any]]) -> None:
-    for rank, start in enumerate(starts[1:], 1):
-        for name in ("epoch", "sampler epoch", "skip"):
-            if start[name] != starts[0][name]:
-                raise RuntimeError(
-                    f"balance: {name} is {starts[0][name]} on rank 0, but {start[name]} on rank {rank}; call "
-                    "set_epoch() and load_state_dict() alike on all ranks"
-                )
 
 
 def _drops_last(loader: Any) -> bool:

@@ -115,11 +115,7 @@ class Balancer:
         return message
 
     def receive(self, messages: Sequence[Any], *, now: bool = False) -> bool:
-        """Take in the messages of all processes in order, and update the loads if it is due, or ``now``.
-
-        Returns:
-            True if the loads changed.
-        """
+        """Record the messages of all processes in order, update the loads if due or ``now``, and return True if so."""
         for process, measured in enumerate(messages):
             for step, *share in measured:
                 self._received.setdefault(step, {})[process] = share
@@ -180,11 +176,7 @@ class MemoryLimits:
         """One per context or rank; None: no limit is known."""
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
-        """Cut each context's slice into equal parts that fit.
-
-        Returns:
-            For each micro-step one slice per context; empty ones for contexts that have finished.
-        """
+        """Return the slices of each micro-step: equal parts of each context's that fit, and empty ones at the end."""
         cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))

@@ -64,9 +64,10 @@ class SampleOrder:
         is_distributed = isinstance(sampler, DistributedSampler)
         return min(len(sampler.dataset), sampler.total_size) if is_distributed else len(sampler)
 
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-        return self._count() // self._size if self._drop_last else -(-self._count() // self._size)
+    @property
+    def length(self) -> int:
+        """Number of global batches of an epoch."""
+        return _batch_count(self._count(), self._size, drop_last=self._drop_last)
 
 
 class RankOrder:
@@ -82,20 +83,15 @@ class RankOrder:
         drop_last: bool = False,
         length: int | None = None,
     ) -> None:
-        """Read lists of indices.
+        """Read this rank's lists of indices, anew for each epoch.
 
-        Args:
-            lists: this rank's; iterated anew for each epoch.
-            exchange: sends them to the other ranks.
-            of_all_ranks: a global batch is one list of each rank; else it is lists of rank 0.
-            size: samples in a global batch, cut from rank 0's lists; None: one list per rank.
-            drop_last: leave out a last batch that is smaller.
-            length: number of global batches, by this rank's sampler; None: unknown.
+        With ``of_all_ranks`` a global batch is one list of each rank; else it is as many lists of rank 0, or with
+        ``size`` as many samples cut from them.
         """
         self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
         self._size, self._drop_last = size, drop_last
         self.length = length
-        """Number of global batches; None: unknown."""
+        """Number of global batches, by this rank's sampler; None: unknown."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -127,23 +123,13 @@ class RankOrder:
             else:
                 yield found[0]
 
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-        if self.length is None:
-            raise TypeError("the sampler has no length, so the number of batches is not known")
-        return self.length
-
 
 GlobalOrder = SampleOrder | RankOrder
 """Order of the samples of all ranks in an epoch."""
 
 
 def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
-    """Return the global order of a loader over a map-style data set, and the samples of a full global batch.
-
-    Raises:
-        ValueError: if the loader cannot be cut; the text says why.
-    """
+    """Return the global order of a loader over a map-style data set, and the samples of a full global batch."""
     batches: Any = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -167,21 +153,16 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
             "global_batch out"
         )
     if is_plain and not of_all_ranks:
-        length = _batch_count(sampler, size, drop_last=drops)
-        lists = BatchSampler(sampler, batches.batch_size, drop_last=False)
-        order = RankOrder(lists, exchange, of_all_ranks=False, size=size, drop_last=drops, length=length)
+        lists, cut_size, drawn, per_batch = BatchSampler(sampler, batches.batch_size, False), size, sampler, size
     else:
-        length = _batch_count(batches, 1 if of_all_ranks else exchange.size, drop_last=drops)
-        order = RankOrder(batches, exchange, of_all_ranks=of_all_ranks, drop_last=drops, length=length)
-    return order, size
+        lists, cut_size, drawn, per_batch = batches, None, batches, 1 if of_all_ranks else exchange.size
+    count = length_of(drawn)
+    length = None if count is None else _batch_count(count, per_batch, drop_last=drops)
+    return RankOrder(lists, exchange, of_all_ranks=of_all_ranks, size=cut_size, drop_last=drops, length=length), size
 
 
 def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) -> int:
-    """Return the number of samples of a global batch.
-
-    Raises:
-        ValueError: if it is not a number, or below one sample for each rank.
-    """
+    """Return the number of samples of a global batch; ValueError if it is below one for each rank."""
     if global_batch is None:
         return batch_size * ranks
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < ranks:
@@ -196,10 +177,8 @@ def sampler_of(loader: Any) -> Any:
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
-def _batch_count(items: Any, size: int, *, drop_last: bool) -> int | None:
-    """Return the number of batches of a data set or sampler; None if it has no length."""
-    count = length_of(items)
-    return None if count is None else count // size if drop_last else -(-count // size)
+def _batch_count(samples: int, size: int, *, drop_last: bool) -> int:
+    return samples // size if drop_last else -(-samples // size)
 
 
 def _knows_ranks(sampler: object) -> bool:
@@ -233,10 +212,9 @@ class ShareSampler(Sampler[list[Any]]):
         self._first = 0  # number of the epoch's first global batch
 
     def pieces(self, loader: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:
-        """Return this rank's batches of an epoch. Collective, in the order of the training steps.
+        """Return this rank's batches of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
 
-        The epoch is shuffled by ``seed``. The samples to skip are left out at its beginning, and its global batches are
-        counted from ``first``.
+        Its global batches are numbered from ``first``.
 
         The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose
         DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
@@ -272,4 +250,6 @@ class ShareSampler(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        return len(self._order)
+        if self._order.length is None:
+            raise TypeError("the sampler has no length, so the number of batches is not known")
+        return self._order.length

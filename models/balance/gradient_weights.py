@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gangline.collectives.nan_check import checks_finite, not_finite
-from gangline.models.balance.reduction import Reduction
+from gangline.models.balance.reduction import Reduction, weakly
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
 
 _log = logging.getLogger("gangline")
@@ -60,12 +60,12 @@ class GradientWeights:
         self._networks = list(networks)
         self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        this = weakref.ref(self)
-        self._hooks.append(register_optimizer_step_pre_hook(partial(_check_step, this)))
-        self.close = weakref.finalize(self, _remove, this, self._hooks)
+        self._hooks.append(register_optimizer_step_pre_hook(weakly(self._check_step)))
+        self.close = weakref.finalize(self, _remove, weakref.ref(self), self._hooks)
         """Remove the hooks."""
+        begin_forward = torch.compiler.disable(weakly(self._begin_forward))  # type: ignore[no-untyped-call]
         for network in networks:
-            self._hooks.append(network.register_forward_pre_hook(partial(_begin_forward, this)))
+            self._hooks.append(network.register_forward_pre_hook(begin_forward))
         for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
             self._add_to_gathered(unit)
         self.add_new_parameters()
@@ -77,12 +77,12 @@ class GradientWeights:
         if not self._is_pending:
             self._of_backward = weight
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         if self._weight is not None and torch.is_grad_enabled():
             self._of_backward, self._is_pending = self._weight, True
 
-    def _note_gradient(self) -> float | None:
-        """Return the weight of a gradient that has arrived."""
+    def _weighted(self, gradient: Tensor) -> Tensor | None:
+        """Return a gradient that has arrived times the weight of its batch; None: unchanged."""
         self._is_pending = False
         if self.reduction is not None:
             self.reduction.note_gradient()
@@ -94,7 +94,12 @@ class GradientWeights:
                 "the weight of that one: balance() what is around the loader. If the gradient is of other data, call "
                 "close() of the loader first"
             )
-        return self._of_backward
+        weight = self._of_backward
+        if weight is None or weight == 1.0:
+            return None
+        if weight == NOTHING_COUNTS and not gradient.is_sparse:
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the mean of nothing
+        return weighted(gradient, weight)
 
     def add_new_parameters(self) -> None:
         """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
@@ -126,15 +131,24 @@ class GradientWeights:
             return
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter takes a hook only so, and may be unfrozen later
-        hook = parameter.register_hook(partial(_weighted, weakref.ref(self)))  # type: ignore[no-untyped-call]
-        self._hooks.append(hook)
+        calls = [weakly(self._weighted)]
         if checks_finite():
-            check = partial(_check_finite, weakref.ref(self), name)
-            self._hooks.append(parameter.register_hook(check))  # type: ignore[no-untyped-call]
+            calls.append(partial(weakly(self._check_finite), name))
+        self._hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
         if is_frozen:
             parameter.requires_grad_(False)
 
-    def _check_step(self, optimizer: Optimizer) -> None:
+    def _check_finite(self, name: str, gradient: Tensor) -> None:
+        if self._weight is None:
+            return
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.isfinite().all():
+            return
+        if self.reduction is None:
+            raise not_finite(name, dist.get_rank())
+        self.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
+
+    def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that an optimizer that steps in a batch has no parameters whose gradients lack the batch's weight."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._weight is None or self._checked.get(optimizer) == count:
@@ -169,39 +183,6 @@ def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
                 f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
                 "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
             )
-
-
-def _weighted(owner: weakref.ref[GradientWeights], gradient: Tensor) -> Tensor | None:
-    weights = owner()
-    weight = None if weights is None else weights._note_gradient()
-    if weight is None or weight == 1.0:
-        return None
-    if weight == NOTHING_COUNTS and not gradient.is_sparse:
-        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the mean of nothing
-    return weighted(gradient, weight)
-
-
-def _check_finite(owner: weakref.ref[GradientWeights], name: str, gradient: Tensor) -> None:
-    weights = owner()
-    if weights is None or weights._weight is None:
-        return
-    values = gradient._values() if gradient.is_sparse else gradient
-    if values.isfinite().all():
-        return
-    if weights.reduction is None:
-        raise not_finite(name, dist.get_rank())
-    weights.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin_forward(owner: weakref.ref[GradientWeights], *_: Any) -> None:
-    if (weights := owner()) is not None:
-        weights._begin_forward()
-
-
-def _check_step(owner: weakref.ref[GradientWeights], optimizer: Optimizer, *_: Any) -> None:
-    if (weights := owner()) is not None:
-        weights._check_step(optimizer)
 
 
 def _remove(owner: weakref.ref[GradientWeights], hooks: list[RemovableHandle]) -> None:

@@ -23,11 +23,7 @@ Stream = Literal["own", "same"]
 
 
 def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
-    """Return the number of samples of a global batch of a stream.
-
-    Raises:
-        ValueError: if the arguments do not say how to cut the stream; the text says what to write.
-    """
+    """Return the number of samples of a global batch; ValueError if the arguments do not say how to cut the stream."""
     own = own_iteration(loader)
     if own is None:
         kind = type(loader.dataset).__name__
@@ -53,18 +49,12 @@ class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
     def __init__(self, loader: Any, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
-        """Cut the stream of a loader to global batches of this size.
-
-        With ``is_same`` all ranks read the same stream, and each keeps its share; else each has a stream of its own.
-        """
+        """Cut to global batches of ``size``; with ``is_same`` of one stream that all ranks read, else of each one's."""
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
 
     def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:  # noqa: ARG002  the stream shuffles itself
-        """Return this rank's batches of an epoch; without samples once the stream has ended.
-
-        The samples to skip are left out at its beginning, and its global batches are counted from ``first``.
-        """
+        """Return batches as `ShareSampler.pieces`; without samples once this rank's stream has ended."""
         samples = _Samples(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, skip, first)
 
@@ -72,11 +62,7 @@ class IterableBatches:
         """Do nothing: each rank reads its stream alone."""
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch.
-
-        Raises:
-            TypeError: if it is not known.
-        """
+        """Return the number of global batches of an epoch; TypeError if it is not known."""
         loader, batch_size = self._loader, self._batch_size or 1
         samples: int | None = None
         if self._is_same and own_iteration(loader) is None:
@@ -151,11 +137,7 @@ class _Samples:
         return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
 
     def _length(self, batch: Any) -> int:
-        """Return the number of samples of a batch.
-
-        Raises:
-            ValueError: if its parts have none, or different ones.
-        """
+        """Return the number of samples of a batch."""
         lengths: dict[str, int] = {}
 
         def measure(name: str, values: Sequence[Any]) -> None:
@@ -198,9 +180,7 @@ class _Samples:
             isinstance(v, Tensor | numpy.ndarray | Mapping | list | tuple) for v in value
         ):
             return True
-        if len(value) != self._batch_size:
-            return False
-        if all(_fits(part, self._batch_size) for part in value):
+        if len(value) != self._batch_size or all(_fits(part, self._batch_size) for part in value):
             return False
         self._lists.add(name)
         return True

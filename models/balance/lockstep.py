@@ -69,7 +69,7 @@ class Signal(IntEnum):
     SKIPPED = 6
     """It has no gradient in this step: `Reduction.adds`, and 1 if it ran out of memory, follow."""
     LOST = 7
-    """As SKIPPED, but a part of its gradient may be in the sum already."""
+    """Like SKIPPED, but a part of its gradient may be in the sum already."""
     LEFT = 8
     """Its loop ended before the epoch."""
     FAILED = 9
@@ -88,12 +88,9 @@ class Lockstep:
     """
 
     def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:
-        """Keep step.
+        """Keep step; without ``reduction``, the sum of the gradients of all ranks, steps cannot be skipped.
 
-        Args:
-            exchange: connects the ranks.
-            reduction: sum of the gradients of all ranks; None: it cannot be followed, and steps cannot be skipped.
-            is_mean: the gradient is that of a mean over what counts in the global batch; else of a sum.
+        With ``is_mean`` the gradient is that of a mean over what counts in the global batch, else of a sum.
         """
         self._exchange, self._reduction, self._is_mean = exchange, reduction, is_mean
         self.is_open = False
@@ -112,11 +109,7 @@ class Lockstep:
             reduction.listener = weakref.ref(self)
 
     def begin_epoch(self) -> None:
-        """Meet the other ranks before an epoch. Collective.
-
-        Raises:
-            RuntimeError: if another rank has failed, or is not at the start of an epoch.
-        """
+        """Meet the other ranks before an epoch. Collective."""
         self.leave()
         self._share = None
         self.was_left = self.is_stopping = self._is_left = False
@@ -128,7 +121,7 @@ class Lockstep:
         read_ahead: Callable[[], None],
         first: int,
         counter: Count | None,
-        smallest: int = 1,
+        smallest: int,
     ) -> Iterator[tuple[Share, Any]]:
         """Return the batches of an epoch with the shares of all ranks. Collective.
 
@@ -141,16 +134,11 @@ class Lockstep:
             first: number of the first global batch.
             counter: what the loss's mean counts in a batch; None: samples.
             smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
-
-        Raises:
-            Exception: if reading or counting failed on this rank.
-            RuntimeError: if it failed on another rank, or the ranks read different samples.
-            ValueError: if ``counter`` returned an invalid number on any rank.
         """
         self.is_open = True
         try:
             for number in count(first):
-                share_and_batch = self._next(pieces, number, counter, max(smallest, 1))
+                share_and_batch = self._next(pieces, number, counter, smallest)
                 if share_and_batch is None:
                     return
                 read_ahead()
@@ -198,11 +186,7 @@ class Lockstep:
         return Share(number, counts, [row[2] for row in rows]), piece.batch
 
     def go_on(self) -> bool:
-        """Ask for a batch that was exchanged before. Collective.
-
-        Returns:
-            False if the epoch ends: a rank has stopped or left it.
-        """
+        """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
         return self._ask(Signal.STOP if self.is_stopping else Signal.NEXT) is not None
 
     def begin_batch(self, share: Share) -> None:
@@ -212,11 +196,7 @@ class Lockstep:
             self._reduction.begin_batch()
 
     def skip(self, *, out_of_memory: bool) -> None:
-        """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too.
-
-        Raises:
-            RuntimeError: if there is no step that could be skipped.
-        """
+        """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too."""
         reduction = self._reduction
         if reduction is None or not self.is_open or self._share is None or reduction.is_ended:
             raise RuntimeError(
@@ -233,26 +213,28 @@ class Lockstep:
         self._end_step(rows)
 
     def leave(self, signal: Signal = Signal.LEFT) -> None:
-        """Tell the other ranks that this one has left the epoch.
+        """Signal the other ranks that this one has left the epoch.
 
         It waits for them only if it has no gradient in the current batch, for which they wait in vain.
         """
         if not self.is_open and signal is Signal.LEFT:
             return
-        is_in_step = self.is_open and self._share is not None
-        is_in_step = is_in_step and self._reduction is not None and not self._reduction.is_ended
+        owed = self._reduction if self.is_open and self._share is not None else None
+        if owed is not None and owed.is_ended:
+            owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
             work, rows = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
-            if is_in_step and self._reduction is not None and self._reduction.has_trained:
-                self._reduction.enter_forward()
-            if is_in_step or signal is Signal.FAILED:
-                deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
-                while not work.is_completed() and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                if self._reduction is not None and is_in_step and work.is_completed():
-                    work.wait()
-                    self._release(rows.tolist())
+            if owed is not None and owed.has_trained:
+                owed.enter_forward()
+            if owed is None and signal is not Signal.FAILED:
+                return
+            deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if owed is not None and work.is_completed():
+                work.wait()
+                self._release(rows.tolist())
 
     def _release(self, rows: _Rows) -> None:
         """Complete the reduction in which other ranks wait for a gradient of this one."""
@@ -260,11 +242,7 @@ class Lockstep:
             self._reduction.complete()
 
     def _ask(self, signal: Signal, *numbers: float) -> _Rows | None:
-        """Exchange what the ranks do next; None: the epoch ends.
-
-        Raises:
-            RuntimeError: if another rank has failed, or is in the middle of a step.
-        """
+        """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
         if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch that this one did not
@@ -294,11 +272,7 @@ class Lockstep:
         return None
 
     def _checked(self, rows: _Rows) -> list[Signal]:
-        """Return the signals of all ranks.
-
-        Raises:
-            RuntimeError: if a rank has failed, or some ranks wait for gradients of ranks that have none.
-        """
+        """Return the signals of all ranks; raise if one has failed, or some wait for gradients that others lack."""
         signals = [Signal(int(row[0])) for row in rows]
         batch = "" if self._share is None else f" in global batch {self._share.number}"
         if Signal.FAILED in signals:

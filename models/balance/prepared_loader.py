@@ -34,11 +34,7 @@ def own_iteration(loader: Any) -> str | None:
 
 
 def unprepared(loader: Any) -> PreparedLoader | None:
-    """Return the DataLoader inside a loader that accelerate prepared; None for other loaders.
-
-    Raises:
-        ValueError: if accelerate was set up so that its batches cannot be cut.
-    """
+    """Return the DataLoader inside one that accelerate prepared, if it can be cut; None for other loaders."""
     kind = type(loader)
     if not kind.__module__.startswith("accelerate."):
         return None

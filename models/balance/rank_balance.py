@@ -190,11 +190,7 @@ class RankBalance:
 
 
 def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[int | None]:
-    """Return the maximum shares that a user gave.
-
-    Raises:
-        ValueError: if there is not one number of at least 1 per rank, or they do not hold a global batch.
-    """
+    """Return the maximum shares that a user gave; ValueError if they do not hold a global batch."""
     caps = list(memory)
     if len(caps) != size or not all(isinstance(cap, int) and cap >= 1 for cap in caps):
         raise ValueError(f"memory is {caps}; expected a maximum number of samples for each of {size} ranks, 1 or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,6 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend  # noqa: F401  registers the backend
-from gangline.collectives.errors import MismatchError
 
 T = TypeVar("T")
 
@@ -28,11 +27,7 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the group of the ranks that average gradients; None: the default group. Collective.
-
-        Raises:
-            RuntimeError: if torch.distributed is not initialized.
-        """
+        """Make the group of the ranks that average gradients; None: the default group. Collective."""
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() before balance()"
@@ -56,9 +51,7 @@ class RankExchange:
     def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:
         """Run a function on every rank and return all results; ``doing`` names it in errors. Collective.
 
-        Raises:
-            Exception: the error of ``call`` on this rank.
-            RuntimeError: the error of ``call`` on another rank, with its traceback.
+        An error on this rank is raised again; one on another rank as a RuntimeError with its traceback.
         """
         value, error = None, None
         try:
@@ -108,27 +101,8 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def check_same(gathered: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same settings.
-
-    Raises:
-        MismatchError: if they differ; the text is the same on all ranks.
-    """
-    for rank, other in enumerate(gathered[1:], 1):
-        for name, value in gathered[0].items():
-            if other.get(name) != value:
-                raise MismatchError(
-                    f"balance: {name} is {value!r} on rank 0, but {other.get(name)!r} on rank {rank}; expected the "
-                    f"same on all {len(gathered)} ranks"
-                )
-
-
 def group_of(networks: Sequence[Module]) -> dist.ProcessGroup | None:
-    """Return the process group of DistributedDataParallel wrappers; None for other networks: the default group.
-
-    Raises:
-        ValueError: if the wrappers have different groups.
-    """
+    """Return the only process group of DistributedDataParallel wrappers; None for other networks: the default group."""
     groups = [network.process_group for network in networks if isinstance(network, DistributedDataParallel)]
     if any(group is not groups[0] for group in groups):
         raise ValueError(

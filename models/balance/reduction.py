@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ class Reduction:
         """True if gradients have been reduced, so that in each batch other ranks are expected to run forward."""
         # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
         if model.broadcast_buffers and any(True for _ in model.buffers()):
-            this = weakref.ref(self)
-            hook = model.module.register_forward_pre_hook(partial(_note_forward, this))
+            hook = model.module.register_forward_pre_hook(weakly(self._note_forward))
             weakref.finalize(self, hook.remove)
         self.begin_batch()
 
@@ -58,6 +56,9 @@ class Reduction:
         """True if a backward of this batch has reduced gradients."""
         self.adds = False
         """True if the parameters had gradients before those of this batch."""
+
+    def _note_forward(self, *_: object) -> None:
+        self._has_entered = True
 
     def note_gradient(self) -> None:
         """Count a gradient that a backward pass brings to a parameter."""
@@ -94,11 +95,7 @@ class Reduction:
             self._has_entered = True
 
     def complete(self) -> None:
-        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought.
-
-        Raises:
-            RuntimeError: if it is not known which gradients a failed backward has brought, or none is missing.
-        """
+        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought."""
         self.enter_forward()
         self._is_completing = True
         try:
@@ -158,6 +155,12 @@ def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
     return Reduction(model)
 
 
-def _note_forward(owner: weakref.ref[Reduction], *_: object) -> None:
-    if (reduction := owner()) is not None:
-        reduction._has_entered = True
+def weakly(method: Any) -> Callable[..., Any]:
+    """Return a hook that calls a bound method while its object exists, and does not keep the object alive."""
+    owner, function = weakref.ref(method.__self__), method.__func__
+
+    def call(*arguments: Any) -> Any:
+        found = owner()
+        return None if found is None else function(found, *arguments)
+
+    return call

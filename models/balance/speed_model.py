@@ -118,11 +118,7 @@ class SpeedModel:
         return self._try_idle_contexts()
 
     def update_loads(self) -> bool:
-        """Derive the loads from what was recorded since the last update; log them the first time and if they change.
-
-        Returns:
-            True if they changed.
-        """
+        """Derive the loads from what was recorded since the last update; log and return True if they changed."""
         size = max(self._sizes)
         elapsed = max(sum(share.seconds for share in context.recorded) for context in self._contexts)
         measured = [context.add_point(size, elapsed, averages=self._averages) for context in self._contexts]

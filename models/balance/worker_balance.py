@@ -93,7 +93,7 @@ class WorkerBalance:
         return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
-        """Take in the messages of all workers before the batch with this index, and update the loads if it is due."""
+        """Record the messages of all workers before the batch with this index, and update the loads if it is due."""
         if not self._is_measured:
             return
         if self.is_urgent:
@@ -115,7 +115,7 @@ class WorkerBalance:
         return [computed, max(0.0, min(waited, seconds - computed)), list(context_loads)]
 
     def log_epoch(self, epoch: int, reports: Sequence[Any]) -> None:
-        """Take in the `report` of each worker, by rank; log them on rank 0."""
+        """Keep the `report` of each worker, by rank; log them on rank 0."""
         self.reports = [WorkerReport(*report) for report in reports]
         if self._workers.is_first:
             loads = self._workers.loads

@@ -41,9 +41,6 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, exchange: Exchange, *, cou
     """Return a layer's output for a part of the batch, (N, C, ...), and update its running statistics. Collective.
 
     With ``counts=False`` the part does not belong to the batch: it is normalized only.
-
-    Raises:
-        ValueError: if the whole batch has one value per channel.
     """
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     part = input if counts else input[:0]
@@ -64,12 +61,14 @@ def normalize(layer: _BatchNorm, input: torch.Tensor, exchange: Exchange, *, cou
 
 def update_running_statistics(layer: _BatchNorm, mean: torch.Tensor, squares: torch.Tensor, total: int) -> None:
     """Update a layer's running statistics by those of the whole batch, as torch's layer does in training mode."""
-    factor, is_tracked = layer.momentum or 0.0, layer.training and layer.track_running_stats
-    if is_tracked and layer.num_batches_tracked is not None:
+    if not (layer.training and layer.track_running_stats):
+        return
+    factor = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:
             factor = 1.0 / float(layer.num_batches_tracked)
-    if is_tracked and total > 1:
+    if total > 1:
         _update(layer.running_mean, mean, factor)
         _update(layer.running_var, squares / (total - 1), factor)
 
@@ -84,11 +83,7 @@ def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Ten
 
 
 def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
-    """Check that a layer is torch's own.
-
-    Raises:
-        ValueError: if it is of a subclass with a forward of its own.
-    """
+    """Raise ValueError if a layer is of a subclass with a forward of its own."""
     if getattr(layer.forward, "__func__", None) is not _BatchNorm.forward:
         raise ValueError(
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own, whose batch statistics cannot be "

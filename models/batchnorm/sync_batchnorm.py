@@ -43,11 +43,7 @@ class JointBatchNorm:
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Check that the layers can be synchronized.
-
-        Raises:
-            ValueError: if a layer is a subclass of torch's with a forward of its own.
-        """
+        """Check that the layers can be synchronized: none has a forward of its own."""
         self.networks = list(networks)
         for network in self.networks:
             _layers(network)
@@ -59,11 +55,6 @@ class JointBatchNorm:
         """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
 
         The barrier is that of all replicas that have samples in this batch, used for this forward alone.
-
-        Raises:
-            Aborted: if another replica failed.
-            RuntimeError: if the replicas called different layers, or called them a different number of times.
-            ValueError: if the whole batch has one value per channel.
         """
         replaced: list[_BatchNorm] = []
         try:
@@ -220,7 +211,7 @@ class ThreadBarrier:
         self._mismatch = ""
         self._error: BaseException | None = None
         self._takes_turns = one_after_another
-        self._turn: int | None = self.participants[0] if self.participants else None
+        self._turn = next(iter(self.participants), None)
         self._generators: dict[int, torch.Generator | None] = {}
         self._own_states: dict[int, torch.Tensor] = {}
         self._state_before: torch.Tensor | None = None
@@ -230,10 +221,6 @@ class ThreadBarrier:
 
         Each turn continues a generator that is shared with other participants from the participant's own state, and
         restores it at the end.
-
-        Raises:
-            Aborted: if another participant failed.
-            RuntimeError: if the participants called `exchange` a different number of times.
         """
         if self._takes_turns:
             with self._condition:
@@ -244,10 +231,7 @@ class ThreadBarrier:
     def exchange(self, index: int, value: Value) -> list[Value]:
         """All-gather one value per participant; return them in the order of workers and indices.
 
-        Raises:
-            Aborted: if another participant failed.
-            RuntimeError: if another participant left after fewer calls.
-            Exception: if another worker failed.
+        If another participant has failed, or left after fewer calls, an error is raised.
         """
         with self._condition:
             self._calls[index] += 1
@@ -312,15 +296,12 @@ class ThreadBarrier:
                 generator.set_state(self._own_states.pop(index))
 
     def _end_turn(self, index: int) -> None:
-        """Pass the turn to the next index, or to the first one if the round has just closed."""
+        """Pass the turn to the next index, and from the last one, whose exchange has closed the round, to the first."""
         generator = self._generators.get(index)
         if generator is not None and self._state_before is not None:
             self._own_states[index] = generator.get_state()
             generator.set_state(self._state_before)
-        if index not in self._left and not self._values:
-            self._turn = self.participants[0]
-        else:
-            self._turn = next((each for each in self.participants if each > index), None)
+        self._turn = self.participants[(self.participants.index(index) + 1) % len(self.participants)]
 
 
 class WorkerRounds:
@@ -332,13 +313,7 @@ class WorkerRounds:
     def __init__(
         self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
     ) -> None:
-        """Begin a pass of workers in step. Collective.
-
-        Args:
-            workers: the workers.
-            name: what the pass is.
-            device: GPU of this worker's only replica if all workers have one, and moments are to stay there.
-        """
+        """Begin a pass of workers in step; ``device`` is that of the moments, None: they are sent from the host."""
         self.rank = workers.rank
         self.device = device
         self._workers, self._name = workers, name
@@ -347,11 +322,7 @@ class WorkerRounds:
     def exchange(self, values: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
         """Return the values of all workers in rank order: label, direction, name of the layer and moments. Collective.
 
-        Moments are on the host, or on the GPU that the rounds have.
-
-        Raises:
-            RuntimeError: on all workers, if another worker has finished the pass.
-            Exception: the error of a worker that failed.
+        If another worker has failed or finished the pass, an error is raised on all.
         """
         if self.device is None:
             return self._round("in a layer", list(values))

@@ -39,11 +39,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
 
 
 def as_batch(value: Any, what: str) -> Batch:
-    """Return ``value`` with numpy arrays as tensors that share their memory.
-
-    Raises:
-        TypeError: if it holds anything but tensors and arrays; ``what`` names it in the message.
-    """
+    """Return ``value`` with numpy arrays as tensors that share their memory; TypeError if it holds anything else."""
     if isinstance(value, np.ndarray):
         return readable(value, what)
     if isinstance(value, torch.Tensor):
@@ -58,11 +54,7 @@ def as_batch(value: Any, what: str) -> Batch:
 
 
 def num_samples(batch: Batch, what: str) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        ValueError: if its tensors disagree, one has no axis, or there are no samples.
-    """
+    """Return the number of samples of a batch; ValueError if its tensors disagree, or there are none."""
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
     if any(not shape for shape in shapes):
         raise ValueError(f"{what} has a tensor without axes; expected the batch on the first axis")
@@ -118,12 +110,7 @@ def concat(parts: Sequence[Batch], device: torch.device) -> Batch:
 
 
 def checked_batch(data: Any, label: Any) -> tuple[Batch, Batch | None]:
-    """Return data and label as batches.
-
-    Raises:
-        TypeError: if they hold anything but tensors and arrays.
-        ValueError: if their batch sizes differ, or there are no samples.
-    """
+    """Return data and label as batches of the same number of samples."""
     data = as_batch(data, "data")
     size = num_samples(data, "data")
     if label is not None:

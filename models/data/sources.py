@@ -46,6 +46,8 @@ class Source(abc.ABC):
     """Samples of each batch, if they are chosen here."""
     reads_ahead = 0
     """Number of batches after the current one whose samples it may have chosen already."""
+    length_is_certain = False
+    """True if an epoch has exactly `num_batches` batches."""
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
@@ -65,8 +67,8 @@ class Source(abc.ABC):
             yield from items
             return
         ahead: deque[Item] = deque()
-        sure = self.sure_batches()
-        own = None if sure is None else max(0, sure - skip)
+        batches = self.num_batches() if self.length_is_certain else None
+        own = None if batches is None else max(0, batches - skip)
         while True:
             if own is None:
                 ahead.extend(islice(items, _AHEAD - len(ahead)))
@@ -78,10 +80,6 @@ class Source(abc.ABC):
             for _ in range(steps):
                 yield ahead.popleft() if ahead else next(items, None)
             own = None
-
-    def sure_batches(self) -> int | None:
-        """Return the number of batches in an epoch if it is certain; None otherwise."""
-        return None
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -302,6 +300,8 @@ class _Samples(_Ordered):
 class _Loader(Source):
     """A DataLoader over a map-style Dataset; it shuffles by its own generator, if any, else by torch's."""
 
+    length_is_certain = True
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.generator = loader.generator
@@ -333,9 +333,6 @@ class _Loader(Source):
     def num_batches(self) -> int | None:
         return length_of(self._loader)
 
-    def sure_batches(self) -> int | None:
-        return self.num_batches()
-
 
 class _Skipping:
     """Batch sampler that draws its first batches and drops them."""
@@ -361,6 +358,8 @@ class _Iterable(Source):
         self._iterator = batches if isinstance(batches, Iterator) else None  # yields its batches once
         self._peeked: list[Item] = []
         self._epochs = 0
+        is_map_style = isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
+        self.length_is_certain = is_map_style or isinstance(batches, Sequence)
 
     def first(self) -> Item:
         if self._iterator is None:
@@ -386,11 +385,6 @@ class _Iterable(Source):
 
     def num_batches(self) -> int | None:
         return length_of(self._batches)
-
-    def sure_batches(self) -> int | None:
-        batches = self._batches
-        counts = isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
-        return self.num_batches() if counts or isinstance(batches, Sequence) else None
 
 
 def _pair(item: Any, what: str) -> Item:

@@ -23,21 +23,13 @@ class GradientAccumulation:
         self._has_output_gradients = False
 
     def add_output_gradients(self) -> None:
-        """Record that a micro-step starts from gradients of the outputs, which are added unscaled.
-
-        Raises:
-            RuntimeError: if another micro-step of this update starts from a loss.
-        """
+        """Record that a micro-step starts from gradients of the outputs, which are added unscaled."""
         if self._divisor:
             raise RuntimeError(_MIXED)
         self._has_output_gradients = True
 
     def add(self, normalizer: float) -> float:
-        """Count a micro-step; return the divisor of its summed loss, the normalizer of the update's first micro-step.
-
-        Raises:
-            RuntimeError: if another micro-step of this update starts from gradients of the outputs.
-        """
+        """Count a micro-step; return the divisor of its summed loss, the normalizer of the first one of the update."""
         if self._has_output_gradients:
             raise RuntimeError(_MIXED)
         self._divisor = self._divisor or normalizer or 1.0

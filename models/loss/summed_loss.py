@@ -26,7 +26,10 @@ Loss = nn.Module | Callable[..., torch.Tensor] | None
 Normalizer = Callable[[Any], float]
 
 _BY_CLASS: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
-_BY_ELEMENT: tuple[type[nn.Module], ...] = (
+_BY_SAMPLE: tuple[type[nn.Module], ...] = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
+_COUNTED_AS_TORCH: tuple[type[nn.Module], ...] = (
+    *_BY_CLASS,
+    *_BY_SAMPLE,
     nn.BCELoss,
     nn.BCEWithLogitsLoss,
     nn.HingeEmbeddingLoss,
@@ -38,7 +41,6 @@ _BY_ELEMENT: tuple[type[nn.Module], ...] = (
     nn.SmoothL1Loss,
     nn.SoftMarginLoss,
 )
-_BY_SAMPLE: tuple[type[nn.Module], ...] = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
 _MODULE_OF: dict[Any, Callable[..., nn.Module]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
@@ -86,15 +88,14 @@ class SummedLoss:
         self.loss = loss
         self.normalizer = normalizer
         self.is_sum = normalizer is None and reduction == "sum"
-        known = (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE)
-        self._counts_as_torch = normalizer is None and any(_is_plain(loss, kind) for kind in known)
+        self._counts_as_torch = normalizer is None and _is_plain(loss, _COUNTED_AS_TORCH)
         self._summed = loss
         if self._counts_as_torch:
             self._summed = copy.copy(loss)
             self._summed.reduction = "sum"  # type: ignore[union-attr]
         self._on_device: dict[torch.device, Any] = {}
         self._counts_its_call: bool | None = None
-        """Whether a loss of the user's own returns the mean of one call of torch; None before the first share."""
+        """True if a loss of the user's own returns the mean of one call of torch; None before the first share."""
 
     def sum_and_count(
         self, output: Batch, label: Batch, host_label: Batch, samples: int
@@ -174,11 +175,7 @@ class SummedLoss:
         return self._on_device[device]
 
     def _count_of(self, value: Any, calls: _ClassLossCalls, samples: int) -> float:
-        """Return the count of a loss of the user's own that made these calls and returned ``value``.
-
-        Raises:
-            ValueError: if it returns a sum, or returned the mean of a call before and does not now.
-        """
+        """Return the count of a loss of the user's own that made these calls and returned ``value``."""
         call = next((call for call in calls.made if call[0] is value), None)
         if call is not None:
             _, loss, output, label = call
@@ -194,22 +191,18 @@ class SummedLoss:
                 f"loss {self.loss} returned the mean of a call of torch for earlier batches, and something else now; "
                 "pass loss_normalizer, a function of the label that returns what the mean is over"
             )
-        self._say_that_samples_count(any(_skips_labels(loss, label) for _, loss, _, label in calls.made))
+        if self._counts_its_call is None:
+            self._counts_its_call = False
+            if any(_skips_labels(loss, label) for _, loss, _, label in calls.made):
+                _log.warning(
+                    "loss %s is weighted by samples where a batch is split, though it calls a torch loss that ignores "
+                    "or weights labels, and changes its result: return that result as it is, or pass loss_normalizer",
+                    self.loss,
+                )
+            else:
+                text = "loss %s counts as a mean over samples; if it is over something else, pass loss_normalizer"
+                _log.info(text, self.loss)
         return samples
-
-    def _say_that_samples_count(self, skips_labels: bool) -> None:
-        """Log once what a loss of the user's own is a mean over."""
-        if self._counts_its_call is None and skips_labels:
-            _log.warning(
-                "loss %s is weighted by samples where a batch is split, though it calls a torch loss that ignores or "
-                "weights labels, and changes its result: return that result as it is, or pass loss_normalizer",
-                self.loss,
-            )
-        elif self._counts_its_call is None:
-            _log.info(
-                "loss %s counts as a mean over samples; if it is over something else, pass loss_normalizer", self.loss
-            )
-        self._counts_its_call = False
 
 
 class _ClassLossCalls(TorchFunctionMode):
@@ -270,8 +263,7 @@ def _torch_count(loss: Any, output: torch.Tensor, label: Any) -> float:
 
 def _counts_classes(loss: Any, label: Batch) -> TypeGuard[torch.Tensor]:
     """Return True if the loss takes these labels as class indices."""
-    by_class = any(_is_plain(loss, kind) for kind in _BY_CLASS)
-    return by_class and isinstance(label, torch.Tensor) and not label.is_floating_point()
+    return _is_plain(loss, _BY_CLASS) and isinstance(label, torch.Tensor) and not label.is_floating_point()
 
 
 def _class_count(loss: Any, label: torch.Tensor) -> float:
@@ -292,9 +284,9 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _is_plain(loss: Any, kind: type[nn.Module]) -> bool:
-    """Return True if the loss is of this torch class, or of a subclass with the same forward."""
-    return isinstance(loss, kind) and type(loss).forward is kind.forward
+def _is_plain(loss: Any, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return True if the loss is of one of these torch classes, or of a subclass with the same forward."""
+    return any(isinstance(loss, kind) and type(loss).forward is kind.forward for kind in kinds)
 
 
 def _check_tensor(value: Any, what: str) -> None:

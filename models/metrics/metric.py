@@ -172,7 +172,7 @@ class _One(EvalMetric):
         self,
         name: str,
         arguments: Arguments,
-        make: Callable[[Any], Mean | TorchMetric] = lambda _: Mean(),
+        make: Callable[[Any], _Mean | _TorchMetric] = lambda _: _Mean(),
         finish: Callable[[float], float] = float,
         parts: Callable[[Module, Any], list[tuple[Any, Any]]] = lambda module, _label: module.labelled_outputs(),
     ) -> None:
@@ -180,15 +180,14 @@ class _One(EvalMetric):
 
         Args:
             name: name of the value.
-            arguments: function from (label, output, module) to the arguments of the counter's update(); None if the
-                batch has nothing to count.
-            make: function from the first of these arguments, in the first batch, to the counter.
-            finish: function from the counter's value to the metric's.
-            parts: function from the module and the batch's label to the (label, output) that are counted one by one.
+            arguments: maps (label, output, module) to the arguments of the counter's update(); None: nothing counts.
+            make: maps the first of these arguments, in the first batch, to the counter.
+            finish: maps the counter's value to the metric's.
+            parts: maps the module and the batch's label to the (label, output) that are counted one by one.
         """
         self._name, self._arguments, self._make, self._finish, self._parts = name, arguments, make, finish, parts
-        self._global: dict[torch.device | None, Mean | TorchMetric] = {}
-        self._local: dict[torch.device | None, Mean | TorchMetric] | None = None
+        self._global: dict[torch.device | None, _Mean | _TorchMetric] = {}
+        self._local: dict[torch.device | None, _Mean | _TorchMetric] | None = None
         self._gathered: float | None = None  # the global value over all workers
 
     @torch.no_grad()
@@ -215,7 +214,7 @@ class _One(EvalMetric):
         return [(self._name, self._value(self._global) if self._gathered is None else self._gathered)]
 
     def _value(
-        self, counters: Mapping[torch.device | None, Mean | TorchMetric], workers: Workers | None = None
+        self, counters: Mapping[torch.device | None, _Mean | _TorchMetric], workers: Workers | None = None
     ) -> float:
         """Return the value over this worker's devices, or over all workers, with the same bits on all."""
         states = [(counter, state) for counter in counters.values() if (state := counter.state())]
@@ -247,14 +246,17 @@ class _One(EvalMetric):
             counter.reset()
 
 
-class Mean:
-    """A sum and its weight, in float64 on the device of the values, so that counting does not wait for a GPU."""
+class _Mean:
+    """A sum and its weight, in float64 on the device of the values, so that counting does not wait for a GPU.
+
+    `state` returns what is combined with other counters, nothing if nothing is counted; `value` is over several states,
+    one of which is this counter's.
+    """
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
 
     def update(self, total: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """Add a sum of values, and its weight."""
         device = total.device if isinstance(total, torch.Tensor) else "cpu"
         total = torch.as_tensor(total, dtype=torch.float64, device=device)
         weight = weight.double() if isinstance(weight, torch.Tensor) else total.new_full((), weight)
@@ -262,33 +264,27 @@ class Mean:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def state(self) -> State:
-        """Return the tensors to combine with those of other counters; none if nothing is counted."""
         return [] if self._sums is None else [self._sums]
 
     def value(self, states: Sequence[State]) -> float:
-        """Return the mean over several states, one of which is this one's."""
         total, weight = torch.stack([sums.cpu() for (sums,) in states]).sum(0).tolist()
         return total / weight if weight else math.nan
 
     def reset(self) -> None:
-        """Start anew."""
         self._sums = None
 
 
-class TorchMetric:
-    """A torchmetrics object."""
+class _TorchMetric:
+    """A copy of a user's torchmetrics object on a device; methods as `_Mean`."""
 
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
-        """Copy a user's object to a device, without what it has counted."""
         self._metric = metric.clone().to(device)
         self.reset()
 
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
-        """Add a batch."""
         self._metric.update(output, label)
 
     def state(self) -> State:
-        """Return the tensors to combine with those of other counters; none if nothing is counted."""
         if not self._metric.update_called:
             return []
         found: State = []
@@ -301,7 +297,6 @@ class TorchMetric:
         return found
 
     def value(self, states: Sequence[State]) -> float:
-        """Return the metric of several states, one of which is this one's."""
         if len(states) == 1:
             return float(self._metric.compute())
         columns = iter(list(zip(*states, strict=True)))
@@ -320,7 +315,6 @@ class TorchMetric:
         return float(merged.compute())
 
     def reset(self) -> None:
-        """Start anew."""
         self._metric.reset()
 
 
@@ -329,7 +323,7 @@ def _torchmetric(metric: Any, name: str) -> EvalMetric:
     return _One(
         name,
         lambda label, output, _: _tensors(name, output, label),
-        lambda output: TorchMetric(metric, output.device),
+        lambda output: _TorchMetric(metric, output.device),
     )
 
 

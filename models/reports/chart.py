@@ -13,7 +13,7 @@ _COLORS = 7
 _TEMPLATE = Path(__file__).with_name("chart.html")
 _WIDTH, _HEIGHT, _MARGIN, _TICKS = 840, 300, 56, 5
 
-Point = tuple[float, float]
+Place = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Line:
     """A line of a chart."""
 
     name: str
-    points: Sequence[Point]
-    discs: Sequence[Point] = field(default_factory=tuple)
-    rings: Sequence[Point] = field(default_factory=tuple)
+    points: Sequence[Place]
+    discs: Sequence[Place] = field(default_factory=tuple)
+    rings: Sequence[Place] = field(default_factory=tuple)
     width: float = 2
     """Pixels of the stroke."""
 

@@ -18,9 +18,9 @@ import torch
 from gangline.collectives.host_files import write_text
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.reports.chart import Line, Point, line_chart, page, table
-from gangline.models.reports.meter import Meter
-from gangline.models.reports.record import Record, Split, Validation
+from gangline.models.reports.chart import Line, Place, line_chart, page, table
+from gangline.models.reports.record import Point, Record, Split, Validation
+from gangline.models.reports.report import Report
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -32,7 +32,7 @@ _DATA = re.compile(f"{re.escape(_DATA_TAG)}(.*?)</script>", re.DOTALL)
 _MAX_WRITING = 0.02  # fraction of the time
 
 
-class TrainingProgress:
+class TrainingProgress(Report):
     """Callback of `fit` that writes an HTML page of loss, metrics, learning rate, throughput and waiting time.
 
     Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The page is one file without
@@ -58,79 +58,52 @@ class TrainingProgress:
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds is {every_seconds!r}; expected a number of seconds, 0 or more")
         self.path, self.every_seconds, self.title = Path(path), every_seconds, title
-        self._module = module
+        super().__init__(module)
         self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         _check_writable(self.path, self._aside)
         self._record = _record(self.path) if self.path.exists() else Record()
-        self._meter = Meter(module)
-        self._running = False
-        self._due = 0.0
         self._cannot_write = False
 
-    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
-        """Record a batch, a validation or the end of an epoch, and write the page if it is due."""
-        if not self._module.workers.is_first:
-            return
-        if isinstance(when, BatchEndParam):
-            if "data" in when.locals:  # a batch; the locals of a validation have no data
-                self._count(when)
-            else:
-                self._validated(when)
-        if self._running and time.perf_counter() >= self._due:
-            self._write("running")
-        if not isinstance(when, BatchEndParam) or "data" not in when.locals:
-            self._meter.pause()
+    def _begin(self, param: BatchEndParam) -> None:
+        step = self._module.step - param.batches
+        if step == 0:
+            if self._record.points:
+                message = "%s held %d batches of an earlier run; this new run overwrites it"
+                self._module.logger.warning(message, self.path, self._record.points[-1].step)
+            self._record = Record()
+        self._record.go_back_to(step)
+        self._settings = settings(self._module, param)
+        self._begun -= self._record.seconds
+        self._due = 0.0
+        self._handled = sys.exception()  # an exception that the caller handles already, not the reason for the end
 
-    def close(self) -> None:
-        """Write the final page; `fit` calls this when it ends."""
-        if not self._running:
-            return
-        self._add_point()
-        self._running = False
+    def _count(self, param: BatchEndParam) -> None:
+        record, module, step = self._record, self._module, self._module.step - param.batches
+        if param.nbatch + 1 == param.batches or not record.epochs:
+            record.begin_epoch(param.epoch, step)
+        record.add_split(Split(step, _shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)))
+        self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
+        self.updates_per_point = record.per_point
+        super()._count(param)
+
+    def _add(self, point: Point) -> None:
+        self._record.add(point)
+
+    def _add_validation(self, param: BatchEndParam) -> None:
+        values = dict(param.eval_metric.get_global_name_value())
+        elapsed = time.perf_counter() - self._begun
+        self._record.add_validation(Validation(self._module.step, param.epoch, elapsed, values))
+
+    def _refresh(self) -> None:
+        if self._is_running and time.perf_counter() >= self._due:
+            self._write("running")
+
+    def _end(self) -> None:
         error = sys.exception()
         if error is None or error is self._handled:
             self._write("ended", self._module.workers.stop or "")
         else:
             self._write("stopped", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-
-    def _count(self, param: BatchEndParam) -> None:
-        if not self._running:
-            self._begin(param)
-        record, module = self._record, self._module
-        if param.nbatch + 1 == param.batches or not record.epochs:
-            record.begin_epoch(param.epoch, module.step - param.batches)
-        shares = [_shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)]
-        record.add_split(Split(module.step - param.batches, *shares))
-        last = self._meter.pending.updates + 1 >= record.per_point
-        self._meter.count(param, measure=last)
-        self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
-        if last:
-            self._add_point()
-
-    def _begin(self, param: BatchEndParam) -> None:
-        """Start a run, at the end of the record or at an earlier checkpoint."""
-        begins_at = self._module.step - param.batches
-        if begins_at == 0:
-            if self._record.points:
-                message = "%s held %d batches of an earlier run; this new run overwrites it"
-                self._module.logger.warning(message, self.path, self._record.points[-1].step)
-            self._record = Record()
-        self._record.go_back_to(begins_at)
-        self._settings = settings(self._module, param)
-        self._meter.begin_run()
-        self._begun = time.perf_counter() - self._record.seconds
-        self._running, self._due = True, 0.0
-        self._handled = sys.exception()  # an exception that the caller handles already, not the reason for the end
-
-    def _add_point(self) -> None:
-        if self._meter.pending.updates:
-            self._record.add(self._meter.point(time.perf_counter() - self._begun))
-
-    def _validated(self, param: BatchEndParam) -> None:
-        if self._running:
-            values = dict(param.eval_metric.get_global_name_value())
-            elapsed = time.perf_counter() - self._begun
-            self._record.add_validation(Validation(self._module.step, param.epoch, elapsed, values))
 
     def _write(self, state: str, reason: str = "") -> None:
         began = time.perf_counter()
@@ -329,12 +302,12 @@ def _charts(data: dict[str, Any]) -> list[tuple[str, str, list[Line]]]:
     return charts
 
 
-def _numbers(steps: Sequence[int], values: Sequence[Any]) -> list[Point]:
+def _numbers(steps: Sequence[int], values: Sequence[Any]) -> list[Place]:
     """Return the points of the values that are finite numbers."""
     return [(step, value) for step, value in zip(steps, values, strict=False) if isinstance(value, (int, float))]
 
 
-def _smoothed(points: Sequence[Point]) -> list[Point]:
+def _smoothed(points: Sequence[Place]) -> list[Place]:
     """Return the exponential mean, corrected for its start."""
     keep = 1 - 1 / (1 + min(20, max(4, len(points) / 150)))
     total = weight = 0.0
@@ -345,11 +318,11 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
     return means
 
 
-def _rates(steps: Sequence[int], amounts: Sequence[float], seconds: Sequence[float]) -> list[Point]:
+def _rates(steps: Sequence[int], amounts: Sequence[float], seconds: Sequence[float]) -> list[Place]:
     """Return amounts by seconds over a moving window."""
     width = max(1, round(len(steps) / 30))
     amount = time_spent = 0.0
-    rates: list[Point] = []
+    rates: list[Place] = []
     for place, step in enumerate(steps):
         amount, time_spent = amount + amounts[place], time_spent + seconds[place]
         if place >= width:
@@ -359,7 +332,7 @@ def _rates(steps: Sequence[int], amounts: Sequence[float], seconds: Sequence[flo
     return rates
 
 
-def _stepped(points: Sequence[Point], last: float) -> list[Point]:
+def _stepped(points: Sequence[Place], last: float) -> list[Place]:
     """Return a line that keeps each value until the next one, and the last one until the end."""
     corners = [(later, value) for (_, value), (later, _) in zip(points, [*points[1:], (last, 0.0)], strict=True)]
     return [point for pair in zip(points, corners, strict=True) for point in pair]

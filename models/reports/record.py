@@ -150,11 +150,7 @@ class Record:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Record:
-        """Return the record from the result of `data`, to six digits.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the data have another form.
-        """
+        """Return the record from the result of `data`, to six digits."""
         columns = _numbers(data["points"])
         rows = [dict(zip(_COLUMNS, row, strict=True)) for row in zip(*(columns[n] for n in _COLUMNS), strict=True)]
         for name in ("metrics", "samples"):

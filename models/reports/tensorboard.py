@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gangline.models.arguments import check_int
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.reports.meter import Meter
+from gangline.models.reports.record import Point
+from gangline.models.reports.report import Report
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
 
 
-class TensorBoard:
+class TensorBoard(Report):
     """Callback of `fit` that writes loss, metrics, learning rate, throughput and waiting time for TensorBoard.
 
     Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The tags are train/loss,
@@ -45,47 +45,18 @@ class TensorBoard:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{folder} is a file; expected a folder for TensorBoard's event files")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._module = module
-        self._meter = Meter(module)
-        self._events: SummaryWriter | None = None
-        self._begun = 0.0
+        super().__init__(module)
+        self.updates_per_point = period
 
-    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
-        """Record a batch, a validation or the end of an epoch."""
-        if not self._module.workers.is_first:
-            return
-        if not isinstance(when, BatchEndParam):
-            self._meter.pause()
-        elif "data" in when.locals:  # a batch; the locals of a validation have no data
-            self._count(when)
-        elif self._events is not None:
-            for name, value in when.eval_metric.get_global_name_value():
-                self._events.add_scalar(f"validation/{name}", value, self._module.step)
-            self._events.flush()
-            self._meter.pause()
+    def _begin(self, param: BatchEndParam) -> None:
+        self._events = _writer()(str(self.folder), purge_step=self._module.step - param.batches + 1)
 
-    def close(self) -> None:
-        """Write the last point; `fit` calls this when it ends."""
-        if self._events is not None:
-            self._add_point()
-            self._events.close()
-            self._events = None
+    def _add_validation(self, param: BatchEndParam) -> None:
+        for name, value in param.eval_metric.get_global_name_value():
+            self._events.add_scalar(f"validation/{name}", value, self._module.step)
+        self._events.flush()
 
-    def _count(self, param: BatchEndParam) -> None:
-        if self._events is None:
-            begins_at = self._module.step - param.batches
-            self._events = _writer()(str(self.folder), purge_step=begins_at + 1)
-            self._meter.begin_run()
-            self._begun = time.perf_counter()
-        last = self._meter.pending.updates + 1 >= self.period
-        self._meter.count(param, measure=last)
-        if last:
-            self._add_point()
-
-    def _add_point(self) -> None:
-        if not self._meter.pending.updates or self._events is None:
-            return
-        point = self._meter.point(time.perf_counter() - self._begun)
+    def _add(self, point: Point) -> None:
         values = {f"train/{name}": value for name, value in point.metrics.items()}
         if point.loss is not None:
             values["train/loss"] = point.loss
@@ -97,13 +68,15 @@ class TensorBoard:
                 for label, samples in point.samples.items():
                     values[f"samples_per_second_of/{label}"] = samples / point.seconds
         if self._module.workers.is_auto:
-            for rank, load in enumerate(self._module.workers.loads):
-                values[f"load_of/worker {rank}"] = load
+            values |= {f"load_of/worker {rank}": load for rank, load in enumerate(self._module.workers.loads)}
         if self._module.load_balancer is not None and len(point.samples) > 1:
-            for label, load in zip(point.samples, self._module.work_load_list, strict=True):
-                values[f"load_of/{label}"] = load
+            loads = zip(point.samples, self._module.work_load_list, strict=True)
+            values |= {f"load_of/{label}": load for label, load in loads}
         for tag, value in values.items():
             self._events.add_scalar(tag, value, point.step)
+
+    def _end(self) -> None:
+        self._events.close()
 
 
 def _writer() -> type[SummaryWriter]:

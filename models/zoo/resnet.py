@@ -18,21 +18,13 @@ from gangline.models.zoo.registry import register
 class ResNet(nn.Module):
     """A 7x7 convolution, four stages of residual blocks at 1/4 to 1/32 of the image's size, and a linear classifier."""
 
-    def __init__(
-        self,
-        depths: tuple[int, int, int, int],
-        bottleneck: bool,
-        num_classes: int = 1000,
-        zero_init_residual: bool = False,
-    ) -> None:
+    def __init__(self, depths: tuple[int, int, int, int], bottleneck: bool, num_classes: int = 1000) -> None:
         """Build the layers; convolutions are initialised by He et al. 2015 ("Delving deep into rectifiers"), fan-out.
 
         Args:
             depths: number of blocks in each stage.
-            bottleneck: whether blocks have three convolutions, 1x1, 3x3 and 1x1 to four times the width; else two, 3x3.
+            bottleneck: True: blocks have three convolutions, 1x1, 3x3 and 1x1 to four times the width; else two, 3x3.
             num_classes: number of outputs.
-            zero_init_residual: initialise every block as the identity: the scale of its last BatchNorm is 0, not 1
-                (Goyal et al., "Accurate, large minibatch SGD", 2017).
         """
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
@@ -52,8 +44,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, _Block):
-                nn.init.zeros_(module.layers[-1][1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits (batch, num_classes) for images (batch, 3, height, width)."""
@@ -83,15 +73,11 @@ class _Block(nn.Module):
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(widths[-1]))
         self.depth = len(kernels)
 
-    @property
-    def layers(self) -> list[tuple[nn.Module, nn.BatchNorm2d]]:
-        """The convolutions, each with the BatchNorm after it."""
-        return [(getattr(self, f"conv{n}"), getattr(self, f"bn{n}")) for n in range(1, self.depth + 1)]
-
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         residual = features
-        for number, (conv, norm) in enumerate(self.layers):
-            residual = norm(conv(self.relu(residual) if number else residual))
+        for number in range(1, self.depth + 1):
+            convolved = getattr(self, f"conv{number}")(residual if number == 1 else self.relu(residual))
+            residual = getattr(self, f"bn{number}")(convolved)
         shortcut = features if self.downsample is None else self.downsample(features)
         output: torch.Tensor = self.relu(residual + shortcut)
         return output

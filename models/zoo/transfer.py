@@ -6,7 +6,6 @@ After Yosinski, Clune, Bengio and Lipson, "How transferable are features in deep
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import skip_init
 
+from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.checkpoint import load_weights, read_weights
@@ -32,20 +33,17 @@ def pretrained(
     weights: str | Path,
     num_classes: int | None,
     *,
-    replace_last: bool = False,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
     """Build a network, load pretrained weights, and fit its last layer to ``num_classes``.
 
-    The number of classes of the weights is read from their shapes. The last layer is replaced if that number differs,
-    or if ``replace_last`` is true.
+    The number of classes of the weights is read from their shapes. The last layer is replaced if that number differs.
 
     Args:
         network_name: name for `gangline.models.zoo.create`.
         weights: a ``.safetensors``, ``.pth`` or ``.pt`` file.
         num_classes: number of outputs of the network; None: as in the weights.
-        replace_last: replace the last layer even if the numbers are equal.
         generator: random generator for the new layer; see `replace_last_layer`.
         options: further arguments of the network's builder.
 
@@ -53,7 +51,7 @@ def pretrained(
         The network, and the names of the new parameters, an empty list if all come from the file.
 
     Raises:
-        ValueError: if the network is unknown, the weights do not fit, or there is no last layer to replace.
+        ValueError: if the network is unknown, or the weights do not fit.
         RuntimeError: if the weights lack a parameter.
         FileNotFoundError: if there is no such file of weights.
     """
@@ -61,8 +59,6 @@ def pretrained(
     try:
         name, layer = _last_layer(network)
     except ValueError:
-        if replace_last:
-            raise
         load_weights(network, weights)  # raises if they do not fit as they are
         return network, []
     params = read_weights(weights)
@@ -72,7 +68,7 @@ def pretrained(
         _replace(network, name, layer, file_classes, torch.Generator())  # only for the shape: loaded next
     load_weights(network, weights)
     wanted = file_classes if num_classes is None else num_classes
-    return network, replace_last_layer(network, wanted, generator) if replace_last or file_classes != wanted else []
+    return network, replace_last_layer(network, wanted, generator) if file_classes != wanted else []
 
 
 def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Generator | None = None) -> list[str]:
@@ -111,7 +107,7 @@ def freeze_until(network: nn.Module, layer: str) -> list[str]:
         layer: the first layer to train, a name of `torch.nn.Module.named_modules` such as "classifier.1".
 
     Raises:
-        ValueError: if there is no such layer; the message has similar names.
+        ValueError: if there is no such layer; the message has a similar name.
     """
     parameters = [name for name, _ in network.named_parameters()]
     before: set[str] = set()
@@ -120,7 +116,9 @@ def freeze_until(network: nn.Module, layer: str) -> list[str]:
             return [name for name in parameters if name in before]
         before |= {f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)}
     layers = [name for name, _ in network.named_modules() if name]
-    raise ValueError(f"the network has no layer {layer!r}; {_nearest(layer, layers)}")
+    raise ValueError(
+        f"the network has no layer {layer!r};{did_you_mean(layer, layers) or f' expected one of {layers}'}"
+    )
 
 
 def learning_rate_factors(
@@ -154,7 +152,8 @@ def learning_rate_factors(
             raise TypeError(f"{what} is {given!r}; expected a list of names")
         for name in given:
             if name not in names:
-                raise ValueError(f"{what} has {name!r}, which is not a parameter; {_nearest(name, names)}")
+                hint = did_you_mean(name, names) or f" expected one of {names}"
+                raise ValueError(f"{what} has {name!r}, which is not a parameter;{hint}")
     both = [name for name in new if name in frozen]
     if both:
         raise ValueError(f"{both} are new and frozen, so they would never be trained; freeze only layers before them")
@@ -205,14 +204,11 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
 def _replace(
     network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int, generator: torch.Generator | None
 ) -> list[str]:
-    has_bias, weight = layer.bias is not None, layer.weight
-    new: nn.Linear | nn.Conv2d
-    with torch.device("meta"):  # draws no random numbers
-        if isinstance(layer, nn.Linear):
-            new = nn.Linear(layer.in_features, count, has_bias)
-        else:
-            new = nn.Conv2d(layer.in_channels, count, 1, layer.stride, layer.padding, bias=has_bias)  # type: ignore[arg-type]
-    new = new.to(weight.dtype).to_empty(device=weight.device).train(layer.training)
+    weight = layer.weight
+    is_linear = isinstance(layer, nn.Linear)
+    sizes = (layer.in_features, count) if is_linear else (layer.in_channels, count, 1, layer.stride, layer.padding)
+    options = {"bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
+    new = skip_init(type(layer), *sizes, **options).train(layer.training)  # type: ignore[no-untyped-call]
     bound = 1 / math.sqrt(new.weight[0].numel())
     for parameter in new.parameters():
         drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(
@@ -223,8 +219,3 @@ def _replace(
     parent, _, own = name.rpartition(".")
     setattr(network.get_submodule(parent), own, new)
     return [f"{name}.{of}" for of, _ in new.named_parameters()]
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
-    return f"did you mean one of {near}?" if near else f"expected one of {names}"

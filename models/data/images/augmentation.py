@@ -104,15 +104,12 @@ class Augmentation:
         given: dict[str, Any] = {}
         for word in (part.strip() for part in words.split(",") if part.strip()):
             name, has_value, value = word.partition("=")
-            read = _READERS.get(name)
-            if read is None or bool(has_value) != (read is not _flag):
-                raise ValueError(f"augmentation {words!r} has {word!r}; expected {_GRAMMAR}")
             field = name.replace("-", "_")
             if field in given:
                 raise ValueError(f"augmentation {words!r} has {name} twice; expected it once")
             try:
-                given[field] = read(value)
-            except ValueError:
+                given[field] = _READERS[name](value) if has_value else _FLAGS[name]
+            except (KeyError, ValueError):
                 raise ValueError(f"augmentation {words!r} has {word!r}; expected {_GRAMMAR}") from None
         return cls(**given, mean=mean, std=std)
 
@@ -256,10 +253,6 @@ def _check_size(name: str, size: Any) -> None:
         raise ValueError(f"{name} is {sides[0]}x{sides[1]} pixels; expected 1 or more")
 
 
-def _flag(_: str) -> bool:
-    return True
-
-
 def _range(value: str) -> Range:
     low, high = value.split(":")
     return float(low), float(high)
@@ -272,9 +265,8 @@ def _size(value: str) -> Size:
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
+_FLAGS = {"flip": True, "flip-vertical": True}
 _READERS: dict[str, Callable[[str], Any]] = {
-    "flip": _flag,
-    "flip-vertical": _flag,
     "rotate": _range,
     "translate": _range,
     "scale": _range,

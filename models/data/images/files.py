@@ -24,13 +24,7 @@ class FolderListing:
     """The image files under a folder, and its direct sub-folders."""
 
     def __init__(self, root: str | Path) -> None:
-        """List a folder.
-
-        Raises:
-            FileNotFoundError: if there is no such folder or bucket.
-            ValueError: if fsspec has no file system for the URL.
-            RuntimeError: if the store refuses to be listed, for example without credentials.
-        """
+        """List a folder; errors as of `Images`, without secrets."""
         self.root: str | Path = root if is_url(root) else Path(root)
         self.shown = without_secrets(str(root))
         """The root for messages, without secrets."""
@@ -112,10 +106,7 @@ def _store_error(shown: str, text: str, error: Exception) -> Exception:
 def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exception]:
     """Return each file in a form for `PIL.Image.open`: a path, or the bytes behind a URL, fetched concurrently.
 
-    A missing file is returned as a FileNotFoundError.
-
-    Raises:
-        RuntimeError: if the store fails to return a file; the message has no secrets.
+    A missing file is returned as a FileNotFoundError; other errors are a RuntimeError without secrets.
     """
     if isinstance(root, Path):
         return [root / name for name in names]
@@ -128,8 +119,6 @@ def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exceptio
         found: list[bytes | Path | Exception] = (
             [contents[p] for p in paths] if all(p in contents for p in paths) else list(contents.values())
         )
-    except FileNotFoundError as error:
-        return [error] * len(names)
     except Exception as error:  # noqa: BLE001  stores raise many types
         found = [error] * len(names)
     for name, content in zip(names, found, strict=True):

@@ -99,7 +99,10 @@ class Images(Dataset[Any]):
         return len(self._names)
 
     def __getitem__(self, index: int) -> Any:
-        return self._items([index], int(self._epoch), skips=False)[0]
+        [item] = self.items_of_epoch([index], int(self._epoch))
+        if isinstance(item, Unreadable):
+            raise ValueError(f"image {item.file} cannot be read: {item.reason}")
+        return item
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the items without those that are skipped; torch's DataLoader calls this for a batch."""
@@ -114,7 +117,25 @@ class Images(Dataset[Any]):
             ValueError: if an image cannot be read and ``skip_unreadable`` is 0.
             RuntimeError: if a store fails to return a file.
         """
-        return self._items(indices, epoch, skips=self._skip_limit > 0)
+        items: list[Any] = [None] * len(indices)
+        decoded: dict[int, torch.Tensor] = {}  # by position
+        size = self.augmentation.size_before(self._shape)
+        contents = read(self.root, [self._names[index] for index in indices])
+        for position, (index, content) in enumerate(zip(indices, contents, strict=True)):
+            try:
+                decoded[position] = decoded_image(content, self._shape[0], size)
+            except Exception as error:  # decoders raise many types
+                file, reason = str(self.files[index]), str(error) or type(error).__name__
+                if not self._skip_limit:
+                    raise ValueError(f"image {file} cannot be read: {reason}") from error
+                items[position] = Unreadable(file, reason)
+        if decoded:
+            images = torch.stack(list(decoded.values())).to(self._dtype) / 255
+            samples = [indices[position] for position in decoded]
+            images = self.augmentation(images, self._shape, self._seed, epoch, samples)
+            for position, image in zip(decoded, images, strict=True):
+                items[position] = self._item(image, indices[position])
+        return items
 
     def note_unreadable(self, files: Iterable[Unreadable]) -> None:
         """Add files to `skipped` and log a warning for each new one.
@@ -148,30 +169,6 @@ class Images(Dataset[Any]):
         other = copy.copy(self)
         other.augmentation = augmentation
         return other
-
-    def _items(self, indices: Sequence[int], epoch: int, *, skips: bool) -> list[Any]:
-        items: list[Any] = [None] * len(indices)
-        readable: list[int] = []  # positions in items
-        decoded: list[torch.Tensor] = []
-        size = self.augmentation.size_before(self._shape)
-        contents = read(self.root, [self._names[index] for index in indices])
-        for position, (index, content) in enumerate(zip(indices, contents, strict=True)):
-            try:
-                decoded.append(decoded_image(content, self._shape[0], size))
-                readable.append(position)
-            except Exception as error:  # decoders raise many types
-                file, reason = str(self.files[index]), str(error) or type(error).__name__
-                if not skips:
-                    raise ValueError(f"image {file} cannot be read: {reason}") from error
-                items[position] = Unreadable(file, reason)
-        if not readable:
-            return items
-        images = torch.stack(decoded).to(self._dtype) / 255
-        samples = [indices[position] for position in readable]
-        images = self.augmentation(images, self._shape, self._seed, epoch, samples)
-        for position, sample, image in zip(readable, samples, images, strict=True):
-            items[position] = self._item(image, sample)
-        return items
 
     def _item(self, image: torch.Tensor, index: int) -> Any:  # noqa: ARG002  ImageFolder adds the label
         return image

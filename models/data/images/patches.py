@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from gangline.models.arguments import check_int
 from gangline.models.data.images.augmentation import Augmentation, warp
-from gangline.models.data.images.files import IMAGE_SUFFIXES, FolderListing, read
-from gangline.models.data.images.folder import decoded_image
+from gangline.models.data.images.files import FolderListing, read
+from gangline.models.data.images.folder import Images, decoded_image
 
 OUTSIDE = -100
 """Label of pixels outside the image; `nn.CrossEntropyLoss` ignores it by default."""
 
 
-class ImagePatches(Dataset[Any]):
+class ImagePatches(Images):
     """Patches of images and masks, for `Module.fit`: (pixels of (channels, *size), labels, int64 of size).
 
     An image and its mask have the same path in the two folders but for the suffix. A mask is an image of one channel
@@ -63,57 +62,41 @@ class ImagePatches(Dataset[Any]):
 
         Raises:
             FileNotFoundError: if a folder, or the mask of an image, does not exist.
-            ValueError: if there are no images, or an argument is out of range.
+            ValueError: if there are no images, or an argument is out of range or does not fit the augmentation.
         """
-        self._augmentation = augmentation or Augmentation()
-        if self._augmentation.resize is not None or self._augmentation.crop is not None:
+        if augmentation is not None and (augmentation.resize is not None or augmentation.crop is not None):
             raise ValueError("the augmentation of patches has resize or crop; expected none: size is that of the patch")
         check_int("patches_per_image", patches_per_image)
-        height, width = (size, size) if isinstance(size, int) else size
-        self._shape = (channels, height, width)
         if channels not in (1, 3):
             raise ValueError(f"channels is {channels}; expected 1 or 3")
-        if min(height, width) < 1:
-            raise ValueError(f"size is {size}; expected 1 or more pixels")
-        listing = FolderListing(images)
+        height, width = (size, size) if isinstance(size, int) else size
+        self._masks = masks
+        options: dict[str, Any] = {"num_workers": num_workers, "augmentation": augmentation, "seed": seed}
+        super().__init__(images, (channels, height, width), dtype, **options)
+        self.names = self._names
+        """Paths of the images within their folder."""
+        self._per_image, self._ignored, self._num_classes = patches_per_image, ignored, num_classes
+
+    def _select(self, listing: FolderListing) -> list[str]:
         try:
-            masks_listing = FolderListing(masks)
+            masks = FolderListing(self._masks)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"masks: {error}") from error
-        self._images, self._masks = listing.root, masks_listing.root
-        self.names = listing.names
-        """Paths of the images within their folder."""
-        if not self.names:
-            raise ValueError(f"image folder {listing.shown} has no images ({', '.join(IMAGE_SUFFIXES)})")
-        by_stem = {name.rpartition(".")[0]: name for name in masks_listing.names}
-        missing = [name for name in self.names if name.rpartition(".")[0] not in by_stem]
+        names = super()._select(listing)
+        by_stem = {name.rpartition(".")[0]: name for name in masks.names}
+        missing = [name for name in names if name.rpartition(".")[0] not in by_stem]
         if missing:
             raise FileNotFoundError(
-                f"{len(missing)} of {len(self.names)} images have no mask in {masks_listing.shown}: {missing[0]}"
+                f"{len(missing)} of {len(names)} images have no mask in {masks.shown}: {missing[0]}"
             )
-        self._mask_names = [by_stem[name.rpartition(".")[0]] for name in self.names]
-        self._per_image, self._ignored, self._dtype, self._seed = patches_per_image, ignored, dtype, seed
-        self._num_classes = num_classes
-        self.num_workers = num_workers
-        # In shared memory, so that persistent workers of a DataLoader see it change.
-        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        self._masks, self._mask_names = masks.root, [by_stem[name.rpartition(".")[0]] for name in names]
+        return names
 
     def __len__(self) -> int:
         return len(self.names) * self._per_image
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._patch(index, int(self._epoch))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Cut the patches of this epoch from now on; `Module.fit` does it by itself."""
-        self._epoch.fill_(epoch)
-
     def items_of_epoch(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        """Return the patches of an epoch.
-
-        Raises:
-            ValueError: if a file cannot be read, or image and mask differ in size.
-        """
+        """Return the patches of an epoch."""
         return [self._patch(index, epoch) for index in indices]
 
     def whole(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +106,7 @@ class ImagePatches(Dataset[Any]):
             ValueError: if a file cannot be read, or image and mask differ in size.
         """
         pixels, labels = self._pair(number)
-        evaluation = self._augmentation.for_evaluation()
+        evaluation = self.augmentation.for_evaluation()
         return evaluation(pixels[None], pixels.shape, self._seed, 0, [number])[0], labels
 
     def class_counts(self, num_classes: int) -> torch.Tensor:
@@ -143,12 +126,12 @@ class ImagePatches(Dataset[Any]):
         pixels, labels = self._pair(index // self._per_image)
         (_, height, width), before = self._shape, (pixels.shape[1], pixels.shape[2])
         crop = (min(height, before[0]), min(width, before[1]))
-        moving = replace(self._augmentation, resize=before, crop=crop)
+        moving = replace(self.augmentation, resize=before, crop=crop)
         [matrix] = moving.matrices((self._shape[0], *crop), self._seed, epoch, [index])
         patch = warp(pixels[None], matrix[None], crop)
         # Labels move by one, so that 0, which warp gives to pixels from outside, is none of them.
         moved = warp((labels - OUTSIDE)[None, None].to(torch.float64), matrix[None], crop, mode="nearest")
-        patch = self._augmentation.for_evaluation()(patch, self._shape, self._seed, epoch, [index])[0]
+        patch = self.augmentation.for_evaluation()(patch, self._shape, self._seed, epoch, [index])[0]
         cut = moved[0, 0].to(torch.int64) + OUTSIDE
         if crop != (height, width):  # the image is smaller than a patch
             margin = (0, width - crop[1], 0, height - crop[0])
@@ -159,7 +142,7 @@ class ImagePatches(Dataset[Any]):
     def _pair(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return pixels in [0, 1] and labels of an image."""
         name = self.names[number]
-        [content] = read(self._images, [name])
+        [content] = read(self.root, [name])
         try:
             pixels = decoded_image(content, self._shape[0]).to(self._dtype) / 255
         except Exception as error:  # decoders raise many types
