@@ -81,9 +81,6 @@ def refined(times: Sequence[StepTimes], measure: Callable[[int, int], float], fa
         times: what was measured, by ascending number of devices.
         measure: measures the seconds of a step for a number of devices and a batch size.
         farthest: largest batch size to measure; it is measured too if the lines do not meet.
-
-    Returns:
-        The times with the batch sizes that were measured.
     """
     times = list(times)
     while farthest > 1 and max(one.seconds(farthest) for one in times) > _LONGEST_STEP:
