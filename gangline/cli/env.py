@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from gangline.cli.launch import local_host
-from gangline.cli.options import JsonFile, print_table, write_json
+from gangline.cli.options import JsonFile, as_usage_errors, print_table, write_json
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.errors import UsageError
@@ -61,15 +61,9 @@ def env(
 
 
 def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
-    """Print a table with the host, GPUs, cores and threads of each worker of a job.
-
-    Raises:
-        UsageError: if the hosts have fewer GPUs or slots than workers.
-    """
-    try:
+    """Print a table with the host, GPUs, cores and threads of each worker of a job."""
+    with as_usage_errors():
         bindings = bind(hosts, workers, idle_surplus=idle_surplus)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     threads = os.environ.get("OMP_NUM_THREADS")
     rows: list[dict[str, Any]] = [
         {

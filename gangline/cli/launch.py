@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import loads_of, numbers, signals_of
+from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
@@ -251,16 +251,13 @@ def launch(
     if launcher == "ssh":
         connection = SshOptions(ssh, remote_python, interface)
         raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
-    try:
+    with as_usage_errors(), logging_to_stderr():
         host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
-        with logging_to_stderr():
-            table = _table(job, host)
+        table = _table(job, host)
         if launcher == "mpi":
             table = mpi_table(table, mpirun, detect(mpirun), entries, options)
         elif launcher == "slurm":
             table = slurm_table(table, options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if launcher == "local":
         _report_surplus(table, workers)
     if dry_run:
@@ -312,11 +309,8 @@ def _on_hosts(
     dry_run: bool,
 ) -> int:
     """Run a job over ssh, or print its processes; return the exit code."""
-    try:
-        with logging_to_stderr():
-            planned = plan(job, entries, options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    with as_usage_errors(), logging_to_stderr():
+        planned = plan(job, entries, options)
     if dry_run:
         for index, name in enumerate(planned.hosts):
             print(f"# {name}")
@@ -372,11 +366,7 @@ def _on_ray(job: JobSpec, grace: float, max_restarts: int) -> int:
 
 
 def _check_used(context: typer.Context, launcher: Launcher) -> None:
-    """Check that the launcher uses all options that were given.
-
-    Raises:
-        UsageError: if it ignores one; the message names the launchers that use it.
-    """
+    """Check that the launcher uses all options that were given."""
     for name, launchers in _OF_LAUNCHERS.items():
         source = context.get_parameter_source(name)
         if launcher not in launchers and source is not None and source.name == "COMMANDLINE":
@@ -394,11 +384,9 @@ def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list
         raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
     if launcher not in ("ssh", "mpi") and (hostfile is not None or words is not None):
         raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
-    try:
+    with as_usage_errors():
         entries = parse_hosts(words) if words is not None else []
         entries = read_hostfile(hostfile) if hostfile is not None else entries
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if launcher == "mpi" and any(entry.gpus for entry in entries):
         raise UsageError("gpus= of a hostfile is for --launcher ssh; with mpirun each rank chooses by its local rank")
     return entries
@@ -408,10 +396,8 @@ def _bounds(elastic: str | None, workers: int, servers: int, work_load_list: str
     """Return the least and the most workers of --elastic."""
     if elastic is None:
         return None
-    try:
+    with as_usage_errors():
         least, most = parse_bounds(elastic, "--elastic")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if not least <= workers <= most:
         raise UsageError(f"-n is {workers}; expected {least} to {most} workers, by --elastic")
     if not servers:
@@ -453,15 +439,7 @@ def _report_surplus(table: Sequence[Process], workers: int) -> None:
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
-    """Return this host with the GPUs of --gpus.
-
-    Args:
-        gpus: value of --gpus.
-        is_checked: check that the GPUs exist, and read their NUMA nodes.
-
-    Raises:
-        UsageError: if the words name no GPUs, or GPUs that do not exist.
-    """
+    """Return this host with the GPUs of --gpus; ``is_checked``: they must exist, and their NUMA nodes are read."""
     found = numbers("--gpus", gpus, int)
     if gpus is not None and (not found or min(found) < 0):
         raise UsageError(f"--gpus is {gpus!r}; expected numbers such as 0,2")

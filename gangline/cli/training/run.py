@@ -21,12 +21,20 @@ from torch import nn
 from gangline.advise.context_scaling import scaling_of
 from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
-from gangline.cli.options import check_network, image_shape_of, metrics_of, normalization, numbers, signals_of
+from gangline.cli.options import (
+    as_usage_errors,
+    check_network,
+    image_shape_of,
+    metrics_of,
+    normalization,
+    numbers,
+    signals_of,
+)
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.context import Context, contexts
 from gangline.collectives.environments.restart import restart_number
-from gangline.collectives.errors import GanglineError, UsageError
+from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -63,16 +71,9 @@ _BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images mak
 def run(options: TrainOptions) -> dict[str, Any] | None:
     """Train, and score the held-out data unless a signal ended training.
 
-    Args:
-        options: options of `gangline train`.
-
     Returns:
         Why training ended, the exit code and, on the first worker, the validation accuracy. None if only the speed of
         reading was measured.
-
-    Raises:
-        ValueError, OSError, RuntimeError: if options, data, weights or checkpoints cannot be used; before training
-            where possible.
     """
     serve_if_assigned()  # MXNet's trackers start one command in all roles
     with as_usage_errors():
@@ -121,27 +122,10 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     return result
 
 
-@contextmanager
-def as_usage_errors() -> Iterator[None]:
-    """Raise `UsageError` for a wrong value in the block: another start of the same command would not help."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, NotADirectoryError) as error:
-        if isinstance(error, GanglineError):  # of the job, not of this command
-            raise
-        raise UsageError(str(error)) from error
-
-
 def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
     """Measure steps of one context, two and so on up to all that the options name; train nothing.
 
-    Args:
-        options: options of `gangline train`.
-        verifies: measure what is predicted as well.
-
-    Raises:
-        UsageError: if the store joins processes.
-        ValueError, OSError, RuntimeError: as `run`.
+    ``verifies``: measure what is predicted as well.
     """
     autocast, dtype = _number_formats(options)
     words = options.devices()
