@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from gangline.collectives.environments.job_key import DESCRIPTOR, JobKey, open_descriptor
 from gangline.collectives.liveness.process_state import boot_id
 from gangline.launcher.binding import LOCALHOST, Host
-from gangline.launcher.function_process import LAUNCHER, describe_job, search_path
+from gangline.launcher.function_process import search_path, start_launcher
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 
 _OWN_TO_NODE = ("PATH", "OMP_NUM_THREADS")
@@ -62,35 +62,22 @@ class Member:
         return fn(*args)
 
     def start(self, table: Sequence[Process], key: str | None, grace: float, is_relayed: bool) -> None:
-        """Start processes under a launcher, which leaves none of them behind and ends with this actor.
-
-        Args:
-            table: the processes.
-            key: the job's key.
-            grace: seconds from SIGTERM until processes are killed.
-            is_relayed: pass the output to `output`; else it goes to Ray's log.
-        """
+        """Start processes under a launcher; ``is_relayed``: their output goes to `output`, else to Ray's log."""
         own = _with_key({}, key)
         descriptors = [int(own[DESCRIPTOR] or "")] if DESCRIPTOR in own else []
         pipe = subprocess.PIPE if is_relayed else None
-        self._popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
-            LAUNCHER,
-            env={
-                **os.environ,
-                "PYTHONPATH": search_path(os.environ),
-                **{k: v for k, v in own.items() if v is not None},
-            },
-            stdin=subprocess.PIPE,
+        environment = {**os.environ, "PYTHONPATH": search_path(os.environ)}
+        environment |= {name: value for name, value in own.items() if value is not None}
+        self._popen = start_launcher(
+            [_on_this_host(one) for one in table],
+            environment,
+            grace,
             stdout=pipe,
             stderr=pipe,
-            pass_fds=descriptors,
-            start_new_session=True,
+            descriptors=descriptors,
         )
         for one in descriptors:
             os.close(one)
-        assert self._popen.stdin is not None
-        with self._popen.stdin as stdin:
-            stdin.write(describe_job([_on_this_host(one) for one in table], grace))
 
     def finish(self) -> int:
         """Wait for the processes and return their exit code."""

@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -77,20 +79,41 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)  # noqa: S301
 
 
-LAUNCHER = (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()")
-"""Command of a job's launcher; standard input is what `describe_job` returns."""
-
-
-def describe_job(table: Sequence[Process], grace: float, failure: int | None = None) -> bytes:
-    """Return the standard input of `launch_job`, whose parent is this process.
+def start_launcher(
+    table: Sequence[Process],
+    environment: Mapping[str, str],
+    grace: float,
+    *,
+    stdout: int | None,
+    stderr: int | None,
+    failure: int | None = None,
+    descriptors: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start the launcher of a job as a child process, which leaves none of its processes behind and ends with this one.
 
     Args:
         table: processes of the job.
+        environment: variables of the launcher.
         grace: seconds from SIGTERM until processes are killed.
-        failure: inherited descriptor for the text that names the first failure.
+        stdout: where its standard output goes, as of subprocess.
+        stderr: likewise.
+        failure: descriptor for the text that names the first failure.
+        descriptors: others that it inherits.
     """
-    described = [{**asdict(one), "environment": dict(one.environment)} for one in table]
-    return json.dumps([os.getpid(), failure, grace, described]).encode()
+    popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
+        (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        bufsize=0,
+        pass_fds=[*descriptors, *([] if failure is None else [failure])],
+        start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
+    )
+    assert popen.stdin is not None
+    with suppress(BrokenPipeError), popen.stdin as pipe:
+        pipe.write(json.dumps([os.getpid(), failure, grace, [asdict(one) for one in table]]).encode())
+    return popen
 
 
 def search_path(inherited: Mapping[str, str]) -> str:
@@ -100,12 +123,11 @@ def search_path(inherited: Mapping[str, str]) -> str:
 
 
 def launch_job() -> None:
-    """Run the launcher of a job, as standard input describes it (`describe_job`), and exit with the job's code."""
+    """Run the launcher of a job, as `start_launcher` describes it, and exit with the job's code."""
     parent, failure, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
-    on_failure = None if failure is None else partial(_write_text, failure)
-    processes = [Process(**{**one, "command": tuple(one["command"]), "cpus": tuple(one["cpus"])}) for one in table]
-    reports = Reports(on_failure=on_failure)
+    reports = Reports(on_failure=None if failure is None else partial(_write_text, failure))
+    processes = [Process.from_plain(one) for one in table]
     raise SystemExit(run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=reports).code)
 
 

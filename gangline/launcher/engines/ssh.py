@@ -32,8 +32,6 @@ _OPTIONS = (
     *("-oServerAliveInterval=15", "-oServerAliveCountMax=4"),  # end when the host cannot be reached for a minute
 )
 _AGENT = "gangline.launcher.engines.ssh_agent"
-_MOST_BYTES = 1 << 20
-"""Largest document: it has to fit into the pipe to ssh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +57,7 @@ class SshJob:
 
 
 def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> SshJob:
-    """Connect to the hosts and return the processes for each; nothing stays running there.
-
-    Args:
-        job: options of the job.
-        entries: hosts in the order of the workers' ranks, of which the first have the workers.
-        options: settings of the connections.
-
-    Raises:
-        RuntimeError: if a host cannot be reached, lacks gangline of this version, the interface or a GPU.
-        ValueError: if there are more workers than slots, or hosts reach each other neither by loopback nor by network.
-    """
+    """Connect to the hosts and return the processes for each; nothing stays running there."""
     counted = [Host(entry.name, slots=entry.slots) for entry in entries]
     used = 1 + max(binding.node_rank for binding in bind(counted, job.workers, idle_surplus=job.idle_surplus))
     entries = entries[:used]
@@ -102,19 +90,7 @@ def run_on_hosts(
     stop_signals: Collection[Signals] = (),
     reports: Reports = Reports(),  # noqa: B008 - it is frozen
 ) -> Outcome:
-    """Run the processes on their hosts until all have ended; return what `local.run` returns.
-
-    Args:
-        job: processes, as of `plan`.
-        options: settings of the connections.
-        timeouts: time limits for processes that should end.
-        key: key of the job.
-        stop_signals: further signals that stop all processes.
-        reports: where the output goes; log files are on the hosts of their processes.
-
-    Raises:
-        ValueError: if the description of a host's processes is too long.
-    """
+    """Run the processes on their hosts until all have ended; return what `local.run` returns."""
     connections = []
     for index, name in enumerate(job.hosts):
         document = json.dumps(
@@ -126,8 +102,6 @@ def run_on_hosts(
                 "processes": [asdict(process) for process in job.table if process.host == index],
             }
         )
-        if len(document) >= _MOST_BYTES:
-            raise ValueError(f"the processes of host {name} take {len(document)} bytes; expected less than 1 MiB")
         command = tuple(_command(options, name))
         connections.append(Process(f"host {name}", None, command, {}, document=document))
     return run(connections, timeouts, stop_signals=stop_signals)
