@@ -68,11 +68,8 @@ def run(
 ) -> list[Outcome]:
     """Run checks side by side, each in a child process, and return their outcomes in order.
 
-    Args:
-        checks: what to run.
-        seconds: deadline of each; its process group is killed when it passes.
-        arguments: keyword arguments of the functions, as JSON values.
-        environment: variables added to this process's environment.
+    The process group of a check is killed when its deadline passes. ``arguments`` are keyword arguments of the
+    functions, as JSON values; ``environment`` is added to this process's.
     """
     started: list[_Child] = []
     try:

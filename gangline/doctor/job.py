@@ -55,11 +55,7 @@ class _Member:
 
 
 def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the job of this process. Collective: all ranks must call it.
-
-    Args:
-        seconds: time to wait for other ranks, at the start and in each exchange.
-        names: checks of a host, which the first rank of each host runs.
+    """Check the job of this process, and by name the hosts, by the first rank of each. Collective.
 
     Returns:
         ``findings`` and ``links`` of the whole job, equal on all ranks, and the ``table`` of the links. If this rank
@@ -269,12 +265,6 @@ def _measure(
 
     A host sends to or receives from one other at a time: both directions at once would slow down each other, as a full
     queue also delays acknowledgements.
-
-    Args:
-        rendezvous: of all ranks.
-        firsts: first rank of each host.
-        links: links between the hosts.
-        seconds: time limit of a call.
     """
     name = "all-reduce of the job"
     with open_communicator(
