@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -30,7 +29,7 @@ from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptio
 from gangline.launcher.engines.kubernetes import text as text_of_manifests
 from gangline.launcher.engines.mpi import detect, mpi_table
 from gangline.launcher.engines.slurm import batch_script, is_within_job, slurm_table
-from gangline.launcher.engines.ssh import SshOptions, plan, run_on_hosts
+from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
 from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.local import control_socket, run
@@ -247,44 +246,46 @@ def launch(
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher == "ray" and not dry_run:
         raise typer.Exit(_on_ray(job, grace, max_restarts))
-    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
-    if launcher == "ssh":
-        connection = SshOptions(ssh, remote_python, interface)
-        raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
-    with as_usage_errors(), logging_to_stderr():
-        host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
-        table = _table(job, host)
+    timeouts, connection = StopTimeouts(stop=grace), SshOptions(ssh, remote_python, interface)
+    host = Host()
+    if launcher != "ssh":
+        with as_usage_errors():
+            host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
+
+    def planned(job: JobSpec) -> list[Process]:
+        if launcher == "ssh":
+            return plan(job, entries, connection)
+        root_port, master_port = free_ports(2, host.address)
+        table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
         if launcher == "mpi":
-            table = mpi_table(table, mpirun, detect(mpirun), entries, options)
-        elif launcher == "slurm":
-            table = slurm_table(table, options)
-    if launcher == "local":
-        _report_surplus(table, workers)
+            return mpi_table(table, mpirun, detect(mpirun), entries, options)
+        return slurm_table(table, options) if launcher == "slurm" else table
+
+    with as_usage_errors(), logging_to_stderr():
+        first = planned(job)
+    if launcher in ("local", "ssh"):
+        _report_surplus(first, workers)
     if dry_run:
-        _print_table(table)
+        _print_table(first, entries if launcher == "ssh" else ())
         return
 
     def attempt(restart: int) -> Outcome:
-        # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-        key = JobKey.new() if launcher == "local" else None
-        processes = _table(replace(job, restart=restart), host) if restart else table
+        table = planned(replace(job, restart=restart)) if restart else first
+        if launcher == "ssh":
+            connections = ssh_table(table, entries, connection, JobKey.new(), grace, log_dir)
+            return run(connections, timeouts, stop_signals=stops)
         return run(
-            processes,
+            table,
             timeouts,
-            key,
+            # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
+            JobKey.new() if launcher == "local" else None,
             stop_signals=stops,
-            reports=reports,
+            reports=Reports(log_dir),
             restart_processes=restart_processes,
             elastic=bounds,
         )
 
     raise typer.Exit(run_with_restarts(attempt, max_restarts))
-
-
-def _table(job: JobSpec, host: Host) -> list[Process]:
-    """Return the processes of a job on this host, with ports that are free now."""
-    root_port, master_port = free_ports(2, host.address)
-    return process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
 
 
 def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
@@ -296,33 +297,6 @@ def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: s
         return Host(find_address(interface, "")[0])
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     return Host(resolved(name) if is_slurm else local_address(entries[0].name))
-
-
-def _on_hosts(
-    job: JobSpec,
-    entries: Sequence[HostEntry],
-    options: SshOptions,
-    timeouts: StopTimeouts,
-    reports: Reports,
-    stops: Collection[signal.Signals],
-    max_restarts: int,
-    dry_run: bool,
-) -> int:
-    """Run a job over ssh, or print its processes; return the exit code."""
-    with as_usage_errors(), logging_to_stderr():
-        planned = plan(job, entries, options)
-    if dry_run:
-        for index, name in enumerate(planned.hosts):
-            print(f"# {name}")
-            _print_table([process for process in planned.table if process.host == index])
-        return 0
-    _report_surplus(planned.table, job.workers)
-
-    def attempt(restart: int) -> Outcome:
-        ssh_job = plan(replace(job, restart=restart), entries, options) if restart else planned
-        return run_on_hosts(ssh_job, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
-
-    return run_with_restarts(attempt, max_restarts)
 
 
 def _submit(
@@ -427,8 +401,11 @@ def resize(
     print(answer)
 
 
-def _print_table(table: Sequence[Process]) -> None:
-    print(*(process.shell_line() for process in table if not process.is_spare), sep="\n")
+def _print_table(table: Sequence[Process], hosts: Sequence[HostEntry]) -> None:
+    for index in sorted({process.host for process in table}) if hosts else [0]:
+        if hosts:
+            print(f"# {hosts[index].name}")
+        print(*(one.shell_line() for one in table if one.host == index and not one.is_spare), sep="\n")
 
 
 def _report_surplus(table: Sequence[Process], workers: int) -> None:

@@ -128,8 +128,8 @@ class _Launcher:
         own = {pipe: _is_own(pipe, fd) for pipe, fd in ((sys.stdout, 1), (sys.stderr, 2))}
         for pipe in own:
             pipe.flush()
-        outputs = {name: None if own[getattr(sys, name)] else subprocess.PIPE for name in ("stdout", "stderr")}
-        self._popen = start_launcher(table, environment, grace, **outputs, failure=failure)
+        stdout, stderr = (None if own[pipe] else subprocess.PIPE for pipe in (sys.stdout, sys.stderr))
+        self._popen = start_launcher(table, environment, grace, stdout=stdout, stderr=stderr, failure=failure)
         self._selector = selectors.DefaultSelector()
         for source, target in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr)):
             if source is not None:
