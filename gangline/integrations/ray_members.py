@@ -115,15 +115,7 @@ class Member:
 class Job:
     """Actors of one job in a placement group, with each process's environment; closing it ends all of them.
 
-    Args:
-        job: the job's options.
-        placement: resources.
-        is_function: workers are called in the actor's process, else they are processes of their own.
-        env: variables of all processes.
-        key: the job's key, if it has one.
-
-    Raises:
-        RuntimeError: if the cluster does not have the resources in time.
+    Workers are called in the actor's process (``is_function``), else they are processes of their own.
     """
 
     def __init__(
@@ -168,8 +160,7 @@ class Job:
 def in_cluster(address: str | None) -> bool:
     """Connect this program to a Ray cluster unless it is connected; return True if it was not.
 
-    Args:
-        address: address of the cluster; None: that of RAY_ADDRESS, or a cluster of this machine, started if needed.
+    The cluster is that of the address, of RAY_ADDRESS, or one of this machine, started if needed.
     """
     if ray.is_initialized():
         return False

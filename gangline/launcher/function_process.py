@@ -36,8 +36,6 @@ importing_script = False
 
 _PACKAGES = str(Path(__file__).absolute().parents[3])
 _Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
-_LENGTH = 8
-"""Bytes of a result's length, written after the result."""
 
 
 class FunctionTask(NamedTuple):
@@ -91,14 +89,8 @@ def start_launcher(
 ) -> subprocess.Popen[bytes]:
     """Start the launcher of a job as a child process, which leaves none of its processes behind and ends with this one.
 
-    Args:
-        table: processes of the job.
-        environment: variables of the launcher.
-        grace: seconds from SIGTERM until processes are killed.
-        stdout: where its standard output goes, as of subprocess.
-        stderr: likewise.
-        failure: descriptor for the text that names the first failure.
-        descriptors: others that it inherits.
+    ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
+    first failure; ``descriptors``: others that the launcher inherits.
     """
     popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
         (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
@@ -132,11 +124,7 @@ def launch_job() -> None:
 
 
 def work(task_path: str) -> None:
-    """Call the function of a task in this worker and write its result or error.
-
-    Args:
-        task_path: path of the pickled `FunctionTask`.
-    """
+    """Call the function of a task, a pickled `FunctionTask`, in this worker and write its result or error."""
     with open(task_path, "rb") as file:
         task: FunctionTask = unpack(file.read())
     rank = int(os.environ["RANK"])
@@ -162,23 +150,18 @@ def work(task_path: str) -> None:
 
 def read_result(fd: int) -> Any:
     """Return what a worker wrote to this file, as (kind, value); None if it wrote nothing or not all."""
-    length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
-    if not length:
-        return None
     with open(fd, "rb", closefd=False) as file:
-        file.seek(_LENGTH)
-        return unpack(file.read(length))
+        try:
+            return unpack(file.read())
+        except (EOFError, pickle.UnpicklingError):  # the end of a pickle is missing
+            return None
 
 
 def _write_result(path: str, packed: bytes) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with open(path, "r+b") as file:
-        file.seek(_LENGTH)
         file.write(packed)
-        file.flush()
-        file.seek(0)
-        file.write(len(packed).to_bytes(_LENGTH, "little"))
 
 
 def _write_text(fd: int, text: str) -> None:
