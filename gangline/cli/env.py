@@ -17,7 +17,6 @@ from gangline.cli.options import JsonFile, as_usage_errors, print_table, write_j
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.errors import UsageError
-from gangline.doctor.gpu_links import LinkMatrix, matrix_table, read_links
 from gangline.doctor.inventory import Device, device_table
 from gangline.doctor.this_host import check_host
 from gangline.launcher.binding import Host, bind
@@ -47,13 +46,12 @@ def env(
         return
     if gpus is not None or idle_surplus:
         raise UsageError("--gpus and --idle-surplus describe a job; expected -n with them")
-    links = read_links()
-    devices = device_table(links)
+    devices = device_table()
     report = _report()
     write_json(json, {**report, "devices": {row.context: asdict(row) for row in devices}})
     if json is not None:
         return
-    show_devices(devices, links)
+    show_devices(devices)
     for section, values in report.items():
         print(section)
         for name, value in values.items():
@@ -106,8 +104,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
-def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
-    """Print a table of devices, and one of the links between GPUs."""
+def show_devices(rows: Sequence[Device]) -> None:
+    """Print a table of devices, with the links between GPUs."""
     print_table(
         {
             "context": [row.context for row in rows],
@@ -119,8 +117,6 @@ def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
             "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
         }
     )
-    if len(links) > 1:
-        print(f"\n{matrix_table(links)}")
 
 
 def _report() -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, pars
 from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests
 from gangline.launcher.engines.kubernetes import text as text_of_manifests
 from gangline.launcher.engines.mpi import detect, mpi_table
-from gangline.launcher.engines.slurm import batch_script, is_within_job, slurm_table
+from gangline.launcher.engines.slurm import batch_script, slurm_table
 from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
 from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
@@ -241,7 +241,7 @@ def launch(
         described = text_of_manifests(manifests(job, KubernetesOptions(image, name, k8s_kind, count, grace)))
         raise typer.Exit(_feed(["kubectl", "apply", "-f", "-"], described, dry_run))
     options = tuple(engine_option or ())
-    if launcher == "slurm" and not is_within_job():
+    if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
         given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher == "ray" and not dry_run:

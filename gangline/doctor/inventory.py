@@ -38,9 +38,9 @@ class GPU(Device):
     numa_node: int | None = None
 
 
-def device_table(links: LinkMatrix | None = None) -> list[Device]:
-    """Return rows for the host and every GPU that torch sees, in torch's order; reads the links unless given."""
-    matrix = read_links() if links is None else links
+def device_table() -> list[Device]:
+    """Return rows for the host and every GPU that torch sees, in torch's order."""
+    matrix = read_links()
     return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
 
 

@@ -14,7 +14,6 @@ import torch
 
 from gangline.collectives.communicator import Communicator
 from gangline.doctor.finding import Finding, Status
-from gangline.doctor.gpu_links import aligned
 
 CONNECT_SECONDS = 5.0
 SEND_SECONDS = 0.5
@@ -193,20 +192,6 @@ def _clocks(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
     side = "ahead of" if most > 0 else "behind"
     remedy = "set all clocks by a time server (`timedatectl set-ntp true`, chrony): logs and file times are compared"
     return [Finding(Status.WARN, "clocks", f"{names[host]} is {abs(most):.1f} s {side} {names[0]}", remedy)]
-
-
-def links_table(links: Sequence[LinkReport], names: Sequence[str]) -> str:
-    """Return the links as text, a line for each host that sends and a column for each that receives."""
-    cells = {(link.source, link.target): _cell(link) for link in links}
-    hosts = range(len(names))
-    lines = [["from \\ to", *names]]
-    lines += [[names[source], *(cells.get((source, target), "") for target in hosts)] for source in hosts]
-    return aligned(lines)
-
-
-def _cell(link: LinkReport) -> str:
-    measured = f"{link.bytes_per_s / 1e6:.1f} MB/s, {link.latency * 1e6:.0f} us" if link.bytes_per_s else "reached"
-    return link.kind or measured
 
 
 def _name(link: LinkReport, names: Sequence[str]) -> str:

@@ -52,32 +52,23 @@ class Member:
         """Return this host's address, its name, and two free ports."""
         return ray.util.get_node_ip_address(), f"{socket.gethostname()} {boot_id()}", free_ports(2)
 
-    def call(self, environment: Mapping[str, str | None], key: str | None, fn: Callable[..., Any], args: Any) -> Any:
-        """Call a function in this process, which gets the variables first."""
-        for name, value in _with_key(environment, key).items():
+    def call(self, environment: Mapping[str, str | None], key: str, fn: Callable[..., Any], args: Any) -> Any:
+        """Call a function in this process, which gets the variables and the job's key first."""
+        known = JobKey.from_hex(key)
+        own = {"GANGLINE_JOB_ID": known.job_id(), **environment, DESCRIPTOR: str(open_descriptor(known))}
+        for name, value in own.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
         return fn(*args)
 
-    def start(self, table: Sequence[Process], key: str | None, grace: float, is_relayed: bool) -> None:
+    def start(self, table: Sequence[Process], key: str, grace: float, is_relayed: bool) -> None:
         """Start processes under a launcher; ``is_relayed``: their output goes to `output`, else to Ray's log."""
-        own = _with_key({}, key)
-        descriptors = [int(own[DESCRIPTOR] or "")] if DESCRIPTOR in own else []
         pipe = subprocess.PIPE if is_relayed else None
         environment = {**os.environ, "PYTHONPATH": search_path(os.environ)}
-        environment |= {name: value for name, value in own.items() if value is not None}
-        self._popen = start_launcher(
-            [_on_this_host(one) for one in table],
-            environment,
-            grace,
-            stdout=pipe,
-            stderr=pipe,
-            descriptors=descriptors,
-        )
-        for one in descriptors:
-            os.close(one)
+        here = [_on_this_host(one) for one in table]
+        self._popen = start_launcher(here, environment, grace, stdout=pipe, stderr=pipe, key=key)
 
     def finish(self) -> int:
         """Wait for the processes and return their exit code."""
@@ -127,7 +118,7 @@ class Job:
         self.servers: list[Any] = []
         self.calls: list[Any] = []
         """References of calls whose errors Ray would log if nobody asked for them."""
-        self.key: str | None = key.hex()
+        self.key = key.hex()
         try:
             _wait_until_placed(self._group, resources, placement.timeout)
             actors = [
@@ -205,12 +196,11 @@ def _tables(job: JobSpec, hosts: Sequence[tuple[str, str, list[int]]], env: Mapp
         "DMLC_PS_ROOT_URI": LOCALHOST if is_one_host else first_server[0],
         "MASTER_ADDR": LOCALHOST if is_one_host else hosts[0][0],
     }
-    passed_on = {name: os.environ[name] for name in job.passed_on}
     tables: list[list[Process]] = [[] for _ in hosts]
     for one in table:
-        own: dict[str, str | None] = {**one.environment, **passed_on, **env}
+        own: dict[str, str | None] = {**one.environment, **env}
         for name in _OWN_TO_NODE:
-            if name not in env and name not in passed_on:
+            if name not in env and name not in job.passed_on:
                 own.pop(name, None)
         own |= {name: address for name, address in addresses.items() if name in own}
         index = one.rank or 0
@@ -229,11 +219,3 @@ def _on_this_host(process: Process) -> Process:
     if process.role == "worker":
         return process
     return replace(process, command=(sys.executable, *process.command[1:]))
-
-
-def _with_key(environment: Mapping[str, str | None], key: str | None) -> dict[str, str | None]:
-    """Return the variables with a descriptor that holds the key, and the job id as the launcher derives it."""
-    if key is None:
-        return dict(environment)
-    known = JobKey.from_hex(key)
-    return {"GANGLINE_JOB_ID": known.job_id(), **environment, DESCRIPTOR: str(open_descriptor(known))}

@@ -9,7 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -85,12 +85,12 @@ def start_launcher(
     stdout: int | None,
     stderr: int | None,
     failure: int | None = None,
-    descriptors: Collection[int] = (),
+    key: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the launcher of a job as a child process, which leaves none of its processes behind and ends with this one.
 
     ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
-    first failure; ``descriptors``: others that the launcher inherits.
+    first failure; ``key``: the job's key as hexadecimal digits, None for that of this process or a new one.
     """
     popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
         (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
@@ -99,12 +99,12 @@ def start_launcher(
         stdout=stdout,
         stderr=stderr,
         bufsize=0,
-        pass_fds=[*descriptors, *([] if failure is None else [failure])],
+        pass_fds=() if failure is None else (failure,),
         start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
     )
     assert popen.stdin is not None
     with suppress(BrokenPipeError), popen.stdin as pipe:
-        pipe.write(json.dumps([os.getpid(), failure, grace, [asdict(one) for one in table]]).encode())
+        pipe.write(json.dumps([os.getpid(), failure, key, grace, [asdict(one) for one in table]]).encode())
     return popen
 
 
@@ -116,11 +116,12 @@ def search_path(inherited: Mapping[str, str]) -> str:
 
 def launch_job() -> None:
     """Run the launcher of a job, as `start_launcher` describes it, and exit with the job's code."""
-    parent, failure, grace, table = json.load(sys.stdin)
+    parent, failure, digits, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
+    key = JobKey.from_hex(digits) if digits else job_key() or JobKey.new()
     reports = Reports(on_failure=None if failure is None else partial(_write_text, failure))
     processes = [Process.from_plain(one) for one in table]
-    raise SystemExit(run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=reports).code)
+    raise SystemExit(run(processes, StopTimeouts(stop=grace), key, reports=reports).code)
 
 
 def work(task_path: str) -> None:

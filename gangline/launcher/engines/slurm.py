@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gangline.launcher.engines.mpi import Starter, substitute
 from gangline.launcher.job import Process
@@ -33,11 +32,6 @@ def batch_script(launch: Sequence[str], workers: int, grace: float, name: str, o
     own = [f"--job-name={name}", f"--ntasks={workers}", f"--signal=USR1@{seconds}", "--requeue", "--open-mode=append"]
     directives = "\n".join(f"#SBATCH {option}" for option in (*own, *options))
     return _SCRIPT.format(directives=directives, seconds=seconds, command=shlex.join(launch))
-
-
-def is_within_job(variables: Mapping[str, str] = os.environ) -> bool:
-    """Return True in a batch script or an allocation, where srun starts tasks at once."""
-    return "SLURM_JOB_ID" in variables
 
 
 def slurm_table(table: Sequence[Process], options: Sequence[str]) -> list[Process]:
