@@ -113,7 +113,6 @@ def show_devices(rows: Sequence[Device]) -> None:
             "free": [f"{row.memory_free / 2**30:.1f} GiB" for row in rows],
             "total": [f"{row.memory_total / 2**30:.1f} GiB" for row in rows],
             "capability": [row.compute_capability or "" for row in rows],
-            "display": ["" if row.display is None else "yes" if row.display else "no" for row in rows],
             "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
         }
     )
