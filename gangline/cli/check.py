@@ -20,8 +20,7 @@ _JOB = "job"
 
 def check(
     only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Run this check only; repeatable. A wrong name lists all."),
+        list[str] | None, typer.Option(metavar="NAME", help="Run this check only; repeatable. A wrong name lists all.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Deadline of each check, and for ranks to join.")

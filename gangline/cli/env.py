@@ -29,8 +29,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def env(
     workers: Annotated[
-        int | None,
-        typer.Option("-n", "--workers", metavar="N", min=1, help="Show the devices of each of N workers."),
+        int | None, typer.Option("-n", "--workers", metavar="N", min=1, help="Show the devices of each of N workers.")
     ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs of the workers, such as 0,2, as for `gangline launch`; with -n.")

@@ -119,8 +119,7 @@ def launch(
         ),
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
+        float, typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0)
     ] = 10.0,
     max_restarts: Annotated[
         int,
@@ -300,12 +299,7 @@ def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: s
 
 
 def _submit(
-    job: JobSpec,
-    grace: float,
-    name: str,
-    options: Sequence[str],
-    given: Mapping[str, object],
-    dry_run: bool,
+    job: JobSpec, grace: float, name: str, options: Sequence[str], given: Mapping[str, object], dry_run: bool
 ) -> int:
     """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]

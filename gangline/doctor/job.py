@@ -265,11 +265,7 @@ def _measure(
     """
     name = "all-reduce of the job"
     with open_communicator(
-        rendezvous.rank,
-        rendezvous.size,
-        rendezvous.exchange,
-        timeout=seconds,
-        tcp_host=rendezvous.interface(),
+        rendezvous.rank, rendezvous.size, rendezvous.exchange, timeout=seconds, tcp_host=rendezvous.interface()
     ) as comm:
         measured = measure_all_reduce(comm)
         ranks = [first.rank for first in firsts]

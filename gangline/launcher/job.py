@@ -15,14 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gangline.collectives.environments.restart import (
-    ELASTIC,
-    INCARNATION,
-    LEAVING,
-    PROCESS_RESTARTS,
-    RESTART,
-    RUN_ID,
-)
+from gangline.collectives.environments.restart import ELASTIC, INCARNATION, LEAVING, PROCESS_RESTARTS, RESTART, RUN_ID
 from gangline.collectives.transports import unix_sockets
 from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bind
 
@@ -31,15 +24,7 @@ _log = logging.getLogger("gangline")
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 _ATTEMPTS = 100
-_NOT_INHERITED = (
-    "DMLC_WORKER_ID",
-    "DMLC_SERVER_ID",
-    INCARNATION,
-    LEAVING,
-    PROCESS_RESTARTS,
-    ELASTIC,
-    _LOADS,
-)
+_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, LEAVING, PROCESS_RESTARTS, ELASTIC, _LOADS)
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
 

@@ -33,8 +33,7 @@ class PredictOptions(DeviceOptions):
     network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
     json: JsonFile = None
     top_k: Annotated[
-        int,
-        typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1),
+        int, typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1)
     ] = 1
     score: Annotated[
         bool,
