@@ -67,7 +67,9 @@ class Member:
         """Start processes under a launcher; ``is_relayed``: their output goes to `output`, else to Ray's log."""
         pipe = subprocess.PIPE if is_relayed else None
         environment = {**os.environ, "PYTHONPATH": search_path(os.environ)}
-        here = [_on_this_host(one) for one in table]
+        here = [
+            one if one.role == "worker" else replace(one, command=(sys.executable, *one.command[1:])) for one in table
+        ]
         self._popen = start_launcher(here, environment, grace, stdout=pipe, stderr=pipe, key=key)
 
     def finish(self) -> int:
@@ -212,10 +214,3 @@ def _tables(job: JobSpec, hosts: Sequence[tuple[str, str, list[int]]], env: Mapp
             index += job.workers
         tables[index].append(replace(one, environment=own))
     return tables
-
-
-def _on_this_host(process: Process) -> Process:
-    """Return a server or scheduler with this host's Python."""
-    if process.role == "worker":
-        return process
-    return replace(process, command=(sys.executable, *process.command[1:]))

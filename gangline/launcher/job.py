@@ -41,7 +41,7 @@ class JobSpec:
     passed_on: tuple[str, ...] = ()
     """Names of environment variables that every process gets."""
     binds_cores: bool = True
-    """Let each worker run on its own cores only."""
+    """Bind each worker to cores of its own."""
     idle_surplus: bool = False
     """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
     restart: int = 0

@@ -56,9 +56,13 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
 
     Labels of other data are not checked.
     """
-    labels = _labels(data)
-    if labels is not None:
-        check_classes(labels, num_classes, what)
+    labels = None
+    if isinstance(data, tuple) and len(data) == 2:
+        labels = data[1]
+    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        labels = data.tensors[1]
+    if isinstance(labels, (torch.Tensor, np.ndarray)):
+        check_classes(torch.as_tensor(labels, device="cpu"), num_classes, what)
 
 
 def check_counts(splits: Splits, samples: int | None, num_classes: int | None) -> None:
@@ -101,13 +105,3 @@ def _first_items(dataset: Any) -> list[Any]:
         if items:
             return items
     raise ValueError("the data have no readable sample; expected at least one")
-
-
-def _labels(data: Any) -> torch.Tensor | None:
-    if isinstance(data, tuple) and len(data) == 2:
-        labels = data[1]
-    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        labels = data.tensors[1]
-    else:
-        return None
-    return torch.as_tensor(labels, device="cpu") if isinstance(labels, (torch.Tensor, np.ndarray)) else None
