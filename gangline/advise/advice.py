@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from gangline.advise.steps import PHASES, JobSteps
+from gangline.advise.steps import COLUMNS, PHASES, JobSteps
 
 _LEAST_GAIN = 0.1
 """Share of a step that a remedy must be able to save."""
@@ -90,9 +90,8 @@ class Advice:
     def __str__(self) -> str:
         rate = f", {self.samples_per_second:.0f} samples/s" if self.samples else ""
         lines = [f"Step: {self.step_seconds * 1e3:.1f} ms{rate} (medians)", ""]
-        columns = [*PHASES, "late", "transfer"]
-        lines.append(f"{'ms in a step':<14}" + "".join(f"{name:>10}" for name in columns))
-        lines += [f"{row['process']:<14}" + "".join(f"{row[name]:>10.1f}" for name in columns) for row in self.table]
+        lines.append(f"{'ms in a step':<14}" + "".join(f"{name:>10}" for name in COLUMNS))
+        lines += [f"{row['process']:<14}" + "".join(f"{row[name]:>10.1f}" for name in COLUMNS) for row in self.table]
         lines += ["", f"Verdict: {self.verdict}"]
         for finding in self.findings:
             if finding is not self.findings[0]:
@@ -118,13 +117,7 @@ def advise(job: JobSteps) -> Advice:
     )
     findings = [finding for check in checks for finding in check(job) if finding.gain >= _LEAST_GAIN]
     table = tuple(
-        {
-            "process": process.name,
-            **{phase: process.median(phase) * 1e3 for phase in PHASES},
-            "late": median(step.late for step in process.steps) * 1e3,
-            "transfer": median(step.transfer for step in process.steps) * 1e3,
-        }
-        for process in job.processes
+        {"process": process.name, **{name: process.median(name) * 1e3 for name in COLUMNS}} for process in job.processes
     )
     ordered = sorted(findings, key=lambda finding: -finding.gain)
     return Advice(job.step_seconds, job.samples, tuple(ordered), table)
@@ -136,30 +129,26 @@ def _pauses(job: JobSteps) -> list[Finding]:
         return []
     usual, found = job.step_seconds, []
     for process in job.processes:
-        own = [_work(step.phases) for step in process.steps]
-        typical = median(own)
-        paused = [seconds - typical for seconds in own if seconds > typical + max(_PAUSE * usual, 0.2)]
+        typical = process.median("work")
+        paused = [step.work - typical for step in process.steps if step.work > typical + max(_PAUSE * usual, 0.2)]
         total = sum(step.end - step.begin for step in process.steps)
         others = [one for one in job.processes if one is not process]
         waited = all(max(step.late for step in one.steps) > max(paused, default=0) / 2 for one in others)
         if paused and waited:
-            found.append(
-                Finding(
-                    "pause",
-                    process.name,
-                    max(sum(paused) / total, _LEAST_GAIN),
-                    f"{process.name} on {process.host} stood still {_times(len(paused))}, up to {max(paused):.1f} s; "
-                    "all others waited for it",
-                    (Remedy("find what stops it: another job, swapping, a full disk", "gangline check", 0.0),),
-                )
+            times = "once" if len(paused) == 1 else f"{len(paused)} times"
+            text = (
+                f"{process.name} on {process.host} stood still {times}, up to {max(paused):.1f} s; all others waited "
+                "for it"
             )
+            remedy = Remedy("find what stops it: another job, swapping, a full disk", "gangline check", 0.0)
+            found.append(Finding("pause", process.name, max(sum(paused) / total, _LEAST_GAIN), text, (remedy,)))
     return found
 
 
 def _busy_cores(job: JobSteps) -> list[Finding]:
     """Find processes whose threads wait for cores."""
     worst = max(job.processes, key=lambda process: process.waited_for_cores)
-    share = worst.waited_for_cores * median(_work(step.phases) for step in worst.steps) / job.step_seconds
+    share = worst.waited_for_cores * worst.median("work") / job.step_seconds
     hosts = [process for process in job.processes if process.host == worst.host]
     processes = f"{len(hosts)} training process{'es' if len(hosts) > 1 else ''}"
     text = (
@@ -186,16 +175,15 @@ def _slow_processes(job: JobSteps) -> list[Finding]:
     """Find the process that the others wait for, and the phases in which it is slower than they are."""
     if len(job.processes) < 2:
         return []
-    late = {id(process): median(step.late for step in process.steps) for process in job.processes}
-    slowest = min(job.processes, key=lambda process: late[id(process)])
+    slowest = min(job.processes, key=lambda process: process.median("late"))
     others = [process for process in job.processes if process is not slowest]
-    lost = median(late[id(process)] for process in others) - late[id(slowest)]
+    lost = median(process.median("late") for process in others) - slowest.median("late")
     gain = lost / job.step_seconds
     if gain < _LEAST_GAIN:
         return []
     excess = {phase: slowest.median(phase) - median(process.median(phase) for process in others) for phase in PHASES}
-    samples = median(step.samples for step in slowest.steps)
-    of_others = median(median(step.samples for step in process.steps) for process in others)
+    samples = slowest.median("samples")
+    of_others = median(process.median("samples") for process in others)
     has_more = 0 < 1.1 * of_others < samples
     phase = max(excess, key=lambda name: excess[name])
     computes = excess["forward"] > 0.2 * lost and excess["backward"] > 0.2 * lost
@@ -262,15 +250,8 @@ def _compression(job: JobSteps) -> list[Finding]:
         f"{_ms(saved)}"
     )
     gain = (found.seconds - saved) / job.step_seconds
-    return [
-        Finding(
-            "compression",
-            "",
-            gain,
-            text,
-            (Remedy("send gradients as they are", "no --gc-type, no compress_hook", gain),),
-        )
-    ]
+    remedy = Remedy("send gradients as they are", "no --gc-type, no compress_hook", gain)
+    return [Finding("compression", "", gain, text, (remedy,))]
 
 
 def _slow_servers(job: JobSteps) -> list[Finding]:
@@ -278,7 +259,6 @@ def _slow_servers(job: JobSteps) -> list[Finding]:
     if not job.servers:
         return []
     name, (host, seconds) = max(job.servers.items(), key=lambda item: item[1][1])
-    others = [other for _, (_, other) in job.servers.items()]
     share = seconds / job.step_seconds
     if seconds < _MOST_OF_EXCHANGE * job.seconds_alone:
         return []
@@ -286,11 +266,11 @@ def _slow_servers(job: JobSteps) -> list[Finding]:
         f"{name} on {host} adds up gradients and updates weights for {_ms(seconds)} of a step of "
         f"{_ms(job.step_seconds)}, for which the workers wait"
     )
-    if len(others) > 1:
-        text += f"; the fastest server needs {_ms(min(others))}"
+    if len(job.servers) > 1:
+        text += f"; the fastest server needs {_ms(min(other for _, other in job.servers.values()))}"
     remedies = (
         Remedy("place servers on faster hosts, or none on this one", "gangline launch -s N -H HOSTS", share / 2),
-        Remedy("more servers, which share the keys", f"gangline launch -s {len(others) + 1}", share / 2),
+        Remedy("more servers, which share the keys", f"gangline launch -s {len(job.servers) + 1}", share / 2),
         Remedy("update on the workers instead", "--kv-store allreduce", share / 2),
     )
     return [Finding("server", name, share, text, remedies)]
@@ -309,20 +289,20 @@ def _communication(job: JobSteps) -> list[Finding]:
         f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {_ms(seconds)} of a step of "
         f"{_ms(job.step_seconds)}"
     )
+    compress: tuple[Remedy, ...] = ()
     larger = Remedy(
         "larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2, batches=2
     )
     fewer = Remedy("fewer processes", "gangline launch -n 1, torchrun --nproc-per-node 1", share)
     if rate < _FAST_BYTES and job.bytes_per_step > 1e5:
         text += f", {rate / 1e6:.0f} MB/s"
-        compress = Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16"))
-        return [Finding("communication", "", share, text, (compress, larger, fewer))]
-    return [Finding("communication", "", share, text, (larger, fewer))]
+        compress = (Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16")),)
+    return [Finding("communication", "", share, text, (*compress, larger, fewer))]
 
 
 def _small_steps(job: JobSteps) -> list[Finding]:
     of_contexts = [seconds for process in job.processes for seconds in process.contexts.values()]
-    work = median(of_contexts or [_work(step.phases) for process in job.processes for step in process.steps])
+    work = median(of_contexts or [step.work for process in job.processes for step in process.steps])
     if work > _SMALL_SECONDS or len(job.processes) + len(of_contexts) < 2:
         return []
     share = 1 - work / job.step_seconds
@@ -336,14 +316,6 @@ def _small_steps(job: JobSteps) -> list[Finding]:
         Remedy(f"one {unit}, which has nobody to wait for", fewer, share),
     )
     return [Finding("small steps", "", share, text, remedies)]
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _work(phases: dict[str, float]) -> float:
-    return sum(phases.values())
 
 
 def _ms(seconds: float) -> str:

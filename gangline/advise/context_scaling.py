@@ -28,15 +28,8 @@ def scaling_of(
 ) -> Scaling:
     """Measure steps of 1 to ``contexts`` contexts at the batch sizes that predict those around the given one.
 
-    The batch size from which all contexts win is found by `refined`.
-
-    Args:
-        make_module: returns a module with an optimizer on so many contexts.
-        contexts: largest number of contexts.
-        train: training data, as `Module.fit` accepts them.
-        batch_size: batch size that the advice is for.
-        verifies: measure other batch sizes as well, and beside them what is predicted: those of `checked_sizes`, and
-            the one from which all contexts win, and twice that.
+    The batch size from which all contexts win is found by `refined`. ``verifies``: measure other batch sizes as well,
+    beside what is predicted for them: those of `checked_sizes`, the one from which all contexts win, and twice that.
     """
     fitted = fitted_sizes(batch_size, contexts)
     checked = checked_sizes(batch_size) if verifies else ()

@@ -32,17 +32,10 @@ def run_with_timeline(
     variables: Mapping[str, str] | None = None,
     seconds: float | None = None,
 ) -> tuple[int, list[Event]]:
-    """Run a command that trains; return its exit code and its timeline.
+    """Run a command that trains; return its exit code and its timeline, which is kept if a path is given.
 
-    Args:
-        arguments: the command.
-        timeline: where to keep the timeline.
-        variables: environment variables to set.
-        seconds: end the command by SIGTERM when it has trained for so long, and print its output only if it failed
-            before. None: let it end by itself.
-
-    Raises:
-        UsageError: if it wrote no timeline.
+    With ``seconds`` end the command by SIGTERM when it has trained for so long, and print its output only if it failed
+    before; else let it end by itself.
     """
     with tempfile.TemporaryDirectory(prefix="gangline-advise-") as folder:
         path = (timeline or Path(folder) / "timeline.json").absolute()
@@ -91,15 +84,9 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
 
 
 def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) -> Scaling:
-    """Run a command with 1 up to its number of processes and several batch sizes; return their step times.
+    """Run a command with 1 up to its number of processes and several batch sizes, each for so many seconds.
 
-    Args:
-        arguments: the command, with the option for its number of processes and that for its batch size.
-        seconds: time for which each run trains.
-        verifies: run other batch sizes as well, and return what was predicted for them beside what was measured.
-
-    Raises:
-        UsageError: if an option is missing, or a run wrote no timeline.
+    ``verifies``: run other batch sizes as well, beside what is predicted for them.
     """
     most, given = (_value(arguments, names) for names in (PROCESSES, BATCH_SIZES))
     counts = [

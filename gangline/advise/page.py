@@ -6,30 +6,29 @@ from html import escape
 
 from gangline.advise.advice import Advice
 from gangline.advise.scaling import Scaling
-from gangline.advise.steps import PHASES
+from gangline.advise.steps import COLUMNS
 from gangline.models.reports.chart import Line, color, line_chart, page, table
 
-_COLUMNS = (*PHASES, "late", "transfer")
 _POINTS = 60
 
 
 def advice_page(advice: Advice) -> str:
     """Return the HTML page of a verdict: a bar for the step of each process, and the remedies."""
-    longest = max(sum(row[name] for name in _COLUMNS) for row in advice.table) or 1.0
+    longest = max(sum(row[name] for name in COLUMNS) for row in advice.table) or 1.0
     bars = []
     for row in advice.table:
         parts = "".join(
             f'<div style="width:{row[name] / longest:.3%};background:{color(number)}" '
             f'title="{name}: {row[name]:.2f} ms"></div>'
-            for number, name in enumerate(_COLUMNS)
+            for number, name in enumerate(COLUMNS)
         )
-        total = sum(row[name] for name in _COLUMNS)
+        total = sum(row[name] for name in COLUMNS)
         bars.append(
             f'<div class="row"><span>{escape(row["process"])}</span><div class="bar">{parts}</div>'
             f"<span>{total:.1f} ms</span></div>"
         )
     keys = "".join(
-        f'<span class="key" style="background:{color(number)}"></span>{name}' for number, name in enumerate(_COLUMNS)
+        f'<span class="key" style="background:{color(number)}"></span>{name}' for number, name in enumerate(COLUMNS)
     )
     rate = f", {advice.samples_per_second:.0f} samples/s" if advice.samples else ""
     remedies = "".join(

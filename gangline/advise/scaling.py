@@ -77,13 +77,8 @@ class StepTimes:
 def refined(times: Sequence[StepTimes], measure: Callable[[int, int], float], farthest: int) -> list[StepTimes]:
     """Measure where the lines through the measured times meet, until they meet near a batch size that was measured.
 
-    Args:
-        times: what was measured, by ascending number of devices.
-        measure: measures the seconds of a step for a number of devices and a batch size.
-        farthest: largest batch size to measure; it is measured too if the lines do not meet.
-
-    Returns:
-        The times with the batch sizes that were measured.
+    ``times`` are by ascending number of devices; ``measure`` returns the seconds of a step for a number of devices and
+    a batch size. If the lines do not meet, the farthest batch size is measured.
     """
     times = list(times)
     while farthest > 1 and max(one.seconds(farthest) for one in times) > _LONGEST_STEP:

@@ -70,15 +70,7 @@ class SplitPlan:
 
 
 def plan_splits(batch: int, ranks: Sequence[RankProfile]) -> list[SplitPlan]:
-    """Return the balanced split, the equal one, and the best one without the slowest rank if there are others.
-
-    Args:
-        batch: samples in the global batch.
-        ranks: speed and memory of each rank.
-
-    Raises:
-        ValueError: if the ranks together cannot hold the batch.
-    """
+    """Return the balanced split, the equal one, and the best one without the slowest rank if there are others."""
     caps = [rank.max_samples for rank in ranks]
     if not _holds(batch, caps):
         most = ", ".join(f"rank {index}: {cap}" for index, cap in enumerate(caps))
@@ -92,11 +84,9 @@ def plan_splits(batch: int, ranks: Sequence[RankProfile]) -> list[SplitPlan]:
     if len(ranks) > 1:
         slowest = max(range(len(ranks)), key=lambda index: ranks[index].time.seconds(batch))
         others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
-        if _holds(batch, others):
-            counts = shortest_step(batch, [rank.time for rank in ranks], caps=others)
-        else:  # shown although it does not fit
-            free = [0 if index == slowest else None for index in range(len(ranks))]
-            counts = shortest_step(batch, [rank.time for rank in ranks], caps=free)
+        if not _holds(batch, others):  # shown although it does not fit
+            others = [0 if index == slowest else None for index in range(len(ranks))]
+        counts = shortest_step(batch, [rank.time for rank in ranks], caps=others)
         plans.append(_plan(f"without rank {slowest}", counts, ranks))
     return plans
 
@@ -107,11 +97,6 @@ def _holds(batch: int, caps: Sequence[int | None]) -> bool:
 
 def _plan(name: str, counts: list[int], ranks: Sequence[RankProfile]) -> SplitPlan:
     rooms = [room for n, rank in zip(counts, ranks, strict=True) if (room := rank.room(n)) is not None]
-    caps = [rank.max_samples for rank in ranks]
-    return SplitPlan(
-        name,
-        counts,
-        step_seconds(counts, [rank.time for rank in ranks]),
-        all(cap is None or n <= cap for n, cap in zip(counts, caps, strict=True)),
-        min(rooms, default=None),
-    )
+    fits = all(rank.max_samples is None or n <= rank.max_samples for n, rank in zip(counts, ranks, strict=True))
+    seconds = step_seconds(counts, [rank.time for rank in ranks])
+    return SplitPlan(name, counts, seconds, fits, min(rooms, default=None))

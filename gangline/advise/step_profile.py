@@ -22,17 +22,11 @@ _GIB = float(2**30)
 def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> list[RankProfile] | None:
     """Measure a step on every rank of this job at the same time. Collective in a job.
 
-    Args:
-        step: runs forward and backward of so many samples on this rank's device, without other ranks.
-        sizes: numbers of samples, ascending, two or more.
-        runs: runs of each size; the median counts.
+    ``step`` runs forward and backward of so many samples on this rank's device, without other ranks; its error is
+    raised on all ranks. The median of the runs of each size counts.
 
     Returns:
         One profile per rank on rank 0, and None on the other ranks.
-
-    Raises:
-        RuntimeError: if memory does not suffice for the two smallest sizes.
-        Exception: an error of the step, on all ranks.
     """
     if num_workers() == 1:
         return [measure_step(step, sizes, runs)]
@@ -55,11 +49,7 @@ def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int
 
 
 def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> RankProfile:
-    """Measure a step on this rank; a size that does not fit into memory ends the series.
-
-    Raises:
-        RuntimeError: if memory does not suffice for the two smallest sizes.
-    """
+    """Measure a step on this rank; a size that does not fit into memory ends the series."""
     times: list[tuple[float, float, float]] = []
     peaks: list[tuple[float, float, float]] = []
     for size in sizes:

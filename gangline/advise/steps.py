@@ -15,6 +15,8 @@ from typing import Any
 
 PHASES = ("input", "forward", "backward", "update", "other")
 """Phases of a process's own work in a step."""
+COLUMNS = (*PHASES, "late", "transfer")
+"""All parts of a step, by their names in tables."""
 _FIRST_STEPS = 3
 """Steps at the beginning that are left out: they set up buckets, connections and memory."""
 _QUEUED = ("queue all_reduce", "queue reduce_scatter")
@@ -42,6 +44,11 @@ class Step:
     contexts: dict[str, float] = field(default_factory=dict)
     """Seconds of forward and backward of each thread that computes."""
 
+    @property
+    def work(self) -> float:
+        """Seconds of all `PHASES`."""
+        return sum(self.phases.values())
+
 
 @dataclass
 class ProcessSteps:
@@ -54,9 +61,9 @@ class ProcessSteps:
     waited_for_cores: float = 0.0
     """Share of the time of its threads in which they were ready to run, but had no core."""
 
-    def median(self, phase: str) -> float:
-        """Return the median seconds of a phase."""
-        return median(step.phases[phase] for step in self.steps)
+    def median(self, name: str) -> float:
+        """Return the median of a phase, or of another number of `Step`."""
+        return median(step.phases[name] if name in PHASES else getattr(step, name) for step in self.steps)
 
     @property
     def contexts(self) -> dict[str, float]:
@@ -100,15 +107,11 @@ class JobSteps:
     @property
     def samples(self) -> int:
         """Median number of samples of all processes in a step; 0 if it is unknown."""
-        return sum(int(median(step.samples for step in process.steps)) for process in self.processes)
+        return sum(int(process.median("samples")) for process in self.processes)
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a trace file.
-
-    Raises:
-        ValueError: if it is no such file.
-    """
+    """Return the events of a trace file."""
     text = path.read_text()
     try:
         try:
@@ -160,7 +163,7 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
                 *(sum(e["args"][name] for e in spans) for name in ("bytes", "payload_bytes")),
             ]
             compressed.append([total / len(process.steps) for total in totals])
-            transfers.append(median(step.transfer for step in process.steps))
+            transfers.append(process.median("transfer"))
     if not processes:
         raise ValueError(
             f"the timeline holds no process with more than {_FIRST_STEPS} training steps; record a longer run"

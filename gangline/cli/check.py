@@ -16,13 +16,11 @@ from gangline.doctor.finding import Check, Finding, Status, finding_of, findings
 from gangline.doctor.this_host import CHECKS, HOST_STEPS, check_host
 
 _JOB = "job"
-_MOST_HOSTS_IN_TABLE = 16
 
 
 def check(
     only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Run this check only; repeatable. A wrong name lists all."),
+        list[str] | None, typer.Option(metavar="NAME", help="Run this check only; repeatable. A wrong name lists all.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Deadline of each check, and for ranks to join.")
@@ -37,7 +35,7 @@ def check(
     names = _chosen([*(one.name for one in CHECKS), _JOB], only)
     findings: list[Finding] = []
     links: list[object] = []
-    table, is_silent = "", False
+    is_silent = False
     rank, size, problem = _place()
     if _JOB in names and problem:
         findings.append(Finding(Status.BROKEN, _JOB, problem, "`gangline env` shows what was found"))
@@ -49,7 +47,7 @@ def check(
             findings += findings_of(one, outcome)
         else:
             findings += map(finding_of, outcome.value["findings"])
-            links, table = outcome.value["links"], outcome.value["table"]
+            links = outcome.value["links"]
             is_silent = outcome.value["has_joined"] and rank != 0
             names = [] if outcome.value["has_joined"] else names  # each host has run them
     elif _JOB in names and only:
@@ -60,8 +58,6 @@ def check(
         write_json(json, {"findings": [asdict(finding) for finding in findings], "links": links})
         if json is None:
             print("\n".join(_lines(findings)))
-            if table and len(table.splitlines()) <= _MOST_HOSTS_IN_TABLE + 1:
-                print(f"\n{table}")
     raise typer.Exit(int(any(finding.status == Status.BROKEN for finding in findings)))
 
 

@@ -13,11 +13,10 @@ import psutil
 import typer
 
 from gangline.cli.launch import local_host
-from gangline.cli.options import JsonFile, print_table, write_json
+from gangline.cli.options import JsonFile, as_usage_errors, print_table, write_json
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.errors import UsageError
-from gangline.doctor.gpu_links import LinkMatrix, matrix_table, read_links
 from gangline.doctor.inventory import Device, device_table
 from gangline.doctor.this_host import check_host
 from gangline.launcher.binding import Host, bind
@@ -30,8 +29,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def env(
     workers: Annotated[
-        int | None,
-        typer.Option("-n", "--workers", metavar="N", min=1, help="Show the devices of each of N workers."),
+        int | None, typer.Option("-n", "--workers", metavar="N", min=1, help="Show the devices of each of N workers.")
     ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="GPUs of the workers, such as 0,2, as for `gangline launch`; with -n.")
@@ -47,13 +45,12 @@ def env(
         return
     if gpus is not None or idle_surplus:
         raise UsageError("--gpus and --idle-surplus describe a job; expected -n with them")
-    links = read_links()
-    devices = device_table(links)
+    devices = device_table()
     report = _report()
     write_json(json, {**report, "devices": {row.context: asdict(row) for row in devices}})
     if json is not None:
         return
-    show_devices(devices, links)
+    show_devices(devices)
     for section, values in report.items():
         print(section)
         for name, value in values.items():
@@ -61,15 +58,9 @@ def env(
 
 
 def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False, json: JsonFile = None) -> None:
-    """Print a table with the host, GPUs, cores and threads of each worker of a job.
-
-    Raises:
-        UsageError: if the hosts have fewer GPUs or slots than workers.
-    """
-    try:
+    """Print a table with the host, GPUs, cores and threads of each worker of a job."""
+    with as_usage_errors():
         bindings = bind(hosts, workers, idle_surplus=idle_surplus)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     threads = os.environ.get("OMP_NUM_THREADS")
     rows: list[dict[str, Any]] = [
         {
@@ -112,8 +103,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
-def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
-    """Print a table of devices, and one of the links between GPUs."""
+def show_devices(rows: Sequence[Device]) -> None:
+    """Print a table of devices, with the links between GPUs."""
     print_table(
         {
             "context": [row.context for row in rows],
@@ -121,12 +112,9 @@ def show_devices(rows: Sequence[Device], links: LinkMatrix) -> None:
             "free": [f"{row.memory_free / 2**30:.1f} GiB" for row in rows],
             "total": [f"{row.memory_total / 2**30:.1f} GiB" for row in rows],
             "capability": [row.compute_capability or "" for row in rows],
-            "display": ["" if row.display is None else "yes" if row.display else "no" for row in rows],
             "links": [", ".join(f"{peer} {link}" for peer, link in (row.peers or {}).items()) for row in rows],
         }
     )
-    if len(links) > 1:
-        print(f"\n{matrix_table(links)}")
 
 
 def _report() -> dict[str, dict[str, Any]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from gangline.cli.logs import logging_to_stderr
-from gangline.cli.options import loads_of, numbers, signals_of
+from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
@@ -29,8 +28,8 @@ from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, pars
 from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests
 from gangline.launcher.engines.kubernetes import text as text_of_manifests
 from gangline.launcher.engines.mpi import detect, mpi_table
-from gangline.launcher.engines.slurm import batch_script, is_within_job, slurm_table
-from gangline.launcher.engines.ssh import SshOptions, plan, run_on_hosts
+from gangline.launcher.engines.slurm import batch_script, slurm_table
+from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
 from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.local import control_socket, run
@@ -120,8 +119,7 @@ def launch(
         ),
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0),
+        float, typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0)
     ] = 10.0,
     max_restarts: Annotated[
         int,
@@ -242,52 +240,51 @@ def launch(
         described = text_of_manifests(manifests(job, KubernetesOptions(image, name, k8s_kind, count, grace)))
         raise typer.Exit(_feed(["kubectl", "apply", "-f", "-"], described, dry_run))
     options = tuple(engine_option or ())
-    if launcher == "slurm" and not is_within_job():
+    if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
         given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
         raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
     if launcher == "ray" and not dry_run:
         raise typer.Exit(_on_ray(job, grace, max_restarts))
-    timeouts, reports = StopTimeouts(stop=grace), Reports(log_dir)
-    if launcher == "ssh":
-        connection = SshOptions(ssh, remote_python, interface)
-        raise typer.Exit(_on_hosts(job, entries, connection, timeouts, reports, stops, max_restarts, dry_run))
-    try:
-        host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
-        with logging_to_stderr():
-            table = _table(job, host)
+    timeouts, connection = StopTimeouts(stop=grace), SshOptions(ssh, remote_python, interface)
+    host = Host()
+    if launcher != "ssh":
+        with as_usage_errors():
+            host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
+
+    def planned(job: JobSpec) -> list[Process]:
+        if launcher == "ssh":
+            return plan(job, entries, connection)
+        root_port, master_port = free_ports(2, host.address)
+        table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
         if launcher == "mpi":
-            table = mpi_table(table, mpirun, detect(mpirun), entries, options)
-        elif launcher == "slurm":
-            table = slurm_table(table, options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if launcher == "local":
-        _report_surplus(table, workers)
+            return mpi_table(table, mpirun, detect(mpirun), entries, options)
+        return slurm_table(table, options) if launcher == "slurm" else table
+
+    with as_usage_errors(), logging_to_stderr():
+        first = planned(job)
+    if launcher in ("local", "ssh"):
+        _report_surplus(first, workers)
     if dry_run:
-        _print_table(table)
+        _print_table(first, entries if launcher == "ssh" else ())
         return
 
     def attempt(restart: int) -> Outcome:
-        # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-        key = JobKey.new() if launcher == "local" else None
-        processes = _table(replace(job, restart=restart), host) if restart else table
+        table = planned(replace(job, restart=restart)) if restart else first
+        if launcher == "ssh":
+            connections = ssh_table(table, entries, connection, JobKey.new(), grace, log_dir)
+            return run(connections, timeouts, stop_signals=stops)
         return run(
-            processes,
+            table,
             timeouts,
-            key,
+            # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
+            JobKey.new() if launcher == "local" else None,
             stop_signals=stops,
-            reports=reports,
+            reports=Reports(log_dir),
             restart_processes=restart_processes,
             elastic=bounds,
         )
 
     raise typer.Exit(run_with_restarts(attempt, max_restarts))
-
-
-def _table(job: JobSpec, host: Host) -> list[Process]:
-    """Return the processes of a job on this host, with ports that are free now."""
-    root_port, master_port = free_ports(2, host.address)
-    return process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
 
 
 def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
@@ -301,43 +298,8 @@ def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: s
     return Host(resolved(name) if is_slurm else local_address(entries[0].name))
 
 
-def _on_hosts(
-    job: JobSpec,
-    entries: Sequence[HostEntry],
-    options: SshOptions,
-    timeouts: StopTimeouts,
-    reports: Reports,
-    stops: Collection[signal.Signals],
-    max_restarts: int,
-    dry_run: bool,
-) -> int:
-    """Run a job over ssh, or print its processes; return the exit code."""
-    try:
-        with logging_to_stderr():
-            planned = plan(job, entries, options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if dry_run:
-        for index, name in enumerate(planned.hosts):
-            print(f"# {name}")
-            _print_table([process for process in planned.table if process.host == index])
-        return 0
-    _report_surplus(planned.table, job.workers)
-
-    def attempt(restart: int) -> Outcome:
-        ssh_job = plan(replace(job, restart=restart), entries, options) if restart else planned
-        return run_on_hosts(ssh_job, options, timeouts, JobKey.new(), stop_signals=stops, reports=reports)
-
-    return run_with_restarts(attempt, max_restarts)
-
-
 def _submit(
-    job: JobSpec,
-    grace: float,
-    name: str,
-    options: Sequence[str],
-    given: Mapping[str, object],
-    dry_run: bool,
+    job: JobSpec, grace: float, name: str, options: Sequence[str], given: Mapping[str, object], dry_run: bool
 ) -> int:
     """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
@@ -372,11 +334,7 @@ def _on_ray(job: JobSpec, grace: float, max_restarts: int) -> int:
 
 
 def _check_used(context: typer.Context, launcher: Launcher) -> None:
-    """Check that the launcher uses all options that were given.
-
-    Raises:
-        UsageError: if it ignores one; the message names the launchers that use it.
-    """
+    """Check that the launcher uses all options that were given."""
     for name, launchers in _OF_LAUNCHERS.items():
         source = context.get_parameter_source(name)
         if launcher not in launchers and source is not None and source.name == "COMMANDLINE":
@@ -394,11 +352,9 @@ def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list
         raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
     if launcher not in ("ssh", "mpi") and (hostfile is not None or words is not None):
         raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
-    try:
+    with as_usage_errors():
         entries = parse_hosts(words) if words is not None else []
         entries = read_hostfile(hostfile) if hostfile is not None else entries
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if launcher == "mpi" and any(entry.gpus for entry in entries):
         raise UsageError("gpus= of a hostfile is for --launcher ssh; with mpirun each rank chooses by its local rank")
     return entries
@@ -408,10 +364,8 @@ def _bounds(elastic: str | None, workers: int, servers: int, work_load_list: str
     """Return the least and the most workers of --elastic."""
     if elastic is None:
         return None
-    try:
+    with as_usage_errors():
         least, most = parse_bounds(elastic, "--elastic")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     if not least <= workers <= most:
         raise UsageError(f"-n is {workers}; expected {least} to {most} workers, by --elastic")
     if not servers:
@@ -441,8 +395,11 @@ def resize(
     print(answer)
 
 
-def _print_table(table: Sequence[Process]) -> None:
-    print(*(process.shell_line() for process in table if not process.is_spare), sep="\n")
+def _print_table(table: Sequence[Process], hosts: Sequence[HostEntry]) -> None:
+    for index in sorted({process.host for process in table}) if hosts else [0]:
+        if hosts:
+            print(f"# {hosts[index].name}")
+        print(*(one.shell_line() for one in table if one.host == index and not one.is_spare), sep="\n")
 
 
 def _report_surplus(table: Sequence[Process], workers: int) -> None:
@@ -453,15 +410,7 @@ def _report_surplus(table: Sequence[Process], workers: int) -> None:
 
 
 def local_host(gpus: str | None, *, is_checked: bool = True) -> Host:
-    """Return this host with the GPUs of --gpus.
-
-    Args:
-        gpus: value of --gpus.
-        is_checked: check that the GPUs exist, and read their NUMA nodes.
-
-    Raises:
-        UsageError: if the words name no GPUs, or GPUs that do not exist.
-    """
+    """Return this host with the GPUs of --gpus; ``is_checked``: they must exist, and their NUMA nodes are read."""
     found = numbers("--gpus", gpus, int)
     if gpus is not None and (not found or min(found) < 0):
         raise UsageError(f"--gpus is {gpus!r}; expected numbers such as 0,2")

@@ -15,11 +15,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 
 
 def set_level(verbose: bool, quiet: bool) -> None:
-    """Set GANGLINE_LOG for this process and those that it starts.
-
-    Raises:
-        typer.BadParameter: if -v and -q are both given, or GANGLINE_LOG is not a level.
-    """
+    """Set GANGLINE_LOG for this process and those that it starts."""
     if verbose and quiet:
         raise typer.BadParameter("-v and -q are both given; expected one of them")
     if verbose or quiet:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gangline.collectives.errors import UsageError
+from gangline.collectives.errors import GanglineError, UsageError
 from gangline.collectives.host_files import write_text
 
 if TYPE_CHECKING:
@@ -51,11 +53,7 @@ class DeviceOptions:
     skip_unreadable: Annotated[int, data_option(help="Skip up to N unreadable images before failing.", min=0)] = 0
 
     def devices(self) -> str | list[Context]:
-        """Return the context argument of `Module`.
-
-        Raises:
-            UsageError: if more than one of --context, --gpus and --cpus is given.
-        """
+        """Return the context argument of `Module`."""
         given = {"--context": self.context, "--gpus": self.gpus, "--cpus": self.cpus}
         flags = [f"{flag} {value}" for flag, value in given.items() if value is not None]
         if len(flags) > 1:
@@ -87,12 +85,19 @@ def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
     return call
 
 
-def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = None) -> list[Any]:
-    """Parse numbers separated by commas; an empty list for None.
+@contextmanager
+def as_usage_errors() -> Iterator[None]:
+    """Raise `UsageError` for a wrong value in the block: another start of the same command would not help."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, GanglineError):  # of the job, not of this command
+            raise
+        raise UsageError(str(error)) from error
 
-    Raises:
-        UsageError: if a word is not a number, or if there are not ``count`` of them.
-    """
+
+def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = None) -> list[Any]:
+    """Parse numbers separated by commas; an empty list for None."""
     try:
         found = [kind(word) for word in words.split(",")] if words else []
     except ValueError:
@@ -103,11 +108,7 @@ def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = N
 
 
 def loads_of(words: str | None) -> list[float] | Literal["auto"]:
-    """Parse --work-load-list; an empty list for None.
-
-    Raises:
-        UsageError: if it is neither "auto" nor a list of numbers.
-    """
+    """Parse --work-load-list; an empty list for None."""
     if words == "auto":
         return "auto"
     try:
@@ -117,11 +118,7 @@ def loads_of(words: str | None) -> list[float] | Literal["auto"]:
 
 
 def image_shape_of(words: str | None) -> tuple[int, int, int] | None:
-    """Parse --image-shape, such as "3,64,64", to (channels, height, width); None for None.
-
-    Raises:
-        UsageError: if it is not such a shape.
-    """
+    """Parse --image-shape, such as "3,64,64", to (channels, height, width); None for None."""
     if words is None:
         return None
     channels, height, width = numbers("--image-shape", words or ",", int, 3)
@@ -131,11 +128,7 @@ def image_shape_of(words: str | None) -> tuple[int, int, int] | None:
 
 
 def per_channel(flag: str, words: str | None, channels: int) -> tuple[float, ...] | None:
-    """Parse one number per channel, or one number for all channels; None for None.
-
-    Raises:
-        UsageError: if there is another count of numbers.
-    """
+    """Parse one number per channel, or one number for all channels; None for None."""
     found = numbers(flag, words, float)
     if len(found) not in (0, 1, channels):
         raise UsageError(f"{flag} is {words!r}, {_counted(len(found))}; expected one, or {channels}, one a channel")
@@ -145,11 +138,7 @@ def per_channel(flag: str, words: str | None, channels: int) -> tuple[float, ...
 def normalization(
     mean: str | None, std: str | None, channels: int
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Parse --rgb-mean and --rgb-std for pixels in [0, 1]; numbers that are all above 1 are for 0 to 255, as MXNet's.
-
-    Raises:
-        UsageError: if there is another count of numbers, or some are above 1 and others are not.
-    """
+    """Parse --rgb-mean and --rgb-std for pixels in [0, 1]; numbers all above 1 are for 0 to 255, as MXNet's."""
     parsed = per_channel("--rgb-mean", mean, channels), per_channel("--rgb-std", std, channels)
     above = [number > 1 for numbers in parsed for number in numbers or ()]
     if not any(above):
@@ -165,22 +154,14 @@ def normalization(
 
 
 def metrics_of(top_k: int, num_classes: int | None) -> list[Any]:
-    """Return the metrics to score with: accuracy, and top-k accuracy if ``top_k`` is above 1.
-
-    Raises:
-        UsageError: if there are fewer than ``top_k`` classes.
-    """
+    """Return the metrics to score with: accuracy, and top-k accuracy if ``top_k`` is above 1."""
     if num_classes is not None and top_k > num_classes:
         raise UsageError(f"--top-k is {top_k}, but there are {num_classes} classes")
     return ["acc", *([("top_k_accuracy", {"top_k": top_k})] if top_k > 1 else [])]
 
 
 def check_network(checkpoint: object, metadata: Mapping[str, Any], network: str | None) -> None:
-    """Check that a checkpoint is of the network that --network names.
-
-    Raises:
-        UsageError: if it is of another one.
-    """
+    """Check that a checkpoint is of the network that --network names."""
     saved = metadata.get("network")
     if network is not None and saved not in (None, network):
         raise UsageError(f"checkpoint {checkpoint} is of network {saved}, but --network is {network}")
@@ -188,8 +169,6 @@ def check_network(checkpoint: object, metadata: Mapping[str, Any], network: str 
 
 def write_json(path: Path | None, value: Any) -> None:
     """Write a value as JSON to a file, or to stdout if the path is ``-``; do nothing if it is None."""
-    import json
-
     if path is None:
         return
     text = json.dumps(value, indent=1) + "\n"
@@ -213,11 +192,7 @@ def _counted(count: int) -> str:
 
 
 def signals_of(words: str | None) -> tuple[signal.Signals, ...]:
-    """Return the signals of words such as "TERM,USR1".
-
-    Raises:
-        UsageError: if one is unknown.
-    """
+    """Return the signals of words such as "TERM,USR1"."""
     names = [f"SIG{word.strip().upper().removeprefix('SIG')}" for word in (words or "").split(",") if word.strip()]
     for name in names:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):

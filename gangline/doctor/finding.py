@@ -11,9 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import Any, NamedTuple
+
+from gangline.collectives.processes.parent_death import die_with_parent
 
 
 class Status(StrEnum):
@@ -68,11 +71,8 @@ def run(
 ) -> list[Outcome]:
     """Run checks side by side, each in a child process, and return their outcomes in order.
 
-    Args:
-        checks: what to run.
-        seconds: deadline of each; its process group is killed when it passes.
-        arguments: keyword arguments of the functions, as JSON values.
-        environment: variables added to this process's environment.
+    The process group of a check is killed when its deadline passes. ``arguments`` are keyword arguments of the
+    functions, as JSON values; ``environment`` is added to this process's.
     """
     started: list[_Child] = []
     try:
@@ -106,9 +106,9 @@ class _Child:
     def __init__(self, check: Check, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        words = [check.module, check.function, json.dumps(arguments), str(os.getpid())]
+        call = f"run_in_child({check.module!r}, {check.function!r}, {json.dumps(arguments)!r}, {os.getpid()})"
         self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", f"{__package__}.child", *words],
+            [sys.executable, "-c", f"from {__name__} import run_in_child; {call}"],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -136,6 +136,16 @@ class _Child:
         self._process.wait()
         self._output.close()
         self._errors.close()
+
+
+def run_in_child(module: str, function: str, arguments: str, parent: int) -> None:
+    """Call the function of a module of this folder and print what it returns as JSON."""
+    die_with_parent(parent)
+    output = os.dup(1)
+    os.dup2(2, 1)  # libraries print to stdout, such as NCCL with NCCL_DEBUG
+    value = getattr(import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
+    with os.fdopen(output, "w") as file:
+        json.dump(value, file, default=asdict)
 
 
 def _key_descriptors() -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Links between the GPUs of this machine: a matrix, read through NVML, and its table.
+"""Links between the GPUs of this machine: a matrix, read through NVML.
 
 A link's bandwidth is an estimate from the hardware's own data: the number of NVLinks times their speed, or the PCIe
 bandwidth of the slower GPU times a factor that falls with the length of the path (a rule of thumb: rely on its order,
@@ -20,22 +20,21 @@ from gangline.launcher.topology import nvml_handle
 class LinkKind(Enum):
     """Kind of the link between two GPUs, from near to far; PCIe in the terms of `nvidia-smi topo`."""
 
-    SAME = ("X", "the GPU itself", 0.0)
-    NVLINK = ("NVLINK", "{lanes} between the two", 0.0)
-    NVSWITCH = ("NVSWITCH", "{lanes} of each to a switch", 0.0)
-    BOARD = ("same board", "PCIe on one board", 0.85)
-    PIX = ("PIX", "PCIe through one switch", 0.8)
-    PXB = ("PXB", "PCIe through several switches", 0.75)
-    PHB = ("PHB", "PCIe through a host bridge", 0.7)
-    NODE = ("NODE", "PCIe through host bridges of one NUMA node", 0.65)
-    SYS = ("SYS", "PCIe and the link between CPU sockets", 0.5)
-    PEER = ("P2P", "one reads the other's memory; NVML does not say how", 0.5)
-    HOST = ("host", "through the host's memory", 0.3)
-    UNKNOWN = ("unknown", "NVML does not say", 0.3)
+    SAME = ("X", 0.0)
+    NVLINK = ("NVLINK", 0.0)
+    NVSWITCH = ("NVSWITCH", 0.0)
+    BOARD = ("same board", 0.85)
+    PIX = ("PIX", 0.8)  # one switch
+    PXB = ("PXB", 0.75)  # several switches
+    PHB = ("PHB", 0.7)  # a host bridge
+    NODE = ("NODE", 0.65)  # host bridges of one NUMA node
+    SYS = ("SYS", 0.5)  # the link between CPU sockets
+    PEER = ("P2P", 0.5)  # one reads the other's memory; NVML does not say how
+    HOST = ("host", 0.3)  # the host's memory
+    UNKNOWN = ("unknown", 0.3)
 
-    def __init__(self, short: str, meaning: str, pcie_share: float) -> None:
-        self.short, self.meaning = short, meaning
-        self.pcie_share = pcie_share
+    def __init__(self, short: str, pcie_share: float) -> None:
+        self.short, self.pcie_share = short, pcie_share
         """Share of the PCIe bandwidth that the path leaves."""
         self.distance = len(type(self).__members__)
 
@@ -125,30 +124,6 @@ def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
         tuple(tuple(half[min(a, b), max(a, b)] for b in range(len(handles))) for a in range(len(handles))),
         tuple(_numa_node(nvml, handle) for handle in handles),
     )
-
-
-def matrix_table(matrix: LinkMatrix) -> str:
-    """Return the matrix as text in the layout of `nvidia-smi topo -m`, with a legend; "" for fewer than two GPUs."""
-    if len(matrix) < 2:
-        return ""
-    names = [f"gpu({gpu})" for gpu in range(len(matrix))]
-    nodes = ["" if node is None else str(node) for node in matrix.numa_nodes]
-    lines = [["", *names, "NUMA node"]]
-    lines += [[name, *map(str, row), node] for name, row, node in zip(names, matrix.links, nodes, strict=True)]
-    links = sorted({link for row in matrix.links for link in row}, key=lambda link: (link.kind.distance, -link.lanes))
-    width = max(len(str(link)) for link in links)
-    return "\n".join([aligned(lines), "", *(f"  {link!s:<{width}}  {_meaning(link)}" for link in links)])
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of words as text in columns."""
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    return "\n".join("".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _meaning(link: Link) -> str:
-    words = link.kind.meaning.format(lanes=f"{link.lanes} NVLink{'s' if link.lanes > 1 else ''}")
-    return words if math.isinf(link.gb_per_s) else f"{words}, about {link.gb_per_s:.0f} GB/s each way"
 
 
 def _remote_counts(nvml: Any, handle: Any) -> Counter[str]:

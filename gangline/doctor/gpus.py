@@ -106,15 +106,7 @@ def _synchronize(*tensors: torch.Tensor) -> None:
 
 
 def finding_of_copy(name: str, seconds: float, is_equal: bool, has_access: bool, estimate: float) -> Finding:
-    """Return the finding for a copy between two GPUs.
-
-    Args:
-        name: name of the finding.
-        seconds: time of the copy.
-        is_equal: False if it changed the bytes.
-        has_access: True if the GPUs have peer-to-peer access.
-        estimate: GB/s that the link should carry (`Link.gb_per_s`).
-    """
+    """Return the finding for a copy between two GPUs; ``estimate``: GB/s that the link should carry."""
     if not is_equal:
         remedy = (
             "an IOMMU or ACS redirects the copies: disable them (`iommu=pt`, ACS in the BIOS); until then "
@@ -132,10 +124,7 @@ def finding_of_copy(name: str, seconds: float, is_equal: bool, has_access: bool,
 def nccl(seconds: float, backend: str = "nccl", ranks: int | None = None) -> dict[str, Any]:
     """Reduce over all GPUs by NCCL, a process each; return ``ranks``, and if above 1 the rate and what was wrong.
 
-    Args:
-        seconds: time limit of a collective.
-        backend: backend of torch.distributed; those other than "nccl" reduce on the CPU.
-        ranks: number of processes; None for the number of GPUs.
+    A backend of torch.distributed other than "nccl" reduces on the CPU.
     """
     count = torch.cuda.device_count() if ranks is None else ranks
     if count < 2:

@@ -92,14 +92,10 @@ def dev_shm() -> list[Finding]:
             os.posix_fallocate(file.fileno(), 0, _WRITTEN_TO_DEV_SHM)
     except OSError as error:
         where = measured if error.errno == errno.ENOSPC else name
-        return [
-            Finding(
-                Status.BROKEN, name, f"cannot write {_size(_WRITTEN_TO_DEV_SHM)}: {error.strerror}, {where}", remedy
-            )
-        ]
-    if free < _LEAST_DEV_SHM:
-        return [Finding(Status.WARN, name, measured, remedy)]
-    return [Finding(Status.OK, name, measured)]
+        problem = f"cannot write {_size(_WRITTEN_TO_DEV_SHM)}: {error.strerror}, {where}"
+        return [Finding(Status.BROKEN, name, problem, remedy)]
+    is_low = free < _LEAST_DEV_SHM
+    return [Finding(Status.WARN if is_low else Status.OK, name, measured, remedy if is_low else "")]
 
 
 def temporary_folder() -> list[Finding]:
@@ -117,33 +113,27 @@ def temporary_folder() -> list[Finding]:
 
 
 def cross_memory_attach() -> list[Finding]:
-    """Check that one child reads another child's memory, as ranks of one host do."""
+    """Check that a child reads this process's memory, as ranks of one host read each other's."""
     name = "cross-memory attach"
     reading, writing = os.pipe()
+    own, owner = ctypes.create_string_buffer(_PROBE_BYTES), os.getpid()
 
     def read() -> float:
-        owner, address, content = json.loads(os.read(reading, 1 << 12))
+        content = os.read(reading, 1 << 12)  # written after the fork: it is not in the child's copy of the buffer
         target = ctypes.create_string_buffer(_PROBE_BYTES)
         ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
         begin = time.perf_counter()
-        cma.read(owner, address, ctypes.addressof(target), _PROBE_BYTES)
+        cma.read(owner, ctypes.addressof(own), ctypes.addressof(target), _PROBE_BYTES)
         seconds = time.perf_counter() - begin
-        if target.raw[: len(content)] != content.encode():
+        if target.value != content:
             raise OSError("the bytes that were read are not those that were written")
         return seconds
 
     with _Forked(read) as reader:
-
-        def offer() -> float:
-            content = secrets.token_hex(16)
-            own = ctypes.create_string_buffer(content.encode(), _PROBE_BYTES)
-            cma.allow_reads([reader.pid])
-            os.write(writing, json.dumps([os.getpid(), ctypes.addressof(own), content]).encode())
-            signal.pause()  # until it is killed
-            return 0.0
-
-        with _Forked(offer):
-            seconds, problem = reader.result()
+        cma.allow_reads([reader.pid])
+        own.value = secrets.token_hex(16).encode()
+        os.write(writing, own.value)
+        seconds, problem = reader.result()
     if not problem:
         return [Finding(Status.OK, name, f"one process reads another's memory, {_rate(seconds)}")]
     return [Finding(Status.SLOW, name, problem, f"{_cma_remedy()}; without it ranks copy large tensors once more")]

@@ -1,4 +1,4 @@
-"""Table of the devices of this machine: name, memory, compute capability and peer links."""
+"""Table of the devices of this machine: name, memory, compute capability and links."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from gangline.doctor.gpu_links import LinkMatrix, read_links
-from gangline.launcher.topology import nvml_handle
 
 
 @dataclass(frozen=True)
@@ -23,24 +21,16 @@ class Device:
     memory_free: int
     memory_total: int
     compute_capability: str | None = None
-    display: bool | None = None
-    """True if a display is attached: the desktop then uses some of the memory and time."""
     peers: dict[str, str] | None = None
     """The other GPUs, each with the nearest link to it."""
-
-
-@dataclass(frozen=True)
-class GPU(Device):
-    """Row for a GPU, with its position in the machine's topology."""
-
     peers_gb_per_s: dict[str, float] | None = None
     """Estimated GB/s of the link to each other GPU, in each direction."""
     numa_node: int | None = None
 
 
-def device_table(links: LinkMatrix | None = None) -> list[Device]:
-    """Return rows for the host and every GPU that torch sees, in torch's order; reads the links unless given."""
-    matrix = read_links() if links is None else links
+def device_table() -> list[Device]:
+    """Return rows for the host and every GPU that torch sees, in torch's order."""
+    matrix = read_links()
     return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
 
 
@@ -51,29 +41,19 @@ def _host() -> Device:
     return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", memory.available, memory.total)
 
 
-def _gpu(links: LinkMatrix, index: int) -> GPU:
+def _gpu(links: LinkMatrix, index: int) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     peers = {f"gpu({peer})": links.links[index][peer] for peer in range(len(links)) if peer != index}
-    return GPU(
+    return Device(
         f"gpu({index})",
         properties.name,
         free,
         total,
         f"{properties.major}.{properties.minor}",
-        _display(nvml_handle(index)),
         {peer: str(link) for peer, link in peers.items()},
         {peer: link.gb_per_s for peer, link in peers.items()},
         links.numa_nodes[index],
     )
-
-
-def _display(handle: Any) -> bool | None:
-    import pynvml
-
-    try:
-        return None if handle is None else bool(pynvml.nvmlDeviceGetDisplayMode(handle))
-    except pynvml.NVMLError:
-        return None

@@ -28,7 +28,6 @@ from gangline.doctor.links import (
     answer,
     findings_of_links,
     kind_of,
-    links_table,
     measure,
     problem_of,
     reach,
@@ -55,15 +54,11 @@ class _Member:
 
 
 def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the job of this process. Collective: all ranks must call it.
-
-    Args:
-        seconds: time to wait for other ranks, at the start and in each exchange.
-        names: checks of a host, which the first rank of each host runs.
+    """Check the job of this process, and by name the hosts, by the first rank of each. Collective.
 
     Returns:
-        ``findings`` and ``links`` of the whole job, equal on all ranks, and the ``table`` of the links. If this rank
-        has not joined the others, ``has_joined`` is False and the findings are its own.
+        ``findings`` and ``links`` of the whole job, equal on all ranks. If this rank has not joined the others,
+        ``has_joined`` is False and the findings are its own.
     """
     own = _scheduler(os.environ.get("DMLC_PS_ROOT_URI"), os.environ.get("DMLC_PS_ROOT_PORT", ""))
     try:
@@ -92,7 +87,7 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _alone(own: Sequence[Finding], closed: Finding) -> dict[str, Any]:
-    return {"findings": [asdict(one) for one in (*own, closed)], "links": [], "table": "", "has_joined": False}
+    return {"findings": [asdict(one) for one in (*own, closed)], "links": [], "has_joined": False}
 
 
 def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
@@ -192,7 +187,6 @@ def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> di
         else:  # the ranks would wait for each other until a time limit
             reduced = Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other")
         findings += [*(findings_of_links(links, names) if links else []), reduced]
-        table = links_table(links, names) if links else ""
     finally:
         if server is not None:
             server.close()
@@ -206,7 +200,6 @@ def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> di
     return {
         "findings": [*shown, asdict(joined), *map(asdict, findings)],
         "links": [{**asdict(link), "from": names[link.source], "to": names[link.target]} for link in links],
-        "table": table,
         "has_joined": True,
     }
 
@@ -269,20 +262,10 @@ def _measure(
 
     A host sends to or receives from one other at a time: both directions at once would slow down each other, as a full
     queue also delays acknowledgements.
-
-    Args:
-        rendezvous: of all ranks.
-        firsts: first rank of each host.
-        links: links between the hosts.
-        seconds: time limit of a call.
     """
     name = "all-reduce of the job"
     with open_communicator(
-        rendezvous.rank,
-        rendezvous.size,
-        rendezvous.exchange,
-        timeout=seconds,
-        tcp_host=rendezvous.interface(),
+        rendezvous.rank, rendezvous.size, rendezvous.exchange, timeout=seconds, tcp_host=rendezvous.interface()
     ) as comm:
         measured = measure_all_reduce(comm)
         ranks = [first.rank for first in firsts]

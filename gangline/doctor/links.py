@@ -14,7 +14,6 @@ import torch
 
 from gangline.collectives.communicator import Communicator
 from gangline.doctor.finding import Finding, Status
-from gangline.doctor.gpu_links import aligned
 
 CONNECT_SECONDS = 5.0
 SEND_SECONDS = 0.5
@@ -100,19 +99,16 @@ def reach(link: LinkReport, port: int) -> LinkReport:
 
 def measure(comm: Communicator, link: LinkReport, other: int) -> None:
     """Fill in latency, clock skew and bandwidth to a rank that calls `answer` at the same time."""
-    clock, trips = torch.zeros(1, dtype=torch.float64, device="cpu"), []
+    number, block = _buffers()
+    trips = []
     for _ in range(_PINGS):
         begin, sent = time.perf_counter(), time.time()
-        comm.send(clock, other)
-        comm.recv(clock, other)
+        comm.send(number, other)
+        comm.recv(number, other)
         seconds = time.perf_counter() - begin
-        trips.append((seconds, clock.item() - sent - seconds / 2))
+        trips.append((seconds, number.item() - sent - seconds / 2))
     link.latency = statistics.median(seconds for seconds, _ in trips)
     link.skew = min(trips)[1]  # the fastest trip bounds it best
-    block, number = (
-        torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu"),
-        torch.zeros(1, dtype=torch.float64, device="cpu"),
-    )
     begin = time.perf_counter()
     comm.send(block, other)
     comm.recv(number, other)
@@ -126,10 +122,7 @@ def measure(comm: Communicator, link: LinkReport, other: int) -> None:
 
 def answer(comm: Communicator, other: int) -> None:
     """Answer the measurement of another rank."""
-    number, block = (
-        torch.zeros(1, dtype=torch.float64, device="cpu"),
-        torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu"),
-    )
+    number, block = _buffers()
     for _ in range(_PINGS):
         comm.recv(number, other)
         comm.send(number.fill_(time.time()), other)
@@ -142,6 +135,10 @@ def answer(comm: Communicator, other: int) -> None:
     for _ in range(count - 1):
         comm.recv(block, other)
     comm.send(number.fill_((count - 1) * _BLOCK / max(time.perf_counter() - begin, 1e-6)), other)
+
+
+def _buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, dtype=torch.float64, device="cpu"), torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
 
 
 def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
@@ -195,20 +192,6 @@ def _clocks(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
     side = "ahead of" if most > 0 else "behind"
     remedy = "set all clocks by a time server (`timedatectl set-ntp true`, chrony): logs and file times are compared"
     return [Finding(Status.WARN, "clocks", f"{names[host]} is {abs(most):.1f} s {side} {names[0]}", remedy)]
-
-
-def links_table(links: Sequence[LinkReport], names: Sequence[str]) -> str:
-    """Return the links as text, a line for each host that sends and a column for each that receives."""
-    cells = {(link.source, link.target): _cell(link) for link in links}
-    hosts = range(len(names))
-    lines = [["from \\ to", *names]]
-    lines += [[names[source], *(cells.get((source, target), "") for target in hosts)] for source in hosts]
-    return aligned(lines)
-
-
-def _cell(link: LinkReport) -> str:
-    measured = f"{link.bytes_per_s / 1e6:.1f} MB/s, {link.latency * 1e6:.0f} us" if link.bytes_per_s else "reached"
-    return link.kind or measured
 
 
 def _name(link: LinkReport, names: Sequence[str]) -> str:

@@ -35,18 +35,8 @@ def run(
     If a process fails, the others are stopped. SIGINT, SIGTERM and SIGHUP stop all processes; a second signal kills
     them at once. Call it from the main thread.
 
-    Args:
-        job: options of the job; each worker runs its command.
-        grace: seconds from SIGTERM until processes are killed.
-        max_restarts: number of times that the job starts again after a failure, on new actors.
-        placement: resources of the actors.
-        address: address of the cluster; None: that of RAY_ADDRESS, or a cluster of this machine, started if needed.
-
     Returns:
         The exit code, as of the launcher of this machine: 0, or that of the first failure of the last start.
-
-    Raises:
-        RuntimeError: if the cluster does not have the resources.
     """
     is_own = in_cluster(address)
 

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from gangline.collectives.environments.job_key import DESCRIPTOR, JobKey, open_descriptor
 from gangline.collectives.liveness.process_state import boot_id
 from gangline.launcher.binding import LOCALHOST, Host
-from gangline.launcher.function_process import LAUNCHER, describe_job, search_path
+from gangline.launcher.function_process import search_path, start_launcher
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 
 _OWN_TO_NODE = ("PATH", "OMP_NUM_THREADS")
@@ -52,45 +52,25 @@ class Member:
         """Return this host's address, its name, and two free ports."""
         return ray.util.get_node_ip_address(), f"{socket.gethostname()} {boot_id()}", free_ports(2)
 
-    def call(self, environment: Mapping[str, str | None], key: str | None, fn: Callable[..., Any], args: Any) -> Any:
-        """Call a function in this process, which gets the variables first."""
-        for name, value in _with_key(environment, key).items():
+    def call(self, environment: Mapping[str, str | None], key: str, fn: Callable[..., Any], args: Any) -> Any:
+        """Call a function in this process, which gets the variables and the job's key first."""
+        known = JobKey.from_hex(key)
+        own = {"GANGLINE_JOB_ID": known.job_id(), **environment, DESCRIPTOR: str(open_descriptor(known))}
+        for name, value in own.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
         return fn(*args)
 
-    def start(self, table: Sequence[Process], key: str | None, grace: float, is_relayed: bool) -> None:
-        """Start processes under a launcher, which leaves none of them behind and ends with this actor.
-
-        Args:
-            table: the processes.
-            key: the job's key.
-            grace: seconds from SIGTERM until processes are killed.
-            is_relayed: pass the output to `output`; else it goes to Ray's log.
-        """
-        own = _with_key({}, key)
-        descriptors = [int(own[DESCRIPTOR] or "")] if DESCRIPTOR in own else []
+    def start(self, table: Sequence[Process], key: str, grace: float, is_relayed: bool) -> None:
+        """Start processes under a launcher; ``is_relayed``: their output goes to `output`, else to Ray's log."""
         pipe = subprocess.PIPE if is_relayed else None
-        self._popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
-            LAUNCHER,
-            env={
-                **os.environ,
-                "PYTHONPATH": search_path(os.environ),
-                **{k: v for k, v in own.items() if v is not None},
-            },
-            stdin=subprocess.PIPE,
-            stdout=pipe,
-            stderr=pipe,
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-        for one in descriptors:
-            os.close(one)
-        assert self._popen.stdin is not None
-        with self._popen.stdin as stdin:
-            stdin.write(describe_job([_on_this_host(one) for one in table], grace))
+        environment = {**os.environ, "PYTHONPATH": search_path(os.environ)}
+        here = [
+            one if one.role == "worker" else replace(one, command=(sys.executable, *one.command[1:])) for one in table
+        ]
+        self._popen = start_launcher(here, environment, grace, stdout=pipe, stderr=pipe, key=key)
 
     def finish(self) -> int:
         """Wait for the processes and return their exit code."""
@@ -128,15 +108,7 @@ class Member:
 class Job:
     """Actors of one job in a placement group, with each process's environment; closing it ends all of them.
 
-    Args:
-        job: the job's options.
-        placement: resources.
-        is_function: workers are called in the actor's process, else they are processes of their own.
-        env: variables of all processes.
-        key: the job's key, if it has one.
-
-    Raises:
-        RuntimeError: if the cluster does not have the resources in time.
+    Workers are called in the actor's process (``is_function``), else they are processes of their own.
     """
 
     def __init__(
@@ -148,7 +120,7 @@ class Job:
         self.servers: list[Any] = []
         self.calls: list[Any] = []
         """References of calls whose errors Ray would log if nobody asked for them."""
-        self.key: str | None = key.hex()
+        self.key = key.hex()
         try:
             _wait_until_placed(self._group, resources, placement.timeout)
             actors = [
@@ -181,8 +153,7 @@ class Job:
 def in_cluster(address: str | None) -> bool:
     """Connect this program to a Ray cluster unless it is connected; return True if it was not.
 
-    Args:
-        address: address of the cluster; None: that of RAY_ADDRESS, or a cluster of this machine, started if needed.
+    The cluster is that of the address, of RAY_ADDRESS, or one of this machine, started if needed.
     """
     if ray.is_initialized():
         return False
@@ -227,12 +198,11 @@ def _tables(job: JobSpec, hosts: Sequence[tuple[str, str, list[int]]], env: Mapp
         "DMLC_PS_ROOT_URI": LOCALHOST if is_one_host else first_server[0],
         "MASTER_ADDR": LOCALHOST if is_one_host else hosts[0][0],
     }
-    passed_on = {name: os.environ[name] for name in job.passed_on}
     tables: list[list[Process]] = [[] for _ in hosts]
     for one in table:
-        own: dict[str, str | None] = {**one.environment, **passed_on, **env}
+        own: dict[str, str | None] = {**one.environment, **env}
         for name in _OWN_TO_NODE:
-            if name not in env and name not in passed_on:
+            if name not in env and name not in job.passed_on:
                 own.pop(name, None)
         own |= {name: address for name, address in addresses.items() if name in own}
         index = one.rank or 0
@@ -244,18 +214,3 @@ def _tables(job: JobSpec, hosts: Sequence[tuple[str, str, list[int]]], env: Mapp
             index += job.workers
         tables[index].append(replace(one, environment=own))
     return tables
-
-
-def _on_this_host(process: Process) -> Process:
-    """Return a server or scheduler with this host's Python."""
-    if process.role == "worker":
-        return process
-    return replace(process, command=(sys.executable, *process.command[1:]))
-
-
-def _with_key(environment: Mapping[str, str | None], key: str | None) -> dict[str, str | None]:
-    """Return the variables with a descriptor that holds the key, and the job id as the launcher derives it."""
-    if key is None:
-        return dict(environment)
-    known = JobKey.from_hex(key)
-    return {"GANGLINE_JOB_ID": known.job_id(), **environment, DESCRIPTOR: str(open_descriptor(known))}

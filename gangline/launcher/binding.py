@@ -91,14 +91,7 @@ def bind(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False) -> 
     Each worker has GPUs of its own: those of a host are assigned to its workers in turn. Its cores are an equal part of
     those on the NUMA node of its first GPU; without GPUs, or where no node is known, an equal part of the host's cores.
     Hardware threads of one core stay together. Workers of a host with fewer CPUs than workers are not bound to any.
-
-    Args:
-        hosts: hosts in the order of the ranks.
-        workers: number of workers.
-        idle_surplus: leave out workers beyond the hosts' GPUs or slots instead of raising an error.
-
-    Raises:
-        ValueError: if the hosts have fewer GPUs or slots than workers, or there is no host.
+    With ``idle_surplus`` workers beyond the hosts' GPUs or slots are left out; without it they are an error.
     """
     if not hosts:
         raise ValueError("a job has no hosts; expected at least one")

@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -34,8 +36,6 @@ importing_script = False
 
 _PACKAGES = str(Path(__file__).absolute().parents[3])
 _Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
-_LENGTH = 8
-"""Bytes of a result's length, written after the result."""
 
 
 class FunctionTask(NamedTuple):
@@ -77,20 +77,35 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)  # noqa: S301
 
 
-LAUNCHER = (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()")
-"""Command of a job's launcher; standard input is what `describe_job` returns."""
+def start_launcher(
+    table: Sequence[Process],
+    environment: Mapping[str, str],
+    grace: float,
+    *,
+    stdout: int | None,
+    stderr: int | None,
+    failure: int | None = None,
+    key: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start the launcher of a job as a child process, which leaves none of its processes behind and ends with this one.
 
-
-def describe_job(table: Sequence[Process], grace: float, failure: int | None = None) -> bytes:
-    """Return the standard input of `launch_job`, whose parent is this process.
-
-    Args:
-        table: processes of the job.
-        grace: seconds from SIGTERM until processes are killed.
-        failure: inherited descriptor for the text that names the first failure.
+    ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
+    first failure; ``key``: the job's key as hexadecimal digits, None for that of this process or a new one.
     """
-    described = [{**asdict(one), "environment": dict(one.environment)} for one in table]
-    return json.dumps([os.getpid(), failure, grace, described]).encode()
+    popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
+        (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        bufsize=0,
+        pass_fds=() if failure is None else (failure,),
+        start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
+    )
+    assert popen.stdin is not None
+    with suppress(BrokenPipeError), popen.stdin as pipe:
+        pipe.write(json.dumps([os.getpid(), failure, key, grace, [asdict(one) for one in table]]).encode())
+    return popen
 
 
 def search_path(inherited: Mapping[str, str]) -> str:
@@ -100,21 +115,17 @@ def search_path(inherited: Mapping[str, str]) -> str:
 
 
 def launch_job() -> None:
-    """Run the launcher of a job, as standard input describes it (`describe_job`), and exit with the job's code."""
-    parent, failure, grace, table = json.load(sys.stdin)
+    """Run the launcher of a job, as `start_launcher` describes it, and exit with the job's code."""
+    parent, failure, digits, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
-    on_failure = None if failure is None else partial(_write_text, failure)
-    processes = [Process(**{**one, "command": tuple(one["command"]), "cpus": tuple(one["cpus"])}) for one in table]
-    reports = Reports(on_failure=on_failure)
-    raise SystemExit(run(processes, StopTimeouts(stop=grace), job_key() or JobKey.new(), reports=reports).code)
+    key = JobKey.from_hex(digits) if digits else job_key() or JobKey.new()
+    reports = Reports(on_failure=None if failure is None else partial(_write_text, failure))
+    processes = [Process.from_plain(one) for one in table]
+    raise SystemExit(run(processes, StopTimeouts(stop=grace), key, reports=reports).code)
 
 
 def work(task_path: str) -> None:
-    """Call the function of a task in this worker and write its result or error.
-
-    Args:
-        task_path: path of the pickled `FunctionTask`.
-    """
+    """Call the function of a task, a pickled `FunctionTask`, in this worker and write its result or error."""
     with open(task_path, "rb") as file:
         task: FunctionTask = unpack(file.read())
     rank = int(os.environ["RANK"])
@@ -140,23 +151,18 @@ def work(task_path: str) -> None:
 
 def read_result(fd: int) -> Any:
     """Return what a worker wrote to this file, as (kind, value); None if it wrote nothing or not all."""
-    length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
-    if not length:
-        return None
     with open(fd, "rb", closefd=False) as file:
-        file.seek(_LENGTH)
-        return unpack(file.read(length))
+        try:
+            return unpack(file.read())
+        except (EOFError, pickle.UnpicklingError):  # the end of a pickle is missing
+            return None
 
 
 def _write_result(path: str, packed: bytes) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with open(path, "r+b") as file:
-        file.seek(_LENGTH)
         file.write(packed)
-        file.flush()
-        file.seek(0)
-        file.write(len(packed).to_bytes(_LENGTH, "little"))
 
 
 def _write_text(fd: int, text: str) -> None:

@@ -20,12 +20,11 @@ from gangline.collectives.workload import check_work_load_list
 from gangline.launcher import function_process
 from gangline.launcher.function_process import (
     HAS_CLOUDPICKLE,
-    LAUNCHER,
     FunctionTask,
-    describe_job,
     pack,
     read_result,
     search_path,
+    start_launcher,
 )
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.topology import read_host
@@ -129,36 +128,21 @@ class _Launcher:
         own = {pipe: _is_own(pipe, fd) for pipe, fd in ((sys.stdout, 1), (sys.stderr, 2))}
         for pipe in own:
             pipe.flush()
-        self._popen = subprocess.Popen(  # noqa: S603  this interpreter, and no outside input
-            LAUNCHER,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=None if own[sys.stdout] else subprocess.PIPE,
-            stderr=None if own[sys.stderr] else subprocess.PIPE,
-            bufsize=0,
-            pass_fds=[failure],
-            start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
-        )
+        stdout, stderr = (None if own[pipe] else subprocess.PIPE for pipe in (sys.stdout, sys.stderr))
+        self._popen = start_launcher(table, environment, grace, stdout=stdout, stderr=stderr, failure=failure)
         self._selector = selectors.DefaultSelector()
         for source, target in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr)):
             if source is not None:
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(source, selectors.EVENT_READ, (decoder, target))
-        self._input = describe_job(table, grace, failure)
 
     def run(self, timeout: float | None, began: float, results: Sequence[int]) -> int:
         """Relay output until the job has ended; return its exit code. Stop the job on any exception.
 
-        Args:
-            timeout: seconds until the job is stopped; None: no limit.
-            began: monotonic time from which they count.
-            results: file of each worker's result.
+        ``timeout`` counts from the monotonic time ``began``; ``results``: the file of each worker's result.
         """
-        assert self._popen.stdin is not None
         deadline = None if timeout is None else began + timeout
         try:
-            with suppress(BrokenPipeError), self._popen.stdin as pipe:
-                pipe.write(self._input)
             if not self._relay(deadline):
                 missing = [rank for rank, file in enumerate(results) if not os.fstat(file).st_size]
                 names = name_ranks(missing or [0]).replace("rank", "worker")
@@ -207,12 +191,9 @@ class _Launcher:
 
 
 def _results(files: Sequence[int], code: int, reason: str) -> list[Any]:
-    """Return the results of a job that has ended, or raise its first failure.
+    """Return the results of a job that ended with this exit code, or raise its first failure.
 
-    Args:
-        files: file of each worker's result.
-        code: exit code of the job.
-        reason: the launcher's text about the first process that failed; "" if none did.
+    ``reason`` is the launcher's text about the first process that failed; "" if none did.
     """
     outcomes = [read_result(file) for file in files]
     size = len(outcomes)

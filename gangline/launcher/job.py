@@ -13,16 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from gangline.collectives.environments.restart import (
-    ELASTIC,
-    INCARNATION,
-    LEAVING,
-    PROCESS_RESTARTS,
-    RESTART,
-    RUN_ID,
-)
+from gangline.collectives.environments.restart import ELASTIC, INCARNATION, LEAVING, PROCESS_RESTARTS, RESTART, RUN_ID
 from gangline.collectives.transports import unix_sockets
 from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bind
 
@@ -31,15 +24,7 @@ _log = logging.getLogger("gangline")
 _SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 _ATTEMPTS = 100
-_NOT_INHERITED = (
-    "DMLC_WORKER_ID",
-    "DMLC_SERVER_ID",
-    INCARNATION,
-    LEAVING,
-    PROCESS_RESTARTS,
-    ELASTIC,
-    _LOADS,
-)
+_NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, LEAVING, PROCESS_RESTARTS, ELASTIC, _LOADS)
 """Variables of an outer job, removed if the launcher itself runs in a worker."""
 
 
@@ -56,7 +41,7 @@ class JobSpec:
     passed_on: tuple[str, ...] = ()
     """Names of environment variables that every process gets."""
     binds_cores: bool = True
-    """Let each worker run on its own cores only."""
+    """Bind each worker to cores of its own."""
     idle_surplus: bool = False
     """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
     restart: int = 0
@@ -107,6 +92,11 @@ class Process:
         """Name in the launcher's output: "worker 0" or "scheduler"."""
         return self.role if self.rank is None else f"{self.role} {self.rank}"
 
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> Process:
+        """Return a process from what `dataclasses.asdict` gave, after its way as JSON."""
+        return cls(**{**fields, "command": tuple(fields["command"]), "cpus": tuple(fields["cpus"])})
+
     def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return all variables of the process, given those it inherits."""
         merged = {**inherited, **self.environment}
@@ -127,16 +117,6 @@ def process_table(
 
     The scheduler and worker 0 are on the first host, the servers on all hosts in turn. `bind` assigns the workers'
     hosts, GPUs and cores; OMP_NUM_THREADS and NCCL_SHM_USE_CUDA_MEMCPY stay as they are if they are set.
-
-    Args:
-        job: options of the job.
-        inherited: environment that the processes inherit.
-        root_port: TCP port of the scheduler (DMLC_PS_ROOT_PORT).
-        master_port: TCP port of the store that torch.distributed and gangline.connect() use (MASTER_PORT).
-        hosts: hosts of the job, in the order of the workers' ranks.
-
-    Raises:
-        ValueError: if a variable to pass on is not set, or the hosts have fewer GPUs or slots than workers.
     """
     places = job.workers if job.elastic is None else job.elastic[1]
     bindings = bind(hosts, places, idle_surplus=job.idle_surplus)
@@ -231,9 +211,6 @@ def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
     """Return ``count`` distinct TCP ports that are free now at an address of this host, and so are their Unix sockets.
 
     On one host, nothing of a job listens at the ports themselves: they name Unix sockets.
-
-    Raises:
-        OSError: if none are found.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(_ATTEMPTS):

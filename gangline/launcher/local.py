@@ -41,14 +41,9 @@ def run(
     SIGTERM and SIGHUP stop all processes; a second signal kills them at once. SIGINT and SIGHUP stay ignored if they
     were ignored before, as under nohup. Servers and the scheduler end by themselves after the last worker.
 
-    Args:
-        processes: processes of the job, as of `process_table`; each gets its own session and an empty standard input.
-        timeouts: time limits for processes that should end.
-        key: key of the job, which every process gets by an inherited descriptor.
-        stop_signals: further signals that stop all processes.
-        reports: where the output goes, beside standard output and error.
-        restart_processes: number of workers and servers that are started again, each alone, instead of ending the job.
-        elastic: least and most workers, if their number may change (`control_socket`).
+    Each process gets its own session, an empty standard input, and the job's key by an inherited descriptor.
+    ``restart_processes`` workers and servers are started again, each alone, instead of ending the job. ``elastic`` is
+    the least and the most workers, if their number may change (`control_socket`).
 
     Returns:
         The exit code, and whether a signal stopped the job. The code is 0 if all workers succeeded, else that of the

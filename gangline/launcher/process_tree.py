@@ -21,11 +21,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(spared: Collection[int] = ()) -> set[int]:
-    """Return the process ids of running children, their children and so on.
-
-    Args:
-        spared: process ids to leave out, with their descendants.
-    """
+    """Return the process ids of running children, their children and so on, without those spared and their children."""
     found = {process.pid for process in psutil.Process().children(recursive=True) if _is_running(process)}
     for pid in found.intersection(spared):
         found.discard(pid)
@@ -44,10 +40,7 @@ def send_program(leader: int, number: int) -> None:
     """Send a signal to a process and to the others of its group, except those that Python's multiprocessing started.
 
     A program ends its own workers, such as those of a DataLoader, which it needs until it has written a checkpoint.
-
-    Args:
-        leader: process id of the leader of a group, which has not been waited for.
-        number: the signal.
+    The leader of the group has not been waited for.
     """
     members = []
     with suppress(psutil.NoSuchProcess):

@@ -40,10 +40,6 @@ def run_with_restarts(attempt: Callable[[int], Outcome], max_restarts: int) -> i
     """Run a job, again after each failure; return the exit code of the last attempt.
 
     A job that a signal to the launcher stopped is not started again, nor one that ended with a code of `FINAL`.
-
-    Args:
-        attempt: runs the job until nothing is left of it; its argument is the number of restarts so far.
-        max_restarts: number of restarts after which a failure ends the job.
     """
     restart = 0
     try:

@@ -105,14 +105,7 @@ class Supervisor:
     """Runs the processes of one job; needs the main thread of a process that adopts orphans."""
 
     def __init__(self, timeouts: StopTimeouts, stops: Collection[int], mask: Collection[int], reports: Reports) -> None:
-        """Install signal handlers.
-
-        Args:
-            timeouts: time limits for processes that should end.
-            stops: signals that stop the job.
-            mask: signal mask to set once the handlers are installed.
-            reports: where output and failures go.
-        """
+        """Install signal handlers; then set this signal mask."""
         self._timeouts = timeouts
         self._reports = reports
         self._output = Output(host=reports.host)
@@ -185,11 +178,7 @@ class Supervisor:
     ) -> int:
         """Run the processes until they and all their descendants have ended; return the job's exit code.
 
-        Args:
-            processes: processes of the job.
-            key: key of the job, for all processes.
-            restart_processes: number of workers and servers to start again alone.
-            elastic: bounds of the workers, if they may change; None: they do not.
+        ``restart_processes`` of them, workers and servers, start again alone.
         """
         self._key, self._restarts_left = key, restart_processes
         if elastic is not None:

@@ -35,9 +35,6 @@ def read_host(
         address: address at which the other hosts reach this one.
         slots: largest number of workers; None: one for each GPU, and any number without `gpus`.
         root: where sysfs is mounted.
-
-    Raises:
-        ValueError: if a GPU is not in CUDA_VISIBLE_DEVICES.
     """
     nodes = [numa_node(where, root) for where in addresses]
     names = _visible_names(gpus, variables.get("CUDA_VISIBLE_DEVICES"))

@@ -125,9 +125,6 @@ class Loss(ABC):
 class L2Loss(Loss):
     """Half of the squared error."""
 
-    def __init__(self, weight: float = 1.0, batch_axis: int = 0) -> None:
-        super().__init__(weight, batch_axis)
-
     def losses(self, pred: Tensor, label: Tensor) -> Tensor:
         """Return the losses of all elements."""
         return (pred - label.view(pred.shape)).square() / 2

@@ -181,11 +181,7 @@ class Module:
     # Optimizer
 
     def init_optimizer(
-        self,
-        kvstore: Any = "local",
-        optimizer: Any = "sgd",
-        optimizer_params: Any = _RATE,
-        force_init: bool = False,
+        self, kvstore: Any = "local", optimizer: Any = "sgd", optimizer_params: Any = _RATE, force_init: bool = False
     ) -> None:
         """Set store and optimizer; the gradient is the mean over the batches of all workers.
 

@@ -25,9 +25,7 @@ class Late:
 def late_processes(processes: Sequence[ProcessStatus], least: float = 0.0) -> list[Late]:
     """Return the processes of one job that others wait for while they wait for nobody, the longest awaited first.
 
-    Args:
-        processes: those of one job.
-        least: seconds from which a wait counts.
+    Waits of less than ``least`` seconds do not count.
     """
     waits = [wait for process in processes for part in process.parts for wait in part["waits"]]
     waits = [wait for wait in waits if wait["seconds"] >= least]

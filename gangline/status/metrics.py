@@ -14,14 +14,9 @@ _LABELS = ("job", "host", "process")
 
 
 def serve_metrics(address: str) -> int:
-    """Serve metrics in a thread; each request asks all processes. Return the port.
+    """Serve metrics at [HOST:]PORT in a thread; each request asks all processes. Return the port.
 
-    Args:
-        address: PORT or HOST:PORT; the host is 127.0.0.1 unless given, the port any free one if 0.
-
-    Raises:
-        UsageError: if the address is invalid, or prometheus-client is not installed.
-        OSError: if it cannot be bound.
+    The host is 127.0.0.1 unless given, the port any free one if 0.
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit():

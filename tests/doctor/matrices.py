@@ -37,7 +37,6 @@ CUBE_MESH = matrix(  # DGX-1 with 8 V100, EC2 p3.16xlarge: 6 NVLinks per GPU, tw
     (0, 0, 0, 0, 1, 1, 1, 1),
 )
 BRIDGE = matrix("X NV4 \n NV4 X", (0, 0))  # 2 A40 joined by a bridge
-ONE = matrix("X", (None,))
 NONE = LinkMatrix()
 
 

@@ -102,7 +102,7 @@ def test_hosts_that_reach_each_other_are_measured_and_reduce() -> None:
     assert lines["rendezvous"]["measured"] == "4 ranks on 2 hosts"
     assert lines["all-reduce of the job"]["measured"].startswith("right by ")
     assert [(one["source"], one["target"], one["problem"]) for one in found[0]["links"]] == [(0, 1, ""), (1, 0, "")]
-    assert found[0]["table"].count("MB/s, ") == 2
+    assert all(one["bytes_per_s"] > 0 and one["latency"] > 0 for one in found[0]["links"])
 
 
 @pytest.mark.slow

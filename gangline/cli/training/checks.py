@@ -30,14 +30,6 @@ def check_fits(network: nn.Module, sample: Batch, num_classes: int | None) -> in
 
     The sample goes through the network once, in evaluation mode and without gradients. Batch statistics and the states
     of the random generators do not change.
-
-    Args:
-        network: network on the CPU.
-        sample: batch of one sample: a tensor, or a tuple or dict of tensors.
-        num_classes: number of classes of the data; None if unknown: then the number of values is not checked.
-
-    Raises:
-        ValueError: if the network does not accept the sample, or its output is not (1, num_classes, ...).
     """
     with evaluating([network]), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
@@ -63,26 +55,18 @@ def check_labels(data: Any, num_classes: int, what: str = "the data") -> None:
     """Check that all labels of (data, labels), or of a TensorDataset of two tensors, are classes.
 
     Labels of other data are not checked.
-
-    Args:
-        data: data as `Module.fit` accepts them.
-        num_classes: number of classes.
-        what: name of the data in messages.
-
-    Raises:
-        ValueError: as `check_classes`.
     """
-    labels = _labels(data)
-    if labels is not None:
-        check_classes(labels, num_classes, what)
+    labels = None
+    if isinstance(data, tuple) and len(data) == 2:
+        labels = data[1]
+    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        labels = data.tensors[1]
+    if isinstance(labels, (torch.Tensor, np.ndarray)):
+        check_classes(torch.as_tensor(labels, device="cpu"), num_classes, what)
 
 
 def check_counts(splits: Splits, samples: int | None, num_classes: int | None) -> None:
-    """Check the numbers of training samples and of classes that a user expects; None: any.
-
-    Raises:
-        UsageError: if the data have others, or do not tell.
-    """
+    """Check the numbers of training samples and of classes that a user expects; None: any."""
     data = splits.train
     found = length_of(data[0] if isinstance(data, tuple) else data)
     for flag, wanted, count in (("num-examples", samples, found), ("num-classes", num_classes, splits.num_classes)):
@@ -95,9 +79,6 @@ def first_sample(data: Any) -> Batch | None:
     """Return the first sample of data for `Module.fit`, as a batch of one; None if reading it would consume it.
 
     Arrays, Datasets, sequences and DataLoaders over Datasets can be read again; other iterables are not started.
-
-    Raises:
-        TypeError, ValueError: if the data hold no batch, or are empty.
     """
     with torch.random.fork_rng(devices=[]):  # reading may augment with random numbers
         if isinstance(data, tuple) and len(data) == 2:
@@ -124,13 +105,3 @@ def _first_items(dataset: Any) -> list[Any]:
         if items:
             return items
     raise ValueError("the data have no readable sample; expected at least one")
-
-
-def _labels(data: Any) -> torch.Tensor | None:
-    if isinstance(data, tuple) and len(data) == 2:
-        labels = data[1]
-    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        labels = data.tensors[1]
-    else:
-        return None
-    return torch.as_tensor(labels, device="cpu") if isinstance(labels, (torch.Tensor, np.ndarray)) else None

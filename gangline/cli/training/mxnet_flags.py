@@ -21,11 +21,7 @@ class TrainCommand(typer.core.TyperCommand):
 
 
 def translated(words: Sequence[str]) -> list[str]:
-    """Return the arguments of `gangline train` that MXNet's arguments stand for.
-
-    Raises:
-        UsageError: if --num-layers is not a number, or has no --network.
-    """
+    """Return the arguments of `gangline train` that MXNet's arguments stand for."""
     pairs = dict(_pairs(words))
     layers = pairs.get("--num-layers")
     if "--num-layers" in pairs and ("--network" not in pairs or not (layers or "").isdecimal()):

@@ -182,11 +182,7 @@ class TrainOptions(DeviceOptions):
 
 
 def parsed(words: Sequence[str]) -> TrainOptions:
-    """Return the options of `gangline train` with these arguments.
-
-    Raises:
-        UsageError: if it has no such option, or does not accept its value.
-    """
+    """Return the options of `gangline train` with these arguments."""
     found: list[TrainOptions] = []
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command("train", cls=TrainCommand)(command(found.append, TrainOptions))

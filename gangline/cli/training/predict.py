@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +12,6 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import DeviceOptions, JsonFile, check_network, metrics_of, write_json
 from gangline.collectives.errors import UsageError
-from gangline.collectives.host_files import opener
 
 if TYPE_CHECKING:
     from gangline.models.data.images.augmentation import Augmentation
@@ -35,10 +32,8 @@ class PredictOptions(DeviceOptions):
     load_epoch: Annotated[str, typer.Option(help="Checkpoint: a number, best, or auto for the newest.")] = "auto"
     network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
     json: JsonFile = None
-    output: Annotated[Path | None, typer.Option(help="Write the table to this file. Default: stdout.")] = None
     top_k: Annotated[
-        int,
-        typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1),
+        int, typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1)
     ] = 1
     score: Annotated[
         bool,
@@ -52,8 +47,6 @@ class PredictOptions(DeviceOptions):
 def predict(options: PredictOptions) -> None:
     """Classify images: a table of file, label and probability, as CSV. Sub-folders are searched."""
     if options.score:
-        if options.output is not None:
-            raise UsageError("--output is for the table of predictions; --score prints metrics")
         with logging_to_stderr():
             values = _scores(options)
         write_json(options.json, dict(values))
@@ -65,14 +58,7 @@ def predict(options: PredictOptions) -> None:
     columns = ["label", "probability"]
     header = ["file", *columns, *(f"{name}_{rank}" for rank in range(2, options.top_k + 1) for name in columns)]
     write_json(options.json, [dict(zip(header, row, strict=True)) for row in rows])
-    with (
-        open(options.output, "w", newline="", opener=opener)
-        if options.output is not None
-        else nullcontext(sys.stdout) as file
-    ):
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
+    csv.writer(sys.stdout, lineterminator="\n").writerows([header, *rows])
 
 
 def _predictions(options: PredictOptions) -> list[list[str]]:

@@ -536,10 +536,7 @@ def broadcast(
 
 
 def _alltoall(
-    tensors: Sequence[Tensor],
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Tensor], splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], list[Any]]:
     group, tensor = process_set.group, tensors[0]
     if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):

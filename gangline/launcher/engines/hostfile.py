@@ -25,10 +25,6 @@ def read_hostfile(path: Path) -> list[HostEntry]:
     """Return the hosts of a file with lines such as ``node1 slots=4 gpus=0,2 load=3  # comment``.
 
     Without ``slots`` a host has one worker for each of its ``gpus``, or one.
-
-    Raises:
-        ValueError: if a line is wrong, a host occurs twice or the file names none; the message has the line number.
-        OSError: if the file cannot be read.
     """
     hosts: list[HostEntry] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -48,11 +44,7 @@ def read_hostfile(path: Path) -> list[HostEntry]:
 
 
 def parse_hosts(words: str) -> list[HostEntry]:
-    """Return the hosts of ``-H``, such as ``node1,node2:4``: names, each with its number of workers or one.
-
-    Raises:
-        ValueError: if the words have another form or name a host twice.
-    """
+    """Return the hosts of ``-H``, such as ``node1,node2:4``: names, each with its number of workers or one."""
     hosts = []
     for word in words.split(","):
         name, colon, slots = word.strip().rpartition(":")

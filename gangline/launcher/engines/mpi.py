@@ -28,11 +28,7 @@ class Starter(Enum):
 
 
 def detect(mpirun: str) -> Starter:
-    """Return the implementation of MPI that a command belongs to, by its --version.
-
-    Raises:
-        ValueError: if there is no such command, or it is of another implementation.
-    """
+    """Return the implementation of MPI that a command belongs to, by its --version."""
     try:
         done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
     except OSError as error:
@@ -48,15 +44,7 @@ def detect(mpirun: str) -> Starter:
 def mpi_table(
     table: Sequence[Process], mpirun: str, mpi: Starter, hosts: Sequence[HostEntry], options: Sequence[str]
 ) -> list[Process]:
-    """Return the scheduler and servers of a job's table, and mpirun in place of its workers.
-
-    Args:
-        table: processes as of `process_table`.
-        mpirun: the command.
-        mpi: implementation that it belongs to.
-        hosts: hosts of the workers; empty: this host.
-        options: further options of mpirun.
-    """
+    """Return the scheduler and servers of a job's table, and mpirun in place of its workers."""
     names = [f"{host.name}:{host.slots}" for host in hosts]
     shared = shared_variables(table)
     if mpi is Starter.OPEN_MPI:
@@ -94,13 +82,7 @@ def shared_variables(table: Sequence[Process]) -> dict[str, str | None]:
 
 
 def substitute(table: Sequence[Process], starter: Starter, start: Sequence[str]) -> list[Process]:
-    """Return a table in which one program, such as mpirun, starts the workers.
-
-    Args:
-        table: processes as of `process_table`.
-        starter: the program.
-        start: its command with its options.
-    """
+    """Return a table in which one program, by a command such as that of mpirun, starts the workers."""
     name, rank, local_rank, stop = starter.value
     worker = next(process for process in table if process.role == "worker")
     beside = [process for process in table if process.role != "worker"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gangline.launcher.engines.mpi import Starter, substitute
 from gangline.launcher.job import Process
@@ -28,33 +27,15 @@ exit "$code"
 
 
 def batch_script(launch: Sequence[str], workers: int, grace: float, name: str, options: Sequence[str]) -> str:
-    """Return a script for sbatch.
-
-    Args:
-        launch: `gangline launch` with its arguments, which runs within the job.
-        workers: number of tasks.
-        grace: seconds from the signal until the time limit.
-        name: name of the job.
-        options: further options of sbatch, such as --partition=gpu.
-    """
+    """Return a script for sbatch, in whose job `gangline launch` runs; ``grace``: seconds from signal to time limit."""
     seconds = max(1, min(65535, round(grace)))
     own = [f"--job-name={name}", f"--ntasks={workers}", f"--signal=USR1@{seconds}", "--requeue", "--open-mode=append"]
     directives = "\n".join(f"#SBATCH {option}" for option in (*own, *options))
     return _SCRIPT.format(directives=directives, seconds=seconds, command=shlex.join(launch))
 
 
-def is_within_job(variables: Mapping[str, str] = os.environ) -> bool:
-    """Return True in a batch script or an allocation, where srun starts tasks at once."""
-    return "SLURM_JOB_ID" in variables
-
-
 def slurm_table(table: Sequence[Process], options: Sequence[str]) -> list[Process]:
-    """Return the scheduler and servers of a job's table, and srun in place of its workers.
-
-    Args:
-        table: processes as of `process_table`.
-        options: further options of srun.
-    """
+    """Return the scheduler and servers of a job's table, and srun in place of its workers."""
     count = sum(process.role == "worker" for process in table)
     # srun returns the highest exit code. If it killed the other tasks, that would be 137 instead of 75 or the code of
     # a crash; tasks whose peer is lost end by themselves.

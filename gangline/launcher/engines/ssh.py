@@ -11,20 +11,17 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from ipaddress import ip_address
-from signal import Signals
+from pathlib import Path
 from typing import Any
 
 from gangline.collectives.environments.job_key import JobKey
 from gangline.launcher.binding import Cpu, Gpu, Host, bind
 from gangline.launcher.engines.hostfile import HostEntry
 from gangline.launcher.job import JobSpec, Process, process_table
-from gangline.launcher.local import run
-from gangline.launcher.restarts import Outcome
-from gangline.launcher.supervisor import Reports, StopTimeouts
 
 _OPTIONS = (
     *("-T", "-x", "-oBatchMode=yes", "-oConnectTimeout=15"),
@@ -32,8 +29,6 @@ _OPTIONS = (
     *("-oServerAliveInterval=15", "-oServerAliveCountMax=4"),  # end when the host cannot be reached for a minute
 )
 _AGENT = "gangline.launcher.engines.ssh_agent"
-_MOST_BYTES = 1 << 20
-"""Largest document: it has to fit into the pipe to ssh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +43,8 @@ class SshOptions:
     """Network interface, address or network of the job's connections; None: where ssh reaches each host."""
 
 
-@dataclass(frozen=True, slots=True)
-class SshJob:
-    """Processes of a job on several hosts."""
-
-    hosts: tuple[str, ...]
-    """Names of the hosts that have processes."""
-    table: tuple[Process, ...]
-    """All processes; `Process.host` counts in ``hosts``."""
-
-
-def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> SshJob:
-    """Connect to the hosts and return the processes for each; nothing stays running there.
-
-    Args:
-        job: options of the job.
-        entries: hosts in the order of the workers' ranks, of which the first have the workers.
-        options: settings of the connections.
-
-    Raises:
-        RuntimeError: if a host cannot be reached, lacks gangline of this version, the interface or a GPU.
-        ValueError: if there are more workers than slots, or hosts reach each other neither by loopback nor by network.
-    """
+def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> list[Process]:
+    """Connect to the hosts and return the processes of the job; nothing stays running there."""
     counted = [Host(entry.name, slots=entry.slots) for entry in entries]
     used = 1 + max(binding.node_rank for binding in bind(counted, job.workers, idle_surplus=job.idle_surplus))
     entries = entries[:used]
@@ -88,49 +63,32 @@ def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> Ssh
     table = process_table(job, inherited, root_port=root_port, master_port=master_port, hosts=hosts)
     interfaces = [one["interface"] if options.interface else "" for one in found]
     own = (options.python, sys.executable)
-    return SshJob(
-        tuple(entry.name for entry in entries), tuple(_adapted(process, own, interfaces) for process in table)
-    )
+    return [_adapted(process, own, interfaces) for process in table]
 
 
-def run_on_hosts(
-    job: SshJob,
+def ssh_table(
+    table: Sequence[Process],
+    entries: Sequence[HostEntry],
     options: SshOptions,
-    timeouts: StopTimeouts,
     key: JobKey,
-    *,
-    stop_signals: Collection[Signals] = (),
-    reports: Reports = Reports(),  # noqa: B008 - it is frozen
-) -> Outcome:
-    """Run the processes on their hosts until all have ended; return what `local.run` returns.
-
-    Args:
-        job: processes, as of `plan`.
-        options: settings of the connections.
-        timeouts: time limits for processes that should end.
-        key: key of the job.
-        stop_signals: further signals that stop all processes.
-        reports: where the output goes; log files are on the hosts of their processes.
-
-    Raises:
-        ValueError: if the description of a host's processes is too long.
-    """
+    grace: float,
+    log_dir: Path | None,
+) -> list[Process]:
+    """Return the ssh commands that run the processes of `plan`, one for each host."""
     connections = []
-    for index, name in enumerate(job.hosts):
+    for index in sorted({process.host for process in table}):
+        name = entries[index].name
         document = json.dumps(
             {
                 "name": name,
                 "key": key.hex(),
-                "grace": timeouts.stop,
-                "log_dir": str(reports.log_dir.absolute()) if reports.log_dir is not None else None,
-                "processes": [asdict(process) for process in job.table if process.host == index],
+                "grace": grace,
+                "log_dir": str(log_dir.absolute()) if log_dir is not None else None,
+                "processes": [asdict(process) for process in table if process.host == index],
             }
         )
-        if len(document) >= _MOST_BYTES:
-            raise ValueError(f"the processes of host {name} take {len(document)} bytes; expected less than 1 MiB")
-        command = tuple(_command(options, name))
-        connections.append(Process(f"host {name}", None, command, {}, document=document))
-    return run(connections, timeouts, stop_signals=stop_signals)
+        connections.append(Process(f"host {name}", None, tuple(_command(options, name)), {}, document=document))
+    return connections
 
 
 def _command(options: SshOptions, host: str) -> list[str]:

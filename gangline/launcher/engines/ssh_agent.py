@@ -43,11 +43,7 @@ def main() -> int:
 
 
 def describe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this host's version, address and network interface, two free ports, CPUs and GPUs.
-
-    Raises:
-        ValueError: if the requested interface or a requested GPU is not here.
-    """
+    """Return this host's version, address and network interface, two free ports, CPUs and GPUs."""
     address, interface = find_address(request["interface"], os.environ.get("SSH_CONNECTION", ""))
     gpus = request["gpus"]
     here = gpu_addresses() if gpus else []
@@ -104,8 +100,8 @@ def _is_within(address: str, network: str) -> bool:
 def _run(document: Mapping[str, Any]) -> int:
     own, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{path}{os.pathsep}{own}"  # `gangline` is found there without an active environment
-    processes = [Process(**{**one, "command": tuple(one["command"])}) for one in document["processes"]]
-    key = JobKey.from_hex(document["key"]) if document["key"] else None
+    processes = [Process.from_plain(one) for one in document["processes"]]
+    key = JobKey.from_hex(document["key"])
     reports = Reports(Path(document["log_dir"]) if document["log_dir"] else None, document["name"])
     return run(processes, StopTimeouts(stop=document["grace"]), key, reports=reports).code
 
