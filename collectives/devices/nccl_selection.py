@@ -203,7 +203,7 @@ class NcclSelection:
             self._warn_once(f"rank {refusing}: {problems[refusing]}")
         elif binding is not None:
             self._device, self._binding = device, binding
-            self.nccl = NcclCommunicator(device, binding, rank, size)
+            self.nccl = NcclCommunicator(binding, rank, size)
 
     def _all_on_gpus(self, code: int) -> bool:
         """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""
