@@ -169,7 +169,8 @@ def time_choice(
     measured = comm.split(0)  # `comm` itself agrees on results and times
     assert measured is not None
     engine = measured._engine
-    engine.resources = replace(engine.resources, table=Table(forced={key.collective: choice}))
+    settings = engine.resources.settings._replace(table=Table(forced={key.collective: choice}))
+    engine.resources = replace(engine.resources, settings=settings)
     with measured:
         for size in checked:
             given = _input(key, size, comm.rank)
