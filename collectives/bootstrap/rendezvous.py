@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
-from gangline.collectives.liveness.process_state import boot_id
+from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -204,11 +203,7 @@ def host_identity() -> str:
     Between such processes, loopback, ``/proc/PID/fd`` and sockets in the file system work. A container with namespaces
     of its own is therefore a host of its own.
     """
-    words = [boot_id()]
-    for kind in ("net", "pid", "mnt"):
-        with suppress(OSError):  # a kernel without namespaces has one for all processes
-            words.append(os.readlink(f"/proc/self/ns/{kind}"))
-    return " ".join(words)
+    return kernel_identity("net", "pid", "mnt")
 
 
 def time_limit(timeout: float | None) -> float:
