@@ -55,9 +55,6 @@ class FutexWakeup:
 
     Each rank owns a futex word, and one flag per rank that says whether it sleeps until that rank notifies it.
     Collective: all ranks must create it.
-
-    Raises:
-        OSError: if the ranks cannot share memory, or the CPU architecture is not supported.
     """
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
