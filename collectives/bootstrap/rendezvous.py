@@ -154,14 +154,7 @@ def _serve_store(host: str, port: int) -> _AnyStore:
 
 
 def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _AnyStore:
-    """Connect to the store at an address, and wait until it is open.
-
-    Args:
-        host: host of the address.
-        port: port of the address.
-        timeout: seconds to wait.
-        is_local: rank 0 serves it at a Unix socket.
-    """
+    """Connect to the store at an address, a Unix socket if it is local, and wait until it is open."""
     begin, pause, is_warned = time.monotonic(), 0.005, False
     while True:
         left = begin + timeout - time.monotonic()

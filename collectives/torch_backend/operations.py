@@ -219,11 +219,7 @@ def _gather_rows(comm: Communicator, rows: Tensor, counts: Sequence[int]) -> Ten
 
 
 def _reduction(tensor: Tensor, op: Op) -> str | Callable[[Any], Tensor]:
-    """Return the communicator's name of a reduction, or a function of the rows of all ranks.
-
-    Raises:
-        TypeError: if the tensor has no bits to combine.
-    """
+    """Return the communicator's name of a reduction, or a function of the rows of all ranks."""
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
     if isinstance(op, str):
         return _mean_of_integers if op == "mean" and not has_fractions and tensor.dtype != torch.bool else op
@@ -242,11 +238,7 @@ def _mean_of_integers(rows: Tensor) -> Tensor:
 
 
 def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """Return a view of a tensor as (size, *shape).
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return a view of a tensor as (size, *shape)."""
     shape = tuple(shape)
     if tensor.shape == (size, *shape):
         return tensor

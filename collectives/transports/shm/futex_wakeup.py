@@ -94,9 +94,6 @@ class FutexWakeup:
             rank: the rank that is waited for.
             ready: a cheap check of shared memory.
             progress: advances other work; returns whether more is left, which shortens the sleeps.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
         """
         for _ in range(self._spins):
             if ready():

@@ -150,9 +150,6 @@ class CompiledSlotExchange(SharedSlotExchange):
 
         Returns:
             Rank -> (sequence, code) of ranks in another call.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
         """
         assert core is not None
         found = core.all_reduce(self._handle, prepared, source, out, sequence)
