@@ -237,4 +237,5 @@ def _open_transports(
 def _watchdogs(membership: Membership, settings: GroupSettings) -> tuple[Watchdog, Watchdog]:
     bounds = limits()
     timeout = bounds.timeout if settings.timeout is None else settings.timeout
-    return Watchdog(membership, timeout, bounds.stall_warn), Watchdog(membership, timeout, bounds.stall_warn)
+    first = Watchdog(membership, timeout, bounds.stall_warn)
+    return first, first.another()

@@ -181,11 +181,7 @@ def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
 
 
 def number_hosts(identities: Sequence[object]) -> tuple[int, ...]:
-    """Number the hosts of ranks from 0, in the order of their first ranks.
-
-    Args:
-        identities: the identity of each rank's host.
-    """
+    """Number the hosts of ranks, given each one's identity, from 0 in the order of their first ranks."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 

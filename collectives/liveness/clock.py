@@ -19,11 +19,7 @@ _TIME = struct.Struct("<q")
 
 
 class ClockOffset:
-    """Offset of a timeline's clock, from the most precise of the latest samples.
-
-    Args:
-        timeline: recorder whose offset is set.
-    """
+    """Offset of a timeline's clock, from the most precise of the latest samples."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

@@ -72,12 +72,7 @@ def choose(devices: Devices) -> tuple[str, str]:
 
 
 def check(name: str, devices: Devices, source: str) -> None:
-    """Check that an implementation can serve devices on this machine.
-
-    Args:
-        name: name of the implementation.
-        devices: the devices, by position.
-        source: where the name was given, for the message.
+    """Check that an implementation, which ``source`` names, can serve devices on this machine.
 
     Raises:
         ValueError: if the name is unknown, or the implementation cannot serve such devices.
