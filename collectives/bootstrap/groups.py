@@ -89,11 +89,7 @@ def open_group(
 
 
 def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupResources]:
-    """Return the resources of ``size`` ranks that are threads of this process, in rank order.
-
-    Args:
-        size: number of ranks.
-        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
+    """Return the resources of ``size`` ranks that are threads of this process, in rank order (`in_process`).
 
     Raises:
         ValueError: if ``size`` is below 1.
@@ -110,12 +106,7 @@ def split_group(
 ) -> GroupResources | None:
     """Connect the ranks of the same color (`Communicator.split`); they share the membership's connections.
 
-    Args:
-        resources: the group to split.
-        host: collectives of that group.
-        number: number of the call on that group.
-        color: this rank's color, or None to join no group.
-        key: this rank's sort key within its group.
+    ``number`` is that of the call on the group.
 
     Raises:
         TypeError: if the color or the key is neither an int nor None.

@@ -25,15 +25,11 @@ _BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Ncc
 
 
 def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
-    """Return the backend for these devices; logs the choice and its reason once for each list of devices.
+    """Return the backend for these devices, as `check` allows; log the choice once for each list of devices.
 
     Args:
         devices: the devices, by position.
         wanted: name of the implementation; None: `choose`. GANGLINE_DEVICE_GROUP overrides it.
-
-    Raises:
-        ValueError: if the name is unknown, or the implementation cannot serve such devices.
-        RuntimeError: if this machine lacks a requirement of the implementation.
     """
     name, source = (os.environ[VARIABLE], VARIABLE) if os.environ.get(VARIABLE) else (wanted, "implementation")
     if name is None:

@@ -58,9 +58,6 @@ class ZmqTransport(Transport):
         exchange: all-gather between the ranks; used once.
         wait_policy: called while this rank waits.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
-
-    Raises:
-        RuntimeError, ValueError, StallError, ProtocolError: as `PeerSockets`.
     """
 
     def __init__(
