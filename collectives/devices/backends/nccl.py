@@ -146,17 +146,7 @@ def call(
     op: str | None = None,
     root: int | None = None,
 ) -> None:
-    """Make a call of NCCL on the current stream of the tensors' GPU.
-
-    Args:
-        binding: the communicators.
-        name: method of `Binding` for a collective.
-        position: position of the communicator.
-        source: contiguous 1-D tensor that is read.
-        target: contiguous 1-D tensor that is written.
-        op: one of `gangline.collectives.call_signature.OPS`, for reductions.
-        root: root of reduce and broadcast.
-    """
+    """Make a call, a method of `Binding`, on contiguous 1-D tensors and on the current stream of their GPU."""
     options = [DTYPES[source.dtype]]
     if op is not None:
         options.append((_BOOL_OPS if source.dtype == torch.bool else _OPS)[op])
