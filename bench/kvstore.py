@@ -53,10 +53,6 @@ def measure(
     """Measure each store on each number of contexts; gangline and the peers are measured in turn.
 
     The arguments are options of `kvstore`; ``contexts`` are the words that name them, by their number.
-
-    Raises:
-        ValueError: if the network is unknown.
-        GroupError: if a candidate fails, for instance because a store is unknown.
     """
     keys = parameter_shapes(network)
     cases = [(store, count) for store in stores for count in contexts]

@@ -35,10 +35,6 @@ def measure(
     """Measure gangline's stores and the peers with each number of workers, all in turn.
 
     The arguments are options of `gangline bench training --workers`; the only peer is "ddp".
-
-    Raises:
-        ValueError: if the network is unknown.
-        GroupError: if a job fails.
     """
     shape = images(network)
     options = {"network": network, "image_shape": shape.shape, "classes": shape.classes, "samples": samples}

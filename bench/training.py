@@ -137,10 +137,6 @@ def measure(
 
     The arguments are options of `training`; ``contexts`` are the words that name them, by their number. MXNet's store
     is the faster of local and device.
-
-    Raises:
-        ValueError: if the network is unknown.
-        GroupError: if a candidate fails, for instance because a store is unknown.
     """
     shape = images(network)
     options = {

@@ -16,8 +16,8 @@ from gangline.bench.workload.options import Json
 from gangline.bench.workload.sizes import counts
 
 if TYPE_CHECKING:
+    from gangline.bench.algorithms.tuning import Tuned
     from gangline.collectives.tuner import Rule, TableKey
-    from gangline.collectives.tuning import Tuned
 
 
 def tune(
@@ -33,8 +33,8 @@ def tune(
     The table keeps its entries for transports and numbers of ranks that are not measured now. An algorithm that fails
     or returns a wrong result is reported and never chosen.
     """
+    from gangline.bench.algorithms.tuning import SIZES, measure
     from gangline.collectives.tuner import TUNED, Table, table_path
-    from gangline.collectives.tuning import SIZES, measure
 
     check_outputs(json)
     path = output or table_path()
@@ -43,14 +43,13 @@ def tune(
     for transport in (word.strip() for word in transports.split(",")):
         for number in counts(ranks, "--ranks"):
             print(f"# {number} ranks over {transport}")
-            for collective in TUNED:
-                found = measure(transport, number, [collective], SIZES)
-                rules |= found.rules
-                rows += _rows(found)
-                for line in found.refused:
-                    say(f"refused: {line}")
-                for key, of_key in found.rules.items():
-                    print(_line(key, of_key), flush=True)
+            found = measure(transport, number, TUNED, SIZES)
+            rules |= found.rules
+            rows += _rows(found)
+            for line in found.refused:
+                say(f"refused: {line}")
+            for key, of_key in found.rules.items():
+                print(_line(key, of_key), flush=True)
     Table(rules).dump(path)
     print(f"# written to {path}")
     if json is not None:

@@ -50,13 +50,7 @@ def cost(schedule: Schedule, nbytes: int, alpha: LinkCost, beta: LinkCost, gamma
 
 
 def by_host(hosts: Sequence[int], inside: float, between: float) -> LinkCost:
-    """Return a link cost that depends on whether both ranks are on the same host.
-
-    Args:
-        hosts: the host of each rank.
-        inside: cost within a host.
-        between: cost between two hosts.
-    """
+    """Return the cost of links ``inside`` a host and ``between`` two, given the host of each rank."""
     host = np.asarray(hosts)
 
     def at(source: IntArray, target: IntArray) -> FloatArray:

@@ -156,21 +156,16 @@ def _mpi(ranks: int) -> list[Candidate]:
     """
     found, file = [], "ranks/mpi"
     crowded = ranks > (os.cpu_count() or 1)
-    bindings = ("none",) if crowded else ("none", "core")
-    python = _python_of("mpi")
-    mpirun = shutil.which("mpirun.openmpi")
-    if python.exists() and mpirun is not None:
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        for binding in bindings:
-            launcher = [mpirun, "-n", "{size}", "--oversubscribe", "--bind-to", binding]
-            setting = f"--bind-to {binding}"
-            found.append(Candidate(file, ranks, env=as_root, setting=setting, interpreter=python, launcher=launcher))
-    python = _python_of("mpich")
-    mpiexec = python.with_name("mpiexec")
-    if python.exists() and mpiexec.exists():
-        for binding in bindings:
-            launcher = [str(mpiexec), "-n", "{size}", "-bind-to", binding]
-            found.append(Candidate(file, ranks, setting=f"-bind-to {binding}", interpreter=python, launcher=launcher))
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpich = _python_of("mpich").with_name("mpiexec")
+    for name, launcher, options, env in (
+        ("mpi", shutil.which("mpirun.openmpi"), ["--oversubscribe", "--bind-to"], as_root),
+        ("mpich", str(mpich) if mpich.exists() else None, ["-bind-to"], {}),
+    ):
+        if (python := _python_of(name)).exists() and launcher is not None:
+            for binding in ("none",) if crowded else ("none", "core"):
+                setting, command = f"{options[-1]} {binding}", [launcher, "-n", "{size}", *options, binding]
+                found.append(Candidate(file, ranks, env=env, setting=setting, interpreter=python, launcher=command))
     python = _python_of("impi")
     mpiexec = python.with_name("mpiexec.hydra")
     if python.exists() and mpiexec.exists():

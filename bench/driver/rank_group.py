@@ -187,11 +187,7 @@ class RankGroup:
         return hello
 
     def _ready(self, sockets: Sequence[socket.socket], deadline: float) -> list[socket.socket]:
-        """Wait until one of some sockets can be read, and return those; none if the deadline has passed.
-
-        Raises:
-            GroupError: if a process has ended, unless a socket may still say why.
-        """
+        """Wait until one of some sockets can be read, and return those; none if the deadline has passed."""
         found = wait([*sockets, *self._exits], max(0.0, deadline - time.monotonic()))
         ready = [source for source in found if isinstance(source, socket.socket)]
         if found and not ready:

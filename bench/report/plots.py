@@ -39,10 +39,6 @@ def draw_curves(
         panels: name of the panel that a row belongs to.
         curves: name of the curve that a row belongs to.
         figures: fields to draw, each in a row of panels: times or rates.
-
-    Raises:
-        ValueError: if ``path`` is not a .png, or there are no rows.
-        RuntimeError: if matplotlib is missing.
     """
     load_matplotlib(path).use("Agg")
     from matplotlib import pyplot
@@ -79,12 +75,7 @@ def draw_curves(
 
 
 def load_matplotlib(path: Path) -> ModuleType:
-    """Return matplotlib if it can draw a plot to ``path``.
-
-    Raises:
-        ValueError: if ``path`` is not a .png.
-        RuntimeError: if matplotlib is missing.
-    """
+    """Return matplotlib, or raise the error of an installation without it or of a path that is no .png."""
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot is {path}; expected a file that ends in .png")
     try:

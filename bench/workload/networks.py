@@ -28,11 +28,7 @@ class Images:
 
 
 def images(network: str) -> Images:
-    """Return the images that a network of the zoo expects, with 64x64 pixels at most.
-
-    Raises:
-        ValueError: if the zoo has no such network.
-    """
+    """Return the images that a network of the zoo expects, with 64x64 pixels at most."""
     from gangline.models.zoo import registry
 
     entry = registry.find(network)
@@ -42,11 +38,7 @@ def images(network: str) -> Images:
 
 
 def parameter_shapes(network: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of a network's parameters in the network's order, without allocating them.
-
-    Raises:
-        ValueError: if the zoo has no such network.
-    """
+    """Return names and shapes of a network's parameters in the network's order, without allocating them."""
     import torch
 
     from gangline.models.zoo import registry
@@ -69,9 +61,6 @@ def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]
             alone if ``default`` begins with 1).
         gpus: value of ``--gpus``, such as "0,1"; n contexts are the first n of them. None: CPU contexts.
         default: numbers of CPU contexts.
-
-    Raises:
-        ValueError: if a number is not one, below 1 or above that of the GPUs, or if a GPU does not exist.
     """
     gpu_contexts = None
     if gpus is not None:

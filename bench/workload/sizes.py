@@ -1,4 +1,4 @@
-"""Sizes in bytes and lists of numbers, as options of a bench give them."""
+"""Sizes in bytes and lists of numbers, as options of a bench give them; a UsageError names the flag of a wrong one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size_in_bytes(word: str, flag: str) -> int:
-    """Parse a number of bytes such as 8, 64K or 256M.
-
-    Raises:
-        ValueError: if ``word``, the value of ``flag``, is not one.
-    """
+    """Parse a number of bytes such as 8, 64K or 256M."""
     number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
     if not number.isdecimal() or not int(number) or unit not in _UNITS:
         raise UsageError(f"{flag} is {word!r}; expected a number of bytes above 0, such as 8, 64K or 256M")
@@ -22,11 +18,7 @@ def size_in_bytes(word: str, flag: str) -> int:
 
 
 def sizes_between(smallest: str, largest: str, factor: int) -> list[int]:
-    """Return sizes in bytes, each ``factor`` times the previous one.
-
-    Raises:
-        ValueError: if a word is not a size, or the largest is below the smallest.
-    """
+    """Return sizes in bytes, each ``factor`` times the previous one."""
     low, high = size_in_bytes(smallest, "-b"), size_in_bytes(largest, "-e")
     if low > high:
         raise UsageError(f"-b {smallest} is above -e {largest}")
@@ -34,11 +26,7 @@ def sizes_between(smallest: str, largest: str, factor: int) -> list[int]:
 
 
 def counts(words: str, flag: str) -> list[int]:
-    """Parse numbers above 0 with commas, without repetitions.
-
-    Raises:
-        ValueError: if ``words``, the value of ``flag``, are not such numbers.
-    """
+    """Parse numbers above 0 with commas, without repetitions."""
     found = [word.strip() for word in words.split(",")]
     if not all(word.isdecimal() and int(word) for word in found):
         raise UsageError(f"{flag} is {words!r}; expected numbers above 0 with commas, such as 1,2,4")
@@ -46,11 +34,7 @@ def counts(words: str, flag: str) -> list[int]:
 
 
 def factors(words: str, flag: str, most: float) -> list[float]:
-    """Parse factors from 1 to ``most`` with commas.
-
-    Raises:
-        ValueError: if ``words``, the value of ``flag``, are not such numbers.
-    """
+    """Parse factors from 1 to ``most`` with commas."""
     try:
         found = [float(word) for word in words.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Algorithms of the collectives, one file each: pure functions that return a `Schedule`.
+"""Algorithms of the collectives, one file each: pure functions that return a number of chunks and `Rounds`.
 
 `build` returns the schedule for the names of a collective and an algorithm; `names` lists the algorithms of a
 collective.
@@ -7,7 +7,7 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from gangline.collectives.algorithms import (
@@ -19,7 +19,7 @@ from gangline.collectives.algorithms import (
     pairwise,
     ring,
 )
-from gangline.collectives.schedule import ROOTED, Schedule
+from gangline.collectives.schedule import ROOTED, Rounds, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,16 @@ class ScheduleRequest:
         return tuple(sorted(range(self.size), key=self.hosts.__getitem__))
 
 
-Algorithm = Callable[[ScheduleRequest], Schedule]
+Algorithm = Callable[[ScheduleRequest], tuple[int, Rounds]]
+"""Function that returns the number of chunks and the rounds."""
 
 
-def _reversed(make: Algorithm, collective: str) -> Algorithm:
-    """Return the reverse of an algorithm: every message goes back, with sums in every collective but gather."""
+def _reversed(make: Algorithm, *, reduce: bool = True) -> Algorithm:
+    """Return the reverse of an algorithm: every message goes back, and is summed with ``reduce``."""
 
-    def reverse(request: ScheduleRequest) -> Schedule:
-        schedule = make(request)
-        return replace(schedule, collective=collective, rounds=schedule.rounds.backwards(reduce=collective != "gather"))
+    def reverse(request: ScheduleRequest) -> tuple[int, Rounds]:
+        chunks, rounds = make(request)
+        return chunks, rounds.backwards(reduce=reduce)
 
     return reverse
 
@@ -77,19 +78,19 @@ REGISTRY: dict[str, dict[str, Algorithm]] = {
         "two_shot": lambda request: direct.two_shot(request.size),
         "hierarchical": lambda request: hierarchical.all_reduce(request.hosts),
     },
-    "reduce": {name: _reversed(make, "reduce") for name, make in _BROADCAST.items()},
+    "reduce": {name: _reversed(make) for name, make in _BROADCAST.items()},
     "broadcast": _BROADCAST,
     "all_gather": _ALL_GATHER,
     "reduce_scatter": {
         "ring": lambda request: ring.reduce_scatter(request.order, request.segments),
-        "halving_doubling": _reversed(_ALL_GATHER["halving_doubling"], "reduce_scatter"),
-        "direct": _reversed(_ALL_GATHER["direct"], "reduce_scatter"),
+        "halving_doubling": _reversed(_ALL_GATHER["halving_doubling"]),
+        "direct": _reversed(_ALL_GATHER["direct"]),
     },
     "all_to_all": {
         "pairwise": lambda request: pairwise.all_to_all(request.size),
         "direct": lambda request: direct.all_to_all(request.size),
     },
-    "gather": {name: _reversed(make, "gather") for name, make in _SCATTER.items()},
+    "gather": {name: _reversed(make, reduce=False) for name, make in _SCATTER.items()},
     "scatter": _SCATTER,
 }
 """Algorithms of each collective, by name."""
@@ -140,7 +141,8 @@ def build(
         raise ValueError(f"root of {collective} is {root}; expected a rank from 0 to {size - 1}")
     if collective not in ROOTED and root is not None:
         raise ValueError(f"root of {collective} is {root}; expected None, for {collective} has no root")
-    return found(ScheduleRequest(size, root or 0, segments, hosts or (0,) * size))
+    chunks, rounds = found(ScheduleRequest(size, root or 0, segments, hosts or (0,) * size))
+    return Schedule(collective, algorithm, size, chunks, rounds, root)
 
 
 def _algorithms(collective: str) -> dict[str, Algorithm]:

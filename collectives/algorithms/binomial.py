@@ -13,17 +13,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule import Rounds, Schedule, Transfers, cyclic, transfers
+from gangline.collectives.schedule import Rounds, Transfers, cyclic, transfers
 
 
-def broadcast(size: int, root: int) -> Schedule:
+def broadcast(size: int, root: int) -> tuple[int, Rounds]:
     """Broadcast down the tree."""
-    return Schedule("broadcast", "binomial", size, 1, tree(size, root), root)
+    return 1, tree(size, root)
 
 
-def scatter(size: int, root: int) -> Schedule:
+def scatter(size: int, root: int) -> tuple[int, Rounds]:
     """Scatter: each rank receives the rows of its subtree and forwards them."""
-    return Schedule("scatter", "binomial", size, size, _rows(size, root), root)
+
+    def at(number: int) -> Iterator[Transfers]:
+        place, distance = _senders(size, number)
+        to = place + distance
+        below = np.minimum(distance, size - to)
+        yield from cyclic((place + root) % size, (to + root) % size, to + root, below, size)
+
+    return size, Rounds((size - 1).bit_length(), at)
 
 
 def tree(size: int, root: int, chunks: int = 1) -> Rounds:
@@ -32,16 +39,6 @@ def tree(size: int, root: int, chunks: int = 1) -> Rounds:
     def at(number: int) -> Iterator[Transfers]:
         place, distance = _senders(size, number)
         yield transfers((place + root) % size, (place + distance + root) % size, 0, chunks)
-
-    return Rounds((size - 1).bit_length(), at)
-
-
-def _rows(size: int, root: int) -> Rounds:
-    def at(number: int) -> Iterator[Transfers]:
-        place, distance = _senders(size, number)
-        to = place + distance
-        below = np.minimum(distance, size - to)
-        yield from cyclic((place + root) % size, (to + root) % size, to + root, below, size)
 
     return Rounds((size - 1).bit_length(), at)
 

@@ -19,76 +19,55 @@ symmetric memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from gangline.collectives.schedule import Round, Rounds, Schedule, Transfers, transfers
+from gangline.collectives.schedule import IntArray, Rounds, Transfers, transfers
 
 
-def one_shot(size: int) -> Schedule:
+def one_shot(size: int) -> tuple[int, Rounds]:
     """All-reduce in which every rank receives all tensors and sums them itself."""
-
-    def tables(_: int) -> Iterator[Transfers]:
-        ranks = np.arange(size)
-        for shift in range(1, size):
-            yield transfers(ranks, (ranks + shift) % size, 0, reduce=True)
-
-    return Schedule("all_reduce", "one_shot", size, 1, _one_round(size, tables))
+    return 1, _to_all(size, lambda ranks, to: transfers(ranks, to, 0, reduce=True))
 
 
-def two_shot(size: int) -> Schedule:
+def two_shot(size: int) -> tuple[int, Rounds]:
     """All-reduce in which rank r sums chunk r of all ranks and sends the sum to all."""
     gather = gather_rows(size)
-    return Schedule("all_reduce", "two_shot", size, size, gather.backwards(reduce=True) + gather)
+    return size, gather.backwards(reduce=True) + gather
 
 
-def all_gather(size: int) -> Schedule:
+def all_gather(size: int) -> tuple[int, Rounds]:
     """All-gather in which every rank sends its row to all others."""
-    return Schedule("all_gather", "direct", size, size, gather_rows(size))
+    return size, gather_rows(size)
 
 
-def all_to_all(size: int) -> Schedule:
+def all_to_all(size: int) -> tuple[int, Rounds]:
     """All-to-all in which every rank sends each other rank its row."""
-
-    def tables(_: int) -> Iterator[Transfers]:
-        ranks = np.arange(size)
-        for shift in range(1, size):
-            to = (ranks + shift) % size
-            yield transfers(ranks, to, ranks * size + to)
-
-    return Schedule("all_to_all", "direct", size, size * size, _one_round(size, tables))
+    return size * size, _to_all(size, lambda ranks, to: transfers(ranks, to, ranks * size + to))
 
 
-def broadcast(size: int, root: int) -> Schedule:
+def broadcast(size: int, root: int) -> tuple[int, Rounds]:
     """Broadcast in which the root sends to every rank."""
-    return Schedule("broadcast", "direct", size, 1, _from_root(size, root, rows=False), root)
+    return 1, _from_root(size, root, rows=False)
 
 
-def scatter(size: int, root: int) -> Schedule:
+def scatter(size: int, root: int) -> tuple[int, Rounds]:
     """Scatter in which the root sends every rank its row."""
-    return Schedule("scatter", "direct", size, size, _from_root(size, root, rows=True), root)
+    return size, _from_root(size, root, rows=True)
 
 
 def gather_rows(size: int, width: int = 1) -> Rounds:
     """Return the round of the all-gather, with ``width`` chunks per row."""
+    return _to_all(size, lambda ranks, to: transfers(ranks, to, ranks * width, (ranks + 1) * width))
 
-    def tables(_: int) -> Iterator[Transfers]:
-        ranks = np.arange(size)
-        for shift in range(1, size):
-            yield transfers(ranks, (ranks + shift) % size, ranks * width, (ranks + 1) * width)
 
-    return _one_round(size, tables)
+def _to_all(size: int, table: Callable[[IntArray, IntArray], Transfers]) -> Rounds:
+    """Return the round whose messages are, for each shift, ``table(ranks, ranks + shift)``."""
+    ranks = np.arange(size)
+    return Rounds(min(size - 1, 1), lambda _: (table(ranks, (ranks + shift) % size) for shift in range(1, size)))
 
 
 def _from_root(size: int, root: int, *, rows: bool) -> Rounds:
-    def tables(_: int) -> Iterator[Transfers]:
-        for shift in range(1, size):
-            to = (root + shift) % size
-            yield transfers(root, to, to if rows else 0)
-
-    return _one_round(size, tables)
-
-
-def _one_round(size: int, tables: Callable[[int], Round]) -> Rounds:
-    return Rounds(1 if size > 1 else 0, tables)
+    targets = [(root + shift) % size for shift in range(1, size)]
+    return Rounds(min(size - 1, 1), lambda _: (transfers(root, to, to if rows else 0) for to in targets))

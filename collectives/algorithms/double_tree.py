@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gangline.collectives.schedule import IntArray, Rounds, Schedule, Transfers, transfers
+from gangline.collectives.schedule import IntArray, Rounds, Transfers, transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class Tree:
     """Number of edges to the root."""
 
 
-def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
+def all_reduce(order: Sequence[int], segments: int = 1) -> tuple[int, Rounds]:
     """All-reduce up each tree and down again; a segment goes down while later ones still go up."""
     edges = _edges(two_trees(order))
     depth = edges.deepest
@@ -47,12 +47,25 @@ def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
         yield from edges.tables(segments, lambda of_child: number - depth - (of_child - 1), up=False)
 
     count = 2 * depth + segments - 1 if len(order) > 1 else 0
-    return Schedule("all_reduce", "double_tree", len(order), 2 * segments, Rounds(count, at))
+    return 2 * segments, Rounds(count, at)
 
 
-def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """Broadcast: the root sends each half to the root of one tree over the other ranks."""
-    return Schedule("broadcast", "double_tree", len(order), 2 * segments, _down(order, root, segments), root)
+def broadcast(order: Sequence[int], root: int, segments: int = 1) -> tuple[int, Rounds]:
+    """Broadcast: the root sends each half to the root of one tree over the other ranks.
+
+    Round i brings segment i - d + 1 to the ranks at depth d.
+    """
+    if len(order) == 1:
+        return 2 * segments, Rounds(0, lambda _: ())
+    begin = order.index(root)
+    others = [rank - (rank > root) for rank in (*order[begin + 1 :], *order[:begin])]
+    first, second = two_trees(others)
+    edges = _edges((_below(root, first), _below(root, second)))
+
+    def at(number: int) -> Iterator[Transfers]:
+        return edges.tables(segments, lambda of_child: number - (of_child - 1), up=False)
+
+    return 2 * segments, Rounds(edges.deepest + segments - 1, at)
 
 
 def two_trees(order: Sequence[int]) -> tuple[Tree, Tree]:
@@ -96,21 +109,6 @@ def _below(root: int, tree: Tree) -> Tree:
     parent[others] = np.where(tree.parent < 0, root, others[tree.parent])
     depth[others] = tree.depth + 1
     return Tree(parent, depth)
-
-
-def _down(order: Sequence[int], root: int, segments: int) -> Rounds:
-    """Return the rounds of the broadcast: round i brings segment i - d + 1 to the ranks at depth d."""
-    if len(order) == 1:
-        return Rounds(0, lambda _: ())
-    begin = order.index(root)
-    others = [rank - (rank > root) for rank in (*order[begin + 1 :], *order[:begin])]
-    first, second = two_trees(others)
-    edges = _edges((_below(root, first), _below(root, second)))
-
-    def at(number: int) -> Iterator[Transfers]:
-        return edges.tables(segments, lambda of_child: number - (of_child - 1), up=False)
-
-    return Rounds(edges.deepest + segments - 1, at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

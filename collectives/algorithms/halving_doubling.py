@@ -22,26 +22,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule import Rounds, Schedule, Transfers, cyclic, transfers
+from gangline.collectives.schedule import Rounds, Transfers, cyclic, transfers
 
 
-def all_reduce(size: int) -> Schedule:
-    """All-reduce: a reduce-scatter and an all-gather of the chunks of one tensor."""
-    return Schedule("all_reduce", "halving_doubling", size, size, sum_rows(size))
+def all_reduce(size: int) -> tuple[int, Rounds]:
+    """All-reduce: a reduce-scatter and an all-gather of the chunks of one tensor, one for each rank."""
+    _, doubling = all_gather(size)
+    return size, doubling.backwards(reduce=True) + doubling
 
 
-def all_gather(size: int) -> Schedule:
+def all_gather(size: int) -> tuple[int, Rounds]:
     """All-gather by doubling: before round i a rank holds 2**i rows."""
-    return Schedule("all_gather", "halving_doubling", size, size, _doubling(size))
-
-
-def sum_rows(size: int) -> Rounds:
-    """Return the rounds of the all-reduce, which has one chunk per rank."""
-    doubling = _doubling(size)
-    return doubling.backwards(reduce=True) + doubling
-
-
-def _doubling(size: int) -> Rounds:
     ranks = np.arange(size)
     is_power_of_two = size & (size - 1) == 0
 
@@ -53,4 +44,4 @@ def _doubling(size: int) -> Rounds:
         else:
             yield from cyclic(ranks, (ranks - held) % size, ranks, min(held, size - held), size)
 
-    return Rounds((size - 1).bit_length(), at)
+    return size, Rounds((size - 1).bit_length(), at)

@@ -19,20 +19,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gangline.collectives.algorithms import binomial, direct, halving_doubling
-from gangline.collectives.schedule import Rounds, Schedule, in_parallel
+from gangline.collectives.schedule import Rounds, in_parallel
 
 
-def all_reduce(hosts: Sequence[int]) -> Schedule:
+def all_reduce(hosts: Sequence[int]) -> tuple[int, Rounds]:
     """All-reduce; rank i is on host ``hosts[i]``."""
     members = _members(hosts)
     if len({len(ranks) for ranks in members}) > 1:
-        return Schedule("all_reduce", "hierarchical", len(hosts), len(members), _by_leaders(members))
-    return Schedule("all_reduce", "hierarchical", len(hosts), len(hosts), _by_local_ranks(members))
+        return len(members), _by_leaders(members)
+    return len(hosts), _by_local_ranks(members)
 
 
-def broadcast(hosts: Sequence[int], root: int) -> Schedule:
+def broadcast(hosts: Sequence[int], root: int) -> tuple[int, Rounds]:
     """Broadcast from the root to the leaders, and from them to all."""
-    return Schedule("broadcast", "hierarchical", len(hosts), 1, _down(hosts, root), root)
+    members = _members(hosts)
+    for ranks in members:
+        if root in ranks:
+            ranks.sort(key=lambda rank: rank != root)
+    leaders = [ranks[0] for ranks in members]
+    between = binomial.tree(len(leaders), leaders.index(root)).among(leaders)
+    return 1, between + in_parallel([binomial.tree(len(ranks), 0).among(ranks) for ranks in members])
 
 
 def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
@@ -41,7 +47,7 @@ def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
     gather = in_parallel([direct.gather_rows(ranks_per_host, width=hosts).among(ranks) for ranks in members])
     between = in_parallel(
         [
-            halving_doubling.sum_rows(hosts).among([ranks[local] for ranks in members], first_chunk=local * hosts)
+            halving_doubling.all_reduce(hosts)[1].among([ranks[local] for ranks in members], first_chunk=local * hosts)
             for local in range(ranks_per_host)
         ]
     )
@@ -51,18 +57,8 @@ def _by_local_ranks(members: Sequence[Sequence[int]]) -> Rounds:
 def _by_leaders(members: Sequence[Sequence[int]]) -> Rounds:
     chunks = len(members)
     inside = in_parallel([binomial.tree(len(ranks), 0, chunks).among(ranks) for ranks in members])
-    between = halving_doubling.sum_rows(chunks).among([ranks[0] for ranks in members])
+    between = halving_doubling.all_reduce(chunks)[1].among([ranks[0] for ranks in members])
     return inside.backwards(reduce=True) + between + inside
-
-
-def _down(hosts: Sequence[int], root: int) -> Rounds:
-    members = _members(hosts)
-    for ranks in members:
-        if root in ranks:
-            ranks.sort(key=lambda rank: rank != root)
-    leaders = [ranks[0] for ranks in members]
-    between = binomial.tree(len(leaders), leaders.index(root)).among(leaders)
-    return between + in_parallel([binomial.tree(len(ranks), 0).among(ranks) for ranks in members])
 
 
 def _members(hosts: Sequence[int]) -> list[list[int]]:

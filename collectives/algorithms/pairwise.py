@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gangline.collectives.schedule import Rounds, Schedule, Transfers, transfers
+from gangline.collectives.schedule import Rounds, Transfers, transfers
 
 
-def all_to_all(size: int) -> Schedule:
+def all_to_all(size: int) -> tuple[int, Rounds]:
     """All-to-all in which every rank sends each other rank its row, one per round."""
     ranks = np.arange(size)
     is_power_of_two = size & (size - 1) == 0
@@ -24,4 +24,4 @@ def all_to_all(size: int) -> Schedule:
         to = ranks ^ (number + 1) if is_power_of_two else (ranks + number + 1) % size
         yield transfers(ranks, to, ranks * size + to)
 
-    return Schedule("all_to_all", "pairwise", size, size * size, Rounds(size - 1, at))
+    return size * size, Rounds(size - 1, at)

@@ -19,32 +19,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gangline.collectives.schedule import Rounds, Schedule, Transfers, transfers
+from gangline.collectives.schedule import Rounds, Transfers, transfers
 
 
-def all_reduce(order: Sequence[int], segments: int = 1) -> Schedule:
+def all_reduce(order: Sequence[int], segments: int = 1) -> tuple[int, Rounds]:
     """All-reduce: a reduce-scatter and an all-gather of the chunks of one tensor, around the ring ``order``."""
-    rounds = _reduce_around(order, segments) + _around(order, segments)
-    return Schedule("all_reduce", "ring", len(order), len(order) * segments, rounds)
+    chunks, summing = reduce_scatter(order, segments)
+    return chunks, summing + all_gather(order, segments)[1]
 
 
-def all_gather(order: Sequence[int], segments: int = 1) -> Schedule:
-    """All-gather in which every row is forwarded once around the ring ``order``."""
-    return Schedule("all_gather", "ring", len(order), len(order) * segments, _around(order, segments))
-
-
-def reduce_scatter(order: Sequence[int], segments: int = 1) -> Schedule:
-    """Reduce-scatter in which the sum of each row is forwarded around the ring and ends at its rank."""
-    return Schedule("reduce_scatter", "ring", len(order), len(order) * segments, _reduce_around(order, segments))
-
-
-def broadcast(order: Sequence[int], root: int, segments: int = 1) -> Schedule:
-    """Broadcast segment after segment along a chain that begins at the root."""
-    return Schedule("broadcast", "ring", len(order), segments, _chain(order, root, segments), root)
-
-
-def _around(order: Sequence[int], segments: int) -> Rounds:
-    """Return the rounds of the all-gather: in round i, position q of the ring forwards the row of position q - i."""
+def all_gather(order: Sequence[int], segments: int = 1) -> tuple[int, Rounds]:
+    """All-gather around the ring ``order``: in round i, position q forwards the row of position q - i."""
     ranks = np.asarray(order)
     following = np.roll(ranks, -1)
 
@@ -53,16 +38,17 @@ def _around(order: Sequence[int], segments: int) -> Rounds:
         for segment in range(segments):
             yield transfers(ranks, following, rows * segments + segment)
 
-    return Rounds(len(order) - 1, at)
+    return len(order) * segments, Rounds(len(order) - 1, at)
 
 
-def _reduce_around(order: Sequence[int], segments: int) -> Rounds:
-    """Return the rounds of the reduce-scatter: the reversed all-gather of the opposite ring."""
-    return _around(order[::-1], segments).backwards(reduce=True)
+def reduce_scatter(order: Sequence[int], segments: int = 1) -> tuple[int, Rounds]:
+    """Reduce-scatter, in which a sum ends at its rank: the reversed all-gather of the opposite ring."""
+    chunks, rounds = all_gather(order[::-1], segments)
+    return chunks, rounds.backwards(reduce=True)
 
 
-def _chain(order: Sequence[int], root: int, segments: int) -> Rounds:
-    """Return the rounds of the broadcast: in round i the rank at position q of the chain forwards segment i - q."""
+def broadcast(order: Sequence[int], root: int, segments: int = 1) -> tuple[int, Rounds]:
+    """Broadcast along a chain from the root: in round i the rank at position q forwards segment i - q."""
     begin = order.index(root)
     chain = np.asarray([*order[begin:], *order[:begin]])
     size = len(chain)
@@ -71,4 +57,4 @@ def _chain(order: Sequence[int], root: int, segments: int) -> Rounds:
         position = np.arange(max(0, number - segments + 1), min(size - 1, number + 1))
         yield transfers(chain[position], chain[position + 1], number - position)
 
-    return Rounds(size - 2 + segments if size > 1 else 0, at)
+    return segments, Rounds(size - 2 + segments if size > 1 else 0, at)

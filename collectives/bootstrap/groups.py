@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack
 from weakref import WeakValueDictionary
 
 from gangline.collectives.bootstrap import rendezvous
-from gangline.collectives.engine.engine import GroupResources
+from gangline.collectives.engine.engine import GroupResources, GroupSettings
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.clock import clock_identity, measure_offsets
@@ -69,8 +68,8 @@ def open_group(
         raise ValueError(f"timeout is {timeout!r}; expected seconds above 0")
     timeline = recorder.current
     clock = "" if timeline is None else clock_identity()
-    settings = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json(), clock])
-    every_rank = [json.loads(packed) for packed in exchange(settings.encode())]
+    blob = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json(), clock])
+    every_rank = [json.loads(packed) for packed in exchange(blob.encode())]
     hosts = rendezvous.number_hosts([identity for identity, *_ in every_rank])
     _, requested, table, clock = every_rank[0]
     if len({one for *_, one in every_rank if one} | {clock}) > 1:
@@ -85,24 +84,21 @@ def open_group(
     membership = ProcessMembership(
         rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
     )
-    return _connect_processes(membership, hosts, exchange, requested, address, Table.from_json(table), timeout)
+    settings = GroupSettings(requested, address, Table.from_json(table), timeout)
+    return _connect_processes(membership, hosts, exchange, settings)
 
 
 def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupResources]:
-    """Return the resources of ``size`` ranks that are threads of this process, in rank order.
-
-    Args:
-        size: number of ranks.
-        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
+    """Return the resources of ``size`` ranks that are threads of this process, in rank order (`in_process`).
 
     Raises:
         ValueError: if ``size`` is below 1.
     """
     if size < 1:
         raise ValueError(f"size is {size}; expected at least 1")
-    table = Table.from_environment()
+    settings = GroupSettings("in_process", "", Table.from_environment(), timeout)
     shared = _ThreadResources(size)
-    return [_connect_threads(rank, shared, table, timeout) for rank in range(size)]
+    return [_connect_threads(rank, shared, settings) for rank in range(size)]
 
 
 def split_group(
@@ -110,12 +106,7 @@ def split_group(
 ) -> GroupResources | None:
     """Connect the ranks of the same color (`Communicator.split`); they share the membership's connections.
 
-    Args:
-        resources: the group to split.
-        host: collectives of that group.
-        number: number of the call on that group.
-        color: this rank's color, or None to join no group.
-        key: this rank's sort key within its group.
+    ``number`` is that of the call on the group.
 
     Raises:
         TypeError: if the color or the key is neither an int nor None.
@@ -136,20 +127,13 @@ def split_group(
 def _connect_members(
     resources: GroupResources, members: list[int], number: int, exchange: BootstrapAllGather
 ) -> GroupResources:
-    rank = members.index(resources.rank)
     if resources.transport.name == "in_process":
-        shared = _shared_by_threads(rank, len(members), exchange)
-        return _connect_threads(rank, shared, resources.table, resources.timeout)
+        rank = members.index(resources.rank)
+        return _connect_threads(rank, _shared_by_threads(rank, len(members), exchange), resources.settings)
     assert isinstance(resources.membership, GroupMembership)
-    return _connect_processes(
-        resources.membership.subgroup(members, number),
-        rendezvous.number_hosts([resources.hosts[member] for member in members]),
-        exchange,
-        resources.requested_transport,
-        resources.address,
-        resources.table,
-        resources.timeout,
-    )
+    membership = resources.membership.subgroup(members, number)
+    hosts = rendezvous.number_hosts([resources.hosts[member] for member in members])
+    return _connect_processes(membership, hosts, exchange, resources.settings)
 
 
 class _ThreadResources:
@@ -174,108 +158,75 @@ def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _T
     return shared
 
 
-def _connect_threads(rank: int, shared: _ThreadResources, table: Table, timeout: float | None) -> GroupResources:
+def _connect_threads(rank: int, shared: _ThreadResources, settings: GroupSettings) -> GroupResources:
     membership = shared.memberships[rank]
-    watchdog = _watchdog(membership, timeout)
-    messages_watchdog = watchdog.another()
-    return GroupResources(
-        rank=rank,
-        size=membership.size,
-        hosts=(0,) * membership.size,
-        transport=InProcessTransport(rank, shared.collectives, watchdog),
-        messages=InProcessTransport(rank, shared.messages, messages_watchdog),
-        slot_exchange=ThreadSlotExchange(rank, shared.collectives, watchdog),
-        membership=membership,
-        watchdog=watchdog,
-        messages_watchdog=messages_watchdog,
-        table=table,
-        requested_transport="in_process",
-        address="",
-        timeout=timeout,
+    watchdogs = _watchdogs(membership, settings)
+    transports = (
+        InProcessTransport(rank, shared.collectives, watchdogs[0]),
+        InProcessTransport(rank, shared.messages, watchdogs[1]),
     )
+    slot_exchange = ThreadSlotExchange(rank, shared.collectives, watchdogs[0])
+    return GroupResources(membership, (0,) * membership.size, settings, *watchdogs, *transports, slot_exchange)
 
 
 def _connect_processes(
-    membership: GroupMembership,
-    hosts: tuple[int, ...],
-    exchange: BootstrapAllGather,
-    requested: str,
-    address: str,
-    table: Table,
-    timeout: float | None,
+    membership: GroupMembership, hosts: tuple[int, ...], exchange: BootstrapAllGather, settings: GroupSettings
 ) -> GroupResources:
-    rank = membership.rank
     try:
-        watchdog = _watchdog(membership, timeout)
-        watchdogs = watchdog, watchdog.another()
-        processes = membership.processes
-        transports, slot_exchange = _open_transports(rank, hosts, processes, exchange, watchdogs, requested, address)
+        watchdogs = _watchdogs(membership, settings)
+        transports, slot_exchange = _open_transports(membership, hosts, exchange, watchdogs, settings)
     except BaseException:
         membership.close()
         raise
-    return GroupResources(
-        rank=rank,
-        size=membership.size,
-        hosts=hosts,
-        transport=transports[0],
-        messages=transports[1],
-        slot_exchange=slot_exchange,
-        membership=membership,
-        watchdog=watchdogs[0],
-        messages_watchdog=watchdogs[1],
-        table=table,
-        requested_transport=requested,
-        address=address,
-        timeout=timeout,
-    )
+    return GroupResources(membership, hosts, settings, *watchdogs, *transports, slot_exchange)
 
 
 def _open_transports(
-    rank: int,
+    membership: GroupMembership,
     hosts: tuple[int, ...],
-    processes: list[int],
     exchange: BootstrapAllGather,
     watchdogs: tuple[Watchdog, Watchdog],
-    requested: str,
-    address: str,
-) -> tuple[list[Transport], SlotExchange | None]:
+    settings: GroupSettings,
+) -> tuple[tuple[Transport, Transport], SlotExchange | None]:
     """Open a transport for each watchdog, and a slot exchange for the first if all ranks share memory.
 
     If a rank cannot share memory with the others of its host, the ranks of all hosts use sockets.
     """
-    size = len(hosts)
+    rank, size = membership.rank, membership.size
 
-    def by_sockets() -> list[Transport]:
-        with ExitStack() as opened:
-            transports: list[Transport] = []
-            for watchdog in watchdogs:
-                transports.append(ZmqTransport(rank, size, exchange, watchdog, address=address))
-                opened.callback(transports[-1].close)  # if a later one fails
-            opened.pop_all()
-        return transports
+    def by_sockets() -> tuple[Transport, Transport]:
+        collectives = ZmqTransport(rank, size, exchange, watchdogs[0], address=settings.address)
+        try:
+            return collectives, ZmqTransport(rank, size, exchange, watchdogs[1], address=settings.address)
+        except BaseException:
+            collectives.close()
+            raise
 
-    if requested in ("tcp", "ipc"):
+    if settings.transport in ("tcp", "ipc"):
         return by_sockets(), None
     members = [other for other in range(size) if hosts[other] == hosts[rank]]
-    cma.allow_reads(processes[member] for member in members)
-    nbytes = len(watchdogs) * SharedMemoryTransport.nbytes(len(members)) + SharedSlotExchange.nbytes(len(members))
+    cma.allow_reads(membership.processes[member] for member in members)
+    nbytes = 2 * SharedMemoryTransport.nbytes(len(members)) + SharedSlotExchange.nbytes(len(members))
     try:
         group = open_host_group(rank, members, nbytes, exchange)
     except OSError as error:
-        if requested == "shared_memory":
+        if settings.transport == "shared_memory":
             raise OSError(f"transport is 'shared_memory': {error}") from error
         _log.warning("ranks communicate through sockets instead of shared memory: %s", error)
         return by_sockets(), None
-    local = [SharedMemoryTransport(group, watchdog) for watchdog in watchdogs]
+    local = SharedMemoryTransport(group, watchdogs[0]), SharedMemoryTransport(group, watchdogs[1])
     if len(members) == size:
         slots = CompiledSlotExchange if group.is_compiled else SharedSlotExchange
-        return [*local], slots(group, watchdogs[0])
-    return [
-        HybridTransport(near, members, far, watchdog)
-        for near, far, watchdog in zip(local, by_sockets(), watchdogs, strict=True)
-    ], None
+        return local, slots(group, watchdogs[0])
+    network = by_sockets()
+    return (
+        HybridTransport(local[0], members, network[0], watchdogs[0]),
+        HybridTransport(local[1], members, network[1], watchdogs[1]),
+    ), None
 
 
-def _watchdog(membership: Membership, timeout: float | None) -> Watchdog:
+def _watchdogs(membership: Membership, settings: GroupSettings) -> tuple[Watchdog, Watchdog]:
     bounds = limits()
-    return Watchdog(membership, bounds.timeout if timeout is None else timeout, bounds.stall_warn)
+    timeout = bounds.timeout if settings.timeout is None else settings.timeout
+    first = Watchdog(membership, timeout, bounds.stall_warn)
+    return first, first.another()

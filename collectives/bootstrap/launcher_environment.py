@@ -26,12 +26,6 @@ def find_rank_info(rank: int | None, size: int | None, address: str | None, vari
     MASTER_ADDR and MASTER_PORT override the address that the launcher's environment gives. Under MPICH, Intel MPI and
     MVAPICH the port is required, as nothing else names the job.
 
-    Args:
-        rank: rank of this process, from 0.
-        size: number of processes.
-        address: "HOST:PORT" at which rank 0 is reached.
-        variables: environment variables.
-
     Raises:
         RuntimeError: if an argument is None and no launcher has set variables.
         TypeError: if the rank or the size is not an int.

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
-from gangline.collectives.liveness.process_state import boot_id
+from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -155,14 +154,7 @@ def _serve_store(host: str, port: int) -> _AnyStore:
 
 
 def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _AnyStore:
-    """Connect to the store at an address, and wait until it is open.
-
-    Args:
-        host: host of the address.
-        port: port of the address.
-        timeout: seconds to wait.
-        is_local: rank 0 serves it at a Unix socket.
-    """
+    """Connect to the store at an address, a Unix socket if it is local, and wait until it is open."""
     begin, pause, is_warned = time.monotonic(), 0.005, False
     while True:
         left = begin + timeout - time.monotonic()
@@ -189,11 +181,7 @@ def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
 
 
 def number_hosts(identities: Sequence[object]) -> tuple[int, ...]:
-    """Number the hosts of ranks from 0, in the order of their first ranks.
-
-    Args:
-        identities: the identity of each rank's host.
-    """
+    """Number the hosts of ranks, given each one's identity, from 0 in the order of their first ranks."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 
@@ -204,11 +192,7 @@ def host_identity() -> str:
     Between such processes, loopback, ``/proc/PID/fd`` and sockets in the file system work. A container with namespaces
     of its own is therefore a host of its own.
     """
-    words = [boot_id()]
-    for kind in ("net", "pid", "mnt"):
-        with suppress(OSError):  # a kernel without namespaces has one for all processes
-            words.append(os.readlink(f"/proc/self/ns/{kind}"))
-    return " ".join(words)
+    return kernel_identity("net", "pid", "mnt")
 
 
 def time_limit(timeout: float | None) -> float:

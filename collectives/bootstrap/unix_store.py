@@ -157,11 +157,7 @@ class UnixStore:
         return bool(self._ask("delete", key))
 
     def _ask(self, *request: Any) -> Any:
-        """Return the answer to a request.
-
-        Raises:
-            DistNetworkError: if the process that serves the store is gone.
-        """
+        """Return the answer to a request."""
         with self._lock:
             try:
                 self._connection.send_bytes(msgpack.packb(request))

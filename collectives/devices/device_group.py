@@ -174,12 +174,20 @@ class DeviceGroup:
         """
         self._backend.move(transfers)
 
-    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Check that there is a tensor for each device; shape and dtype are None for those of the first one."""
         if len(tensors) != self.size:
             raise ValueError(f"{name} has {len(tensors)} entries for {self.size} devices")
-        for position, tensor in enumerate(tensors):
+        for position, (tensor, device) in enumerate(zip(tensors, self.devices, strict=True)):
             _check_dense(f"{name}[{position}]", tensor)
-            _check_fits(f"{name}[{position}]", tensor, self.devices[position], tensors[0].shape, tensors[0].dtype)
+            shape, dtype = tensor.shape if shape is None else shape, dtype or tensor.dtype
+            _check_fits(f"{name}[{position}]", tensor, device, shape, dtype)
 
     def _check_root(self, root: int) -> None:
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
@@ -188,11 +196,7 @@ class DeviceGroup:
     def _prepare_outs(self, outs: Sequence[Tensor] | None, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         if outs is None:
             return [torch.empty(tuple(shape), dtype=dtype, device=device) for device in self.devices]
-        if len(outs) != self.size:
-            raise ValueError(f"outs has {len(outs)} entries for {self.size} devices")
-        for position, out in enumerate(outs):
-            _check_dense(f"outs[{position}]", out)
-            _check_fits(f"outs[{position}]", out, self.devices[position], shape, dtype)
+        self._check("outs", outs, shape, dtype)
         _check_targets("outs", outs)
         return list(outs)
 

@@ -85,9 +85,11 @@ class NcclSelection:
             self._is_decided = True
             if self.nccl is None:
                 return None
-        if self._has_agreed or self._all_on_agreed_gpus(code, self._all_here(tensors)):
+        if self._has_agreed:
             return self.nccl
-        return None
+        flags = torch.empty(self._engine.resources.size, dtype=torch.bool, device="cpu")
+        self._host.all_gather(code, torch.tensor([self._all_here(tensors)], device="cpu"), flags)
+        return self.nccl if flags.all() else None
 
     def _all_here(self, tensors: Sequence[Tensor]) -> bool:
         is_alone = len(tensors) == 1  # a tensor that is not contiguous is copied before its call, and not in a group
@@ -203,7 +205,7 @@ class NcclSelection:
             self._warn_once(f"rank {refusing}: {problems[refusing]}")
         elif binding is not None:
             self._device, self._binding = device, binding
-            self.nccl = NcclCommunicator(device, binding, rank, size)
+            self.nccl = NcclCommunicator(binding, rank, size)
 
     def _all_on_gpus(self, code: int) -> bool:
         """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""
@@ -263,12 +265,6 @@ class NcclSelection:
         wait_until(made.done, lambda _: wait([made], _CHECK_SECONDS), lambda: watchdog.check(()))
         error = made.exception()
         return (made.result(), "") if error is None else (None, f"{type(error).__name__}: {error}")
-
-    def _all_on_agreed_gpus(self, code: int, own: bool) -> bool:
-        """Return whether all ranks' tensors are on the agreed GPUs; raise if a rank is at another call."""
-        flags = torch.empty(self._engine.resources.size, dtype=torch.bool, device="cpu")
-        self._host.all_gather(code, torch.tensor([own], device="cpu"), flags)
-        return bool(flags.all())
 
     def _watch(self) -> None:
         """Check, while the GPU runs calls, that they can end."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collective calls."""
+"""Checks of the arguments of collective calls: a wrong type is a TypeError, all else a ValueError."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from gangline.collectives.engine.reduction import check_dtype
 
 
 def check_tensor(tensor: object, name: str = "tensor") -> None:
-    """Check that an argument is a tensor that collectives accept.
-
-    Raises:
-        TypeError: if it is not a dense tensor on the CPU or a GPU, or if collectives do not accept its dtype.
-    """
+    """Check that an argument is a dense tensor on the CPU or a GPU, of a dtype that collectives accept."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout != torch.strided:
@@ -25,12 +21,7 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
 
 
 def check_rows(tensor: object, size: int) -> None:
-    """Check that an argument is a tensor that collectives accept, with one row for each of ``size`` ranks.
-
-    Raises:
-        ValueError: if the length of the first axis is not ``size``.
-        TypeError: as `check_tensor`.
-    """
+    """Check that an argument is a tensor that collectives accept, with one row for each of ``size`` ranks."""
     check_tensor(tensor)
     assert isinstance(tensor, Tensor)
     if tensor.dim() == 0 or tensor.shape[0] != size:
@@ -38,11 +29,7 @@ def check_rows(tensor: object, size: int) -> None:
 
 
 def check_written(tensor: Tensor, name: str = "tensor") -> None:
-    """Check that each element of a tensor has its own memory, so that the tensor can be written.
-
-    Raises:
-        ValueError: if elements share memory, as in an expanded tensor.
-    """
+    """Check that each element of a tensor has its own memory, so that the tensor can be written."""
     if not tensor.is_contiguous() and _elements_overlap(tensor):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so that elements share memory; "
@@ -66,12 +53,7 @@ def _elements_overlap(tensor: Tensor) -> bool:
 
 
 def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
-    """Check a tensor's shape, and that its dtype and device are those of ``like``.
-
-    Raises:
-        ValueError: if shape, dtype or device differ.
-        TypeError: as `check_tensor`.
-    """
+    """Check a tensor's shape, and that its dtype and device are those of ``like``."""
     check_tensor(tensor, name)
     if tensor.shape != tuple(shape) or tensor.dtype != like.dtype:
         raise ValueError(
@@ -82,12 +64,7 @@ def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) ->
 
 
 def result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return ``out`` after checking it, or a new tensor of this shape with the dtype and device of ``like``.
-
-    Raises:
-        ValueError: if ``out`` differs in shape, dtype or device, or is expanded.
-        TypeError: as `check_tensor`.
-    """
+    """Return ``out`` after checking it, or a new tensor of this shape with the dtype and device of ``like``."""
     if out is None:
         return data_of(like).new_empty(tuple(shape))
     check_fits("out", out, shape, like)
@@ -96,12 +73,7 @@ def result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Ten
 
 
 def result_or_in_place(out: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return the tensor that receives a result like ``tensor``: ``out``, or ``tensor`` if ``out`` is None.
-
-    Raises:
-        ValueError: if ``out`` differs from ``tensor`` in shape, dtype or device, or the tensor to write is expanded.
-        TypeError: as `check_tensor`.
-    """
+    """Return the tensor that receives a result like ``tensor``: ``out``, or ``tensor`` if ``out`` is None."""
     if out is None:
         check_written(tensor)
         return tensor
@@ -109,12 +81,7 @@ def result_or_in_place(out: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def check_rank(name: str, rank: int, size: int) -> None:
-    """Check that an argument is a rank from 0 to ``size - 1``.
-
-    Raises:
-        ValueError: if it is out of range.
-        TypeError: if it is not an int.
-    """
+    """Check that an argument is a rank from 0 to ``size - 1``."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} is {rank!r}; expected a rank, an int")
     if not 0 <= rank < size:
@@ -122,12 +89,7 @@ def check_rank(name: str, rank: int, size: int) -> None:
 
 
 def check_peer(name: str, peer: int, rank: int, size: int, tag: int) -> None:
-    """Check the peer and the tag of a message that ``rank`` sends or receives.
-
-    Raises:
-        ValueError: if the peer is out of range or is ``rank`` itself, or the tag is not in 0 to 2**31 - 1.
-        TypeError: if the peer or the tag is not an int.
-    """
+    """Check the peer, another rank, and the tag, 0 to 2**31 - 1, of a message that ``rank`` sends or receives."""
     check_rank(name, peer, size)
     if peer == rank:
         raise ValueError(f"{name} is {peer}, this rank itself; expected another rank")

@@ -35,32 +35,46 @@ _TURN_SECONDS = 0.1
 _MOST_TURNS = 16
 
 
+class GroupSettings(NamedTuple):
+    """Settings of a communicator, which `Communicator.split` passes on."""
+
+    transport: str
+    """Transport that the user asked for."""
+    address: str
+    """Address of the sockets: "ipc" or "tcp://HOST"."""
+    table: Table
+    timeout: float | None
+    """The user's time limit of a call in seconds, or None for GANGLINE_TIMEOUT."""
+
+
 @dataclass(frozen=True)
 class GroupResources:
     """Everything that connects the ranks of one communicator."""
 
-    rank: int
-    size: int
+    membership: Membership
     hosts: tuple[int, ...]
     """Host of each rank, numbered from 0."""
+    settings: GroupSettings
+    watchdog: Watchdog
+    """Deadlines of collectives."""
+    messages_watchdog: Watchdog
+    """Deadlines of send and recv."""
     transport: Transport
     """Transport of collectives."""
     messages: Transport
     """Transport of send and recv."""
     slot_exchange: SlotExchange | None
     """Slots for small collectives; None if not all ranks share memory."""
-    membership: Membership
-    watchdog: Watchdog
-    """Deadlines of collectives."""
-    messages_watchdog: Watchdog
-    """Deadlines of send and recv."""
-    table: Table
-    requested_transport: str
-    """Transport that the user asked for; `Communicator.split` asks for it again."""
-    address: str
-    """Address of the sockets: "ipc" or "tcp://HOST"."""
-    timeout: float | None
-    """The user's time limit of a call in seconds, or None for GANGLINE_TIMEOUT."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.membership.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.membership.size
 
 
 class Plan(NamedTuple):
@@ -209,7 +223,7 @@ class Engine:
         """
         resources = self.resources
         medium = resources.transport.name
-        choice = resources.table.choose(
+        choice = resources.settings.table.choose(
             collective, nbytes, resources.size, medium, self._number_of_hosts, streams=streams
         )
         if choice.algorithm == SHARED:

@@ -144,9 +144,7 @@ class HostCollectives:
                 if overlap([flat], [out]) and out.data_ptr() != as_rows(flat, size)[rank].data_ptr():
                     flat = flat.clone()
                 flat = as_sent(flat, op)
-                if not plan.steps:
-                    out.copy_(as_rows(flat, size)[rank])
-                elif _written_chunks(plan.steps) <= set(own):
+                if plan.steps and _written_chunks(plan.steps) <= set(own):
                     row = out.to(flat.dtype)
                     chunks: Chunks = _OwnRowChunks(flat, row, own, plan.chunks)
                     run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))

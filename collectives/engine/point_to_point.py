@@ -130,7 +130,10 @@ class PointToPoint:
             GanglineError: if a rank is dead or late, or (a `MismatchError`) sent another number of elements or dtype.
         """
         if async_op:
-            self._progress_in_background()
+            with self._lock:
+                if (self._sends or self._receives) and self._thread is None:
+                    self._thread = threading.Thread(target=self._run_thread, name="gangline-messages", daemon=True)
+                    self._thread.start()
             return work
         try:
             if self._thread is None:
@@ -161,12 +164,6 @@ class PointToPoint:
         self._engine.check_open()
         if self._error is not None:
             raise self._error
-
-    def _progress_in_background(self) -> None:
-        with self._lock:
-            if (self._sends or self._receives) and self._thread is None:
-                self._thread = threading.Thread(target=self._run_thread, name="gangline-messages", daemon=True)
-                self._thread.start()
 
     def _run_thread(self) -> None:
         def is_over() -> bool:
@@ -270,8 +267,10 @@ class PointToPoint:
         awaited: defaultdict[int, set[int]] = defaultdict(set)
         for receive in list(self._receives):
             of_tag = awaited[receive.message_tag.sequence]
-            if not self._try_receive(receive, [source for source in receive.sources if source not in of_tag]):
-                of_tag.update(receive.sources)
+            sources = [source for source in receive.sources if source not in of_tag]
+            with self._end_on_error(receive.recv_code):
+                if not any(self._take_message(receive, source) for source in sources):
+                    of_tag.update(receive.sources)
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
@@ -284,12 +283,8 @@ class PointToPoint:
         for self._timed, self._timed_code in pending[:1]:
             self._watchdog.begin(0, self._timed_code)
 
-    def _try_receive(self, receive: _PendingReceive, sources: Sequence[int]) -> bool:
-        """End a receive if its message has come from one of these ranks; return whether it had. Keep other messages."""
-        with self._end_on_error(receive.recv_code):
-            return any(self._take_message(receive, source) for source in sources)
-
     def _take_message(self, receive: _PendingReceive, source: int) -> bool:
+        """End a receive if its message has come from a rank; return whether it had. Keep other messages."""
         early = self._early.setdefault(source, deque())
         for message in early:
             if message.message_tag.sequence == receive.message_tag.sequence:

@@ -27,11 +27,7 @@ HOW_TO = (
 
 
 class JobKey:
-    """Secret of 32 random bytes. Neither its text forms nor pickle contain them; only `hex` does.
-
-    Args:
-        secret: 32 random bytes.
-    """
+    """Secret of 32 random bytes. Neither its text forms nor pickle contain them; only `hex` does."""
 
     __slots__ = ("_secret",)
 

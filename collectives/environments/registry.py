@@ -49,12 +49,12 @@ def registered() -> Iterator[type[LauncherEnvironment]]:
 
 def find(variables: Mapping[str, str] = os.environ) -> LauncherEnvironment | None:
     """Return the environment of the innermost launcher; None without a launcher."""
-    return next((kind(variables) for kind in registered() if kind.detect(variables)), None)
+    return next(_detected(variables), None)
 
 
 def all_found(variables: Mapping[str, str] = os.environ) -> list[LauncherEnvironment]:
     """Return the environments of all launchers that have set variables, such as torchrun within a step of Slurm."""
-    return [kind(variables) for kind in registered() if kind.detect(variables)]
+    return list(_detected(variables))
 
 
 def local_rank(variables: Mapping[str, str] = os.environ) -> int:
@@ -65,7 +65,8 @@ def local_rank(variables: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: if the launcher's variable is not a number.
     """
-    return next((rank for one in _with_torchrun(variables) if (rank := one.local_rank()) is not None), 0)
+    found = (one.local_rank() for one in (Torchrun(variables), *_detected(variables)))
+    return next((rank for rank in found if rank is not None), 0)
 
 
 def local_size(variables: Mapping[str, str] = os.environ) -> int:
@@ -74,14 +75,12 @@ def local_size(variables: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: if the launcher's variable is not a number.
     """
-    return next((size for one in _with_torchrun(variables) if (size := one.local_size()) is not None), 1)
+    found = (one.local_size() for one in (Torchrun(variables), *_detected(variables)))
+    return next((size for size in found if size is not None), 1)
 
 
-def _with_torchrun(variables: Mapping[str, str]) -> Iterator[LauncherEnvironment]:
-    yield Torchrun(variables)
-    for kind in registered():
-        if kind.detect(variables):
-            yield kind(variables)
+def _detected(variables: Mapping[str, str]) -> Iterator[LauncherEnvironment]:
+    return (kind(variables) for kind in registered() if kind.detect(variables))
 
 
 @cache

@@ -6,12 +6,11 @@ read between two of ours is that of their mean, give or take half of the time be
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections import deque
 
-from gangline.collectives.liveness.process_state import boot_id
+from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.timeline.recorder import Timeline
 from gangline.collectives.transports.base import BootstrapAllGather
 
@@ -20,11 +19,7 @@ _TIME = struct.Struct("<q")
 
 
 class ClockOffset:
-    """Offset of a timeline's clock, from the most precise of the latest samples.
-
-    Args:
-        timeline: recorder whose offset is set.
-    """
+    """Offset of a timeline's clock, from the most precise of the latest samples."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -39,7 +34,7 @@ class ClockOffset:
 
 def clock_identity() -> str:
     """Return a text that processes have in common if `time.monotonic_ns` is the same clock for them."""
-    return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
+    return kernel_identity("time")
 
 
 def measure_offsets(rank: int, exchange: BootstrapAllGather, timeline: Timeline | None) -> None:

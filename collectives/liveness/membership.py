@@ -236,9 +236,6 @@ class PeerConnections:
         heartbeat: seconds between two heartbeats; at most half of ``limit`` is used.
         limit: seconds of silence that are allowed; see above.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
-
-    Raises:
-        RuntimeError, ValueError, StallError, ProtocolError: as `PeerSockets`.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -42,8 +43,16 @@ def state_of(process: list[str | int]) -> str:
 
 @cache
 def _host() -> str:
-    namespaces = (f"/proc/self/ns/{name}" for name in ("pid", "time"))  # those of times are as old as Linux 5.6
-    return " ".join([boot_id(), *(os.readlink(path) for path in namespaces if os.path.lexists(path))])
+    return kernel_identity("pid", "time")
+
+
+def kernel_identity(*namespaces: str) -> str:
+    """Return a text that processes have in common if they share a running kernel and these namespaces of it."""
+    words = [boot_id()]
+    for kind in namespaces:
+        with suppress(OSError):  # a kernel without them has one for all processes; those of times came with Linux 5.6
+            words.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return " ".join(words)
 
 
 def boot_id() -> str:

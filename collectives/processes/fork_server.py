@@ -61,7 +61,6 @@ class _Server:
         for source in (requests, self._deaths):
             self._selector.register(source, selectors.EVENT_READ)
         self._pools: dict[socket.socket, dict[int, int]] = {}  # control socket -> {pid: index} of running processes
-        self._started: dict[socket.socket, int] = {}
         self._sockets = [requests, self._deaths, wakeup]
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wakeup socket
         signal.set_wakeup_fd(wakeup.fileno())
@@ -79,7 +78,6 @@ class _Server:
                         return
                     control = socket.socket(fileno=fds[0])
                     self._pools[control] = {}
-                    self._started[control] = 0
                     self._selector.register(control, selectors.EVENT_READ)
                 else:
                     assert isinstance(key.fileobj, socket.socket)
@@ -98,22 +96,21 @@ class _Server:
         except ConnectionResetError:
             message, fds = b"", []
         if message:
-            self._fork(control, fds)
+            self._fork(control, int(message), fds)
             return
         self._selector.unregister(control)
         for pid in self._pools[control]:
             os.kill(pid, signal.SIGKILL)
         self._close_if_empty(control)
 
-    def _fork(self, control: socket.socket, fds: list[int]) -> None:
-        index, server = self._started[control], os.getpid()
+    def _fork(self, control: socket.socket, index: int, fds: list[int]) -> None:
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             _run_child(server, self._close_in_child, *fds)
         for fd in fds:
             os.close(fd)
         self._pools[control][pid] = index
-        self._started[control] += 1
         _notify(control, False, index, pid)
 
     def _close_in_child(self) -> None:
@@ -136,7 +133,7 @@ class _Server:
     def _close_if_empty(self, control: socket.socket) -> None:
         """Close a closed pool's socket once none of its processes is left; `ProcessPool.close` waits for that."""
         if control not in self._selector.get_map() and not self._pools[control]:
-            del self._pools[control], self._started[control]
+            del self._pools[control]
             control.close()
 
 

@@ -78,11 +78,11 @@ class ProcessPool:
                 return
 
     def _fork(self, count: int) -> tuple[int, ...]:
-        for _ in range(count):
+        for index in range(count):
             ours, child = Pipe()
             self.connections.append(ours)
             with child:
-                socket.send_fds(self._control, [b"fork"], [child.fileno(), 1, 2])
+                socket.send_fds(self._control, [str(index).encode()], [child.fileno(), 1, 2])
         pids: list[int] = []
         while len(pids) < count:
             ended, index, value = self._read_notice()

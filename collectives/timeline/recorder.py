@@ -128,11 +128,9 @@ class Timeline:
         described = self._process_name, offset, self._error
         if described != self._described:
             self._described = described
+            is_named = self._process_name != f"process {os.getpid()}"
             label = f"{os.uname().nodename}, process {os.getpid()}"
-            if self._process_name != f"process {os.getpid()}":
-                add("M", "process_name", 0, args={"name": f"{self._process_name} ({label})"})
-            else:
-                add("M", "process_name", 0, args={"name": label})
+            add("M", "process_name", 0, args={"name": f"{self._process_name} ({label})" if is_named else label})
             own: dict[str, Any] = {"name": self._process_name, "host": os.uname().nodename}
             own |= {"offset_us": offset / 1e3, "error_us": self._error / 1e3, "cores": len(os.sched_getaffinity(0))}
             add("M", "gangline_process", 0, args=own)
@@ -142,22 +140,19 @@ class Timeline:
                 self._names[thread] = ""
         add("C", "cores", 0, ts=(time.monotonic_ns() + offset) / 1e3, args=_core_use())
         for phase, name, begin, end, thread, arguments in events:  # json.dumps of whole events takes 5 times as long
-            where = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(begin + offset) / 1e3:.3f}'
-            args = (
-                ', "args": {' + ", ".join([f'"{k}": {_json(v)}' for k, v in arguments.items()]) + "}"
-                if arguments
-                else ""
-            )
+            where = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": '
+            members = ", ".join([f'"{k}": {_json(v)}' for k, v in arguments.items()])
+            args = f', "args": {{{members}}}' if members else ""
+            ts, end_ts = f"{(begin + offset) / 1e3:.3f}", f"{(end + offset) / 1e3:.3f}"
             if phase == "b":
                 self._asyncs += 1
                 number = f'"cat": "gangline", "id2": {{"local": "{self._asyncs}"}}'  # of this process's tracks
-                ended = f'"name": "{name}", "pid": {process}, "tid": {thread}, "ts": {(end + offset) / 1e3:.3f}'
-                lines.append(f'{{"ph": "b", {where}, {number}{args}}}')
-                lines.append(f'{{"ph": "e", {ended}, {number}}}')
+                lines.append(f'{{"ph": "b", {where}{ts}, {number}{args}}}')
+                lines.append(f'{{"ph": "e", {where}{end_ts}, {number}}}')
             elif phase == "i":
-                lines.append(f'{{"ph": "i", {where}, "s": "t"{args}}}')
+                lines.append(f'{{"ph": "i", {where}{ts}, "s": "t"{args}}}')
             else:
-                lines.append(f'{{"ph": "X", {where}, "dur": {(end - begin) / 1e3:.3f}{args}}}')
+                lines.append(f'{{"ph": "X", {where}{ts}, "dur": {(end - begin) / 1e3:.3f}{args}}}')
         if self._dropped:
             add("i", f"{self._dropped} events were dropped", 0, ts=(time.monotonic_ns() + offset) / 1e3, s="p")
             self._dropped = 0

@@ -47,11 +47,7 @@ _WITH_ROOT = ("opts", "timeout", "root")
 
 
 def _exactly(tensors: Tensors, count: int) -> list[Tensor]:
-    """Return a tensor, or a list of tensors, as a list of ``count``.
-
-    Raises:
-        ValueError: if there are more or fewer.
-    """
+    """Return a tensor, or a list of tensors, as a list of ``count``."""
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != count:
         raise ValueError(f"{len(found)} tensors were given; expected {count}, because a rank has one device")
@@ -63,11 +59,7 @@ def _only(tensors: Tensors) -> Tensor:
 
 
 def _one_list(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the one list of tensors inside torch's list of one list per device; empty if a rank passes none.
-
-    Raises:
-        ValueError: if there are several lists.
-    """
+    """Return the one list of tensors inside torch's list of one list per device; empty if a rank passes none."""
     if any(isinstance(one, Tensor) for one in lists):
         return [one for one in lists if isinstance(one, Tensor)]
     found = [list(one) for one in lists]
@@ -85,11 +77,7 @@ def _splits(sizes: Sequence[int] | None) -> list[int]:
 
 
 def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each output with its input.
-
-    Raises:
-        ValueError: if the lengths differ.
-    """
+    """Return each output with its input."""
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
     return list(zip(outputs, inputs, strict=True))

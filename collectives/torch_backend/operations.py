@@ -5,9 +5,10 @@ Every function is a collective over all ranks of the communicator and returns wh
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from functools import reduce as reduce_values
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.distributed import ReduceOp
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.host_staging import data_of
-from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.errors import MismatchError
 
 Op = str | Callable[[Tensor, Tensor], Tensor]
@@ -59,34 +59,20 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
     if tensor.is_sparse:
         _all_reduce_sparse(comm, tensor, op)
         return
-    if _is_integer_mean(tensor, op):
-        parts = _mean_parts(tensor, comm.size)
-        comm.all_reduce(parts)
-        _write_mean(tensor, parts, comm.size)
-        return
-    tensor = _reducible(tensor, op)
-    if isinstance(op, str):
-        comm.all_reduce(tensor, op)
+    data, how = data_of(tensor), _reduction(tensor, op)
+    if isinstance(how, str):
+        comm.all_reduce(data, how)
     else:
-        rows = comm.all_gather(tensor)
-        assert isinstance(rows, Tensor)
-        tensor.copy_(functools.reduce(op, rows))
+        data.copy_(how(comm.all_gather(data)))
 
 
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
     """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
-    if _is_integer_mean(tensor, op):
-        parts = _mean_parts(tensor, comm.size)
-        if comm.reduce(parts, root) is not None:
-            _write_mean(tensor, parts, comm.size)
-        return
-    tensor = _reducible(tensor, op)
-    if isinstance(op, str):
-        comm.reduce(tensor, root, op)
-        return
-    rows = comm.gather(tensor, root)
-    if isinstance(rows, Tensor):
-        tensor.copy_(functools.reduce(op, rows))
+    data, how = data_of(tensor), _reduction(tensor, op)
+    if isinstance(how, str):
+        comm.reduce(data, root, how)
+    elif (rows := comm.gather(data, root)) is not None:
+        data.copy_(how(rows))
 
 
 def broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
@@ -154,18 +140,11 @@ def reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], o
 def reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
     """Reduce tensors of (size, *out.shape), or concatenated along the first axis; each rank gets its row."""
     rows = _rows("the input", tensor, comm.size, out.shape)
-    if _is_integer_mean(tensor, op):
-        parts = comm.reduce_scatter(_mean_parts(rows, comm.size).movedim(0, 1))
-        assert isinstance(parts, Tensor)
-        _write_mean(out, parts, comm.size)
-        return
-    rows = _reducible(rows, op)
-    if isinstance(op, str):
-        comm.reduce_scatter(rows, op, out=_reducible(out, op))
+    how = _reduction(tensor, op)
+    if isinstance(how, str):
+        comm.reduce_scatter(data_of(rows), how, out=data_of(out))
     else:
-        taken = comm.all_to_all(rows)
-        assert isinstance(taken, Tensor)
-        data_of(out).copy_(functools.reduce(op, taken))
+        data_of(out).copy_(how(comm.all_to_all(data_of(rows))))
 
 
 def all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -239,39 +218,27 @@ def _gather_rows(comm: Communicator, rows: Tensor, counts: Sequence[int]) -> Ten
     return torch.cat([one[:count] for one, count in zip(gathered, counts, strict=True)])
 
 
-def _is_integer_mean(tensor: Tensor, op: Op) -> bool:
-    """Return whether a reduction is the mean of integers, which is rounded towards zero as NCCL does."""
-    return op == "mean" and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+def _reduction(tensor: Tensor, op: Op) -> str | Callable[[Any], Tensor]:
+    """Return the communicator's name of a reduction, or a function of the rows of all ranks."""
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    if isinstance(op, str):
+        return _mean_of_integers if op == "mean" and not has_fractions and tensor.dtype != torch.bool else op
+    if has_fractions:
+        raise TypeError(f"a tensor of {tensor.dtype} has no bits to combine; expected integers or bools for {op}")
+    return partial(reduce_values, op)
 
 
-def _mean_parts(tensor: Tensor, size: int) -> Tensor:
-    """Return integers as (quotient, remainder) of a division by ``size``, whose sums over all ranks do not wrap."""
-    check_dtype(tensor.dtype)
-    values = data_of(tensor).long()
-    return torch.stack([values.div(size, rounding_mode="floor"), values.remainder(size)])
-
-
-def _write_mean(tensor: Tensor, parts: Tensor, size: int) -> None:
-    """Write the mean whose `_mean_parts` have been summed, rounded towards zero."""
-    quotients, remainders = parts
-    means = quotients + remainders.div(size, rounding_mode="floor")
+def _mean_of_integers(rows: Tensor) -> Tensor:
+    """Return the mean of rows of integers, rounded towards zero as NCCL does; sums do not wrap."""
+    size, values = len(rows), rows.long()
+    remainders = values.remainder(size).sum(0)
+    means = values.div(size, rounding_mode="floor").sum(0) + remainders.div(size, rounding_mode="floor")
     is_rounded_down = (means < 0) & (remainders % size > 0)
-    data_of(tensor).copy_(means + is_rounded_down)
-
-
-def _reducible(tensor: Tensor, op: Op) -> Tensor:
-    data = data_of(tensor)
-    if not isinstance(op, str) and (data.is_floating_point() or data.is_complex()):
-        raise TypeError(f"a tensor of {data.dtype} has no bits to combine; expected integers or bools for {op}")
-    return data
+    return means + is_rounded_down
 
 
 def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """Return a view of a tensor as (size, *shape).
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return a view of a tensor as (size, *shape)."""
     shape = tuple(shape)
     if tensor.shape == (size, *shape):
         return tensor

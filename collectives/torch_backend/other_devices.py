@@ -28,21 +28,13 @@ class OtherDevices:
         self._backends: dict[str, Any] = {}
 
     def group(self, device: torch.device) -> ProcessGroup:
-        """Return a group for tensors of a device.
-
-        Raises:
-            RuntimeError: if this group has no backend for it.
-        """
+        """Return a group for tensors of a device; as `backend`."""
         self.backend(device)
         assert self._group is not None
         return self._group
 
     def backend(self, device: torch.device) -> Any:
-        """Return the backend of a device.
-
-        Raises:
-            RuntimeError: if this group has no backend for it.
-        """
+        """Return the backend of a device; a RuntimeError says that this group has none for it."""
         if device.type not in self._backends:
             self._backends[device.type] = self._make(device.type)
         return self._backends[device.type]

@@ -70,10 +70,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         """Return the backend's name, "gangline"."""
         return "gangline"
 
-    getBackendName = name  # noqa: N815  called by torch's C++
-
-    def _get_backend_name(self) -> str:
-        return "gangline"
+    getBackendName = _get_backend_name = name  # noqa: N815  the former is called by torch's C++
 
     def _get_backend(self, device: torch.device) -> Any:
         device = torch.device(device)
@@ -145,11 +142,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         return group
 
     def merge_remote_group(self, *_: object, **__: object) -> NoReturn:
-        """Raise ValueError: not supported.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: not supported."""
         raise ValueError("merge_remote_group is not supported; make a group of all ranks by dist.init_process_group")
 
     def shutdown(self) -> None:

@@ -119,9 +119,7 @@ class GroupWork(TorchWork):
         """Wait for the call."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait for the call: CPU tensors have no stream."""
-        self.wait()
+    block_current_stream = synchronize  # CPU tensors have no stream
 
     def is_completed(self) -> bool:
         """Return whether the call is done, with or without an error."""

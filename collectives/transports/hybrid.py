@@ -92,9 +92,6 @@ class HybridTransport(Transport):
         """Advance messages to ranks of this host until ``ready()`` or until all are out.
 
         A rank on another host that this one waits for may itself wait for a rank that needs these messages.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
         """
         wait_until(
             lambda: not self._local.progress() or ready(),

@@ -50,11 +50,7 @@ class ThreadGroup:
             self._changed.wait_for(lambda: self.updates > seen, seconds)
 
     def wait(self, ready: Callable[[], bool], wait_policy: WaitPolicy, peer: int) -> None:
-        """Block until ``ready()``, which ``peer`` makes true.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
-        """
+        """Block until ``ready()``, which ``peer`` makes true."""
 
         def pause(_: float) -> None:
             with self._changed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gangline import Communicator
-from gangline.collectives import algorithms, tuning
+from gangline.bench.algorithms import tuning
+from gangline.bench.driver.processes import Candidate
+from gangline.collectives import algorithms
 from gangline.collectives.algorithms import REGISTRY, direct
 from gangline.collectives.tuner import (
     SHARED_LIMIT,
@@ -212,9 +212,6 @@ def test_a_transport_is_forced_by_name() -> None:
 # `gangline bench tune`: candidates, rules, and the refusal of wrong results
 
 
-time_choice = tuning.time_choice
-
-
 def test_rules_follow_from_times() -> None:
     shared, ring, shot = Choice("shared"), Choice("ring", 4), Choice("one_shot")
     times = {
@@ -245,19 +242,19 @@ def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> Non
     assert tuning.candidates(TableKey("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
 
 
-def time_a_lazy_choice(
-    comm: Communicator, key: TableKey, choice: Choice, checked: Sequence[int], sizes: Sequence[int]
-) -> list[float]:
-    """Time a choice in a process that knows an algorithm which reduces nothing."""
-    REGISTRY["all_reduce"]["lazy"] = lambda request: direct.broadcast(request.size, 0)
-    return time_choice(comm, key, choice, checked, sizes)
+LAZY_RANK = """
+from gangline.bench.peers.ranks.gangline import join
+from gangline.collectives.algorithms import REGISTRY, direct
+REGISTRY["all_reduce"]["lazy"] = lambda request: direct.broadcast(request.size, 0)  # reduces nothing
+"""
 
 
-def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(REGISTRY["all_reduce"], "lazy", lambda request: direct.broadcast(request.size, 0))
     kept = ("lazy", "one_shot", "halving_doubling", "ring")
     monkeypatch.setitem(REGISTRY, "all_reduce", {name: REGISTRY["all_reduce"][name] for name in kept})
-    monkeypatch.setattr(tuning, "time_choice", time_a_lazy_choice)
+    (tmp_path / "lazy_rank.py").write_text(LAZY_RANK)
+    monkeypatch.setattr(tuning, "collective_ranks", lambda _, ranks: [Candidate(str(tmp_path / "lazy_rank"), ranks)])
     found = tuning.measure("ipc", 2, ["all_reduce"], [1024, 4096])
     place = TableKey("all_reduce", "ipc", 2, 1)
     assert {rule.choice.algorithm for rule in found.rules[place]} <= {"one_shot", "halving_doubling"}

@@ -110,6 +110,12 @@ def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out:
     if collective == "all_gather":
         rows = out.view(size, count)
         return lambda: comm.all_gather(given, out=rows)
+    if collective == "gather":
+        rows = out.view(size, count)
+        return lambda: comm.gather(given, root, out=rows)
+    if collective == "scatter":
+        rows = given.view(size, count)
+        return lambda: comm.scatter(rows, out, root)
     if collective == "reduce_scatter":
         rows = given.view(size, count)
         return lambda: comm.reduce_scatter(rows, op, out=out)

@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,9 @@ DTYPES = {
 }
 _OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "mean": 4}
 _BOOL_OPS = {"sum": 2, "max": 2, "product": 3, "min": 3}  # on 0 and 1, "or" is max and "and" is min
+
+_Call = tuple[str, int, Tensor, Tensor, str | None] | tuple[str, int, Tensor, Tensor, str | None, int]
+"""Arguments of `call` after the binding."""
 
 _group_lock = threading.Lock()  # concurrent groups could launch kernels in different orders on different GPUs
 _unsupported: set[torch.dtype] = set()
@@ -77,78 +80,86 @@ class Nccl(Backend):
             return
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            with grouped(self._binding):
-                for position, flat in enumerate(flats):
-                    address, stream = flat.data_ptr(), self.stream(position)
-                    self._binding.all_reduce(position, address, address, len(flat), *enumerators(flat, op), stream)
+            self._group(("all_reduce", position, flat, flat, op) for position, flat in enumerate(flats))
 
     def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:  # noqa: D102  inherited
-        if not _supports(tensors[0].dtype):
+        if _supports(tensors[0].dtype):
+            self._run_at_each_position("all_gather", tensors, outs)
+        else:
             super().all_gather(tensors, outs)
-            return
-        with Flattened() as flattened:
-            pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
-            with grouped(self._binding):
-                for position, (given, out) in enumerate(pairs):
-                    addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
-                    self._binding.all_gather(position, *addresses, len(given), DTYPES[given.dtype], stream)
 
     def reduce_scatter(  # noqa: D102  inherited
         self, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str
     ) -> None:
-        if not _supports(tensors[0].dtype):
+        if _supports(tensors[0].dtype):
+            self._run_at_each_position("reduce_scatter", tensors, outs, op)
+        else:
             super().reduce_scatter(tensors, outs, op)
-            return
-        with Flattened() as flattened:
-            pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
-            with grouped(self._binding):
-                for position, (given, out) in enumerate(pairs):
-                    addresses, stream = (given.data_ptr(), out.data_ptr()), self.stream(position)
-                    self._binding.reduce_scatter(position, *addresses, len(out), *enumerators(out, op), stream)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
         copies.move([transfer for transfer in transfers if not _supports(transfer[1].dtype)], op)
         with Flattened() as flattened:
             flat = flattened.transfers(transfer for transfer in transfers if _supports(transfer[1].dtype))
-            sums = [(values, total) for values, total, _ in flat if values]
-            copied = [(total, outs) for _, total, outs in flat if outs]
-            if sums:
-                with grouped(self._binding):
-                    for values, total in sums:
-                        self._reduce(values, total, op)
-            if copied:
-                with grouped(self._binding):  # a second group, because calls of one group may run concurrently
-                    for total, outs in copied:
-                        self._broadcast(total, outs)
+            sums: list[_Call] = []
+            copied: list[_Call] = []
+            for values, total, outs in flat:
+                root = self.devices.index(total.device)
+                for position, value in enumerate(values):  # NCCL writes the root's target only
+                    sums.append(("reduce", position, value, total if position == root else value, op, root))
+                for position, out in enumerate(outs):  # NCCL reads the root's source only
+                    copied.append(("broadcast", position, total if position == root else out, out, None, root))
+            self._group(sums)
+            self._group(copied)  # a second group, because calls of one group may run concurrently
 
-    def stream(self, position: int) -> int:
-        """Return the CUDA handle of the stream for a position's calls."""
-        return torch.cuda.current_stream(self.devices[position]).cuda_stream
+    def _run_at_each_position(
+        self, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str | None = None
+    ) -> None:
+        with Flattened() as flattened:
+            pairs = [(flattened.read(one), flattened.written(out)) for one, out in zip(tensors, outs, strict=True)]
+            self._group((name, position, *pair, op) for position, pair in enumerate(pairs))
 
-    def _reduce(self, values: Sequence[Tensor], total: Tensor, op: str) -> None:
-        root = self.devices.index(total.device)
-        for position, value in enumerate(values):
-            target = total if position == root else value  # NCCL writes the root's only
-            addresses, stream = (value.data_ptr(), target.data_ptr()), self.stream(position)
-            self._binding.reduce(position, *addresses, len(value), *enumerators(value, op), root, stream)
-
-    def _broadcast(self, total: Tensor, outs: Sequence[Tensor]) -> None:
-        root = self.devices.index(total.device)
-        for position, out in enumerate(outs):
-            source = total if position == root else out  # NCCL reads the root's only
-            addresses, stream = (source.data_ptr(), out.data_ptr()), self.stream(position)
-            self._binding.broadcast(position, *addresses, len(out), DTYPES[out.dtype], root, stream)
+    def _group(self, calls: Iterable[_Call]) -> None:
+        """Make calls as one group, at most one group at a time in this process."""
+        calls = list(calls)
+        if calls:
+            with _group_lock, grouped(self._binding):
+                for arguments in calls:
+                    call(self._binding, *arguments)
 
 
 @contextmanager
 def grouped(binding: Binding) -> Iterator[None]:
-    """Make NCCL calls as one group, at most one group at a time in this process."""
-    with _group_lock:
-        binding.start()
-        try:
-            yield
-        finally:
-            binding.end()
+    """Make NCCL calls as one group."""
+    binding.start()
+    try:
+        yield
+    finally:
+        binding.end()
+
+
+def call(
+    binding: Binding,
+    name: str,
+    position: int,
+    source: Tensor,
+    target: Tensor,
+    op: str | None = None,
+    root: int | None = None,
+) -> None:
+    """Make a call, a method of `Binding`, on contiguous 1-D tensors and on the current stream of their GPU."""
+    options = [DTYPES[source.dtype]]
+    if op is not None:
+        options.append((_BOOL_OPS if source.dtype == torch.bool else _OPS)[op])
+    if root is not None:
+        options.append(root)
+    count = min(len(source), len(target))  # the other one has a row for each rank in all_gather and reduce_scatter
+    addresses = source.data_ptr(), target.data_ptr()
+    getattr(binding, name)(position, *addresses, count, *options, stream_of(source))
+
+
+def stream_of(tensor: Tensor) -> int:
+    """Return the CUDA handle of the current stream of a tensor's GPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 @atexit.register
@@ -158,12 +169,6 @@ def _destroy_all() -> None:
         binding.start()  # else each communicator would wait for the others
         binding.destroy()
         binding.end()
-
-
-def enumerators(tensor: Tensor, op: str) -> tuple[int, int]:
-    """Return the enumerators of nccl.h for the tensor's dtype and an operation."""
-    ops = _BOOL_OPS if tensor.dtype == torch.bool else _OPS
-    return DTYPES[tensor.dtype], ops[op]
 
 
 def _supports(dtype: torch.dtype) -> bool:

@@ -49,26 +49,13 @@ class Binding(Protocol):
     def end(self) -> None:
         """Launch the calls made since `start` (ncclGroupEnd)."""
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Call ncclAllReduce."""
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        """Call ncclReduce."""
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        """Call ncclBroadcast."""
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """Call ncclAllGather; ``count`` is that of ``source``."""
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """Call ncclReduceScatter; ``count`` is that of ``target``."""
+    # The arguments of collectives are: position, source, target, count, dtype, op (reductions), root (reduce and
+    # broadcast), stream. ``count`` is that of one row of all_gather and reduce_scatter.
+    all_reduce: Callable[..., None]
+    reduce: Callable[..., None]
+    broadcast: Callable[..., None]
+    all_gather: Callable[..., None]
+    reduce_scatter: Callable[..., None]
 
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         """Call ncclSend on bytes, at position 0."""

@@ -25,15 +25,11 @@ _BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Ncc
 
 
 def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
-    """Return the backend for these devices; logs the choice and its reason once for each list of devices.
+    """Return the backend for these devices, as `check` allows; log the choice once for each list of devices.
 
     Args:
         devices: the devices, by position.
         wanted: name of the implementation; None: `choose`. GANGLINE_DEVICE_GROUP overrides it.
-
-    Raises:
-        ValueError: if the name is unknown, or the implementation cannot serve such devices.
-        RuntimeError: if this machine lacks a requirement of the implementation.
     """
     name, source = (os.environ[VARIABLE], VARIABLE) if os.environ.get(VARIABLE) else (wanted, "implementation")
     if name is None:
@@ -72,12 +68,7 @@ def choose(devices: Devices) -> tuple[str, str]:
 
 
 def check(name: str, devices: Devices, source: str) -> None:
-    """Check that an implementation can serve devices on this machine.
-
-    Args:
-        name: name of the implementation.
-        devices: the devices, by position.
-        source: where the name was given, for the message.
+    """Check that an implementation, which ``source`` names, can serve devices on this machine.
 
     Raises:
         ValueError: if the name is unknown, or the implementation cannot serve such devices.

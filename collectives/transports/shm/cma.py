@@ -21,13 +21,7 @@ class _IoVec(ctypes.Structure):
 
 
 def read(process: int, address: int, target: int, nbytes: int) -> None:
-    """Copy bytes from another process's memory to an address of this process.
-
-    Args:
-        process: process id.
-        address: source address in that process.
-        target: destination address in this process.
-        nbytes: number of bytes.
+    """Copy ``nbytes`` bytes at an address of another process to the address ``target`` of this one.
 
     Raises:
         OSError: if the kernel refuses, the process is gone, or the memory does not exist.

@@ -55,9 +55,6 @@ class FutexWakeup:
 
     Each rank owns a futex word, and one flag per rank that says whether it sleeps until that rank notifies it.
     Collective: all ranks must create it.
-
-    Raises:
-        OSError: if the ranks cannot share memory, or the CPU architecture is not supported.
     """
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
@@ -97,9 +94,6 @@ class FutexWakeup:
             rank: the rank that is waited for.
             ready: a cheap check of shared memory.
             progress: advances other work; returns whether more is left, which shortens the sleeps.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
         """
         for _ in range(self._spins):
             if ready():

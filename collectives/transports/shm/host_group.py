@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -18,34 +19,30 @@ from gangline.collectives.transports.shm.segments import Offer, Segment, open_of
 _PAGE = 4096  # bytes
 
 
+@dataclass
 class HostGroup:
-    """The ranks of one host, numbered from 0 on this host.
+    """The ranks of one host, numbered from 0 on this host."""
 
-    Args:
-        rank: this rank's number on this host.
-        members: the ranks of this host among the ranks of all hosts, by which wait policies know them.
-        segments: memory of each rank, of equal size.
-        processes: process id of each rank.
-        readable: for each rank, the ranks whose process memory it can read (`cma.read`).
-        cores: CPU cores that at least one of the ranks may run on.
-        is_compiled: whether all ranks have `gangline._core`.
-    """
+    rank: int
+    """This rank's number on this host."""
+    members: Sequence[int]
+    """The ranks of this host among the ranks of all hosts, by which wait policies know them."""
+    segments: Sequence[Segment]
+    """Memory of each rank, of equal size."""
+    processes: Sequence[int]
+    """Process id of each rank."""
+    readable: Sequence[set[int]]
+    """For each rank, the ranks whose process memory it can read (`cma.read`)."""
+    cores: set[int]
+    """CPU cores that at least one of the ranks may run on."""
+    is_compiled: bool
+    """True if all ranks have `gangline._core`."""
+    _taken: int = 0  # bytes
 
-    def __init__(
-        self,
-        rank: int,
-        members: Sequence[int],
-        segments: Sequence[Segment],
-        processes: Sequence[int],
-        readable: Sequence[set[int]],
-        cores: set[int],
-        is_compiled: bool,
-    ) -> None:
-        self.rank, self.size = rank, len(segments)
-        self.members = members
-        self.processes, self.readable, self.cores, self.is_compiled = processes, readable, cores, is_compiled
-        self._segments = segments
-        self._taken = 0  # bytes
+    @property
+    def size(self) -> int:
+        """Number of ranks of this host."""
+        return len(self.segments)
 
     def take(self, nbytes: int) -> list[Segment]:
         """Return the next ``nbytes`` of every rank's segment, at a page boundary.
@@ -54,7 +51,7 @@ class HostGroup:
         """
         begin = self._taken
         self._taken += padded(nbytes)
-        return [segment.region(begin, nbytes) for segment in self._segments]
+        return [segment.region(begin, nbytes) for segment in self.segments]
 
 
 def padded(nbytes: int) -> int:

@@ -60,13 +60,7 @@ class SlotExchange(ABC):
 
 
 class SharedSlotExchange(SlotExchange):
-    """Slot exchange between the processes of one host.
-
-    Collective: all ranks must create it.
-
-    Raises:
-        OSError: if the ranks cannot share memory.
-    """
+    """Slot exchange between the processes of one host. Collective: all ranks must create it."""
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         super().__init__(group.rank, group.size)
@@ -109,13 +103,7 @@ class SharedSlotExchange(SlotExchange):
 
 
 class CompiledSlotExchange(SharedSlotExchange):
-    """The same by `gangline._core`, which also reduces. All ranks must use it.
-
-    Collective: all ranks must create it.
-
-    Raises:
-        OSError: if the ranks cannot share memory.
-    """
+    """The same by `gangline._core`, which also reduces. Collective: all ranks must create it."""
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         super().__init__(group, wait_policy)
@@ -162,9 +150,6 @@ class CompiledSlotExchange(SharedSlotExchange):
 
         Returns:
             Rank -> (sequence, code) of ranks in another call.
-
-        Raises:
-            GanglineError: if `WaitPolicy.check` raises it.
         """
         assert core is not None
         found = core.all_reduce(self._handle, prepared, source, out, sequence)

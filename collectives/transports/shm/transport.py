@@ -80,13 +80,7 @@ class _Outgoing(SendRequest):
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between the processes of one host.
-
-    Collective: all ranks must create it.
-
-    Raises:
-        OSError: on all ranks, if the ranks cannot share memory.
-    """
+    """Transport between the processes of one host. Collective: all ranks must create it."""
 
     name = "shared_memory"
 

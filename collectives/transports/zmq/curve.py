@@ -33,19 +33,14 @@ for example, closes connections until the process behind it has started."""
 
 
 def secure_binding(socket: zmq.Socket[bytes], key: JobKey | None) -> None:
-    """Admit only connections with a key; call it before bind.
-
-    Args:
-        socket: socket that binds.
-        key: `addresses.required_key` of the address; None: admit all.
-    """
+    """Admit only connections with the key that the address requires; None: all. Call it before bind."""
     if key is not None:
         socket.curve_server = True
         socket.curve_secretkey = _server_pair(key)[1]
 
 
 def secure_connecting(socket: zmq.Socket[bytes], key: JobKey | None) -> None:
-    """Encrypt connections, and admit only a server with this key; call it before connect. Arguments as above."""
+    """Encrypt connections, and admit only a server with this key; call it before connect."""
     if key is not None:
         socket.curve_serverkey = _server_pair(key)[0]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -326,11 +326,7 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def _check_descriptors(rank: int, size: int) -> None:
-    """Check that this process can open its sockets, which libzmq aborts if it cannot.
-
-    Raises:
-        OSError: if it has too few file descriptors left.
-    """
+    """Check that this process can open its sockets, which libzmq aborts if it cannot."""
     needed = _DESCRIPTORS + _DESCRIPTORS_PER_PEER * (size - 1)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -346,11 +342,7 @@ def _check_descriptors(rank: int, size: int) -> None:
 
 
 def _private_directory(rank: int) -> str:
-    """Create a directory that only this user can enter, in /tmp if socket names in TMPDIR would be too long.
-
-    Raises:
-        OSError: if it cannot be created.
-    """
+    """Create a directory that only this user can enter, in /tmp if socket names in TMPDIR would be too long."""
     parent = tempfile.gettempdir()
     is_short = len(os.fsencode(parent)) + len("/gangline-12345678/12345") <= _LONGEST_SOCKET_NAME
     try:

@@ -58,9 +58,6 @@ class ZmqTransport(Transport):
         exchange: all-gather between the ranks; used once.
         wait_policy: called while this rank waits.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
-
-    Raises:
-        RuntimeError, ValueError, StallError, ProtocolError: as `PeerSockets`.
     """
 
     def __init__(
@@ -318,13 +315,7 @@ class _PieceReceive(ReceiveRequest):
 
 
 def _read_header(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header, memoryview | None]:
-    """Return a message's header, and its data if the frame includes it.
-
-    Args:
-        source: the sender.
-        expected: number that the message must have.
-        frame: the message's first frame.
-    """
+    """Return the header of a message with the ``expected`` number, and its data if its first frame includes it."""
     view = frame.buffer
     if len(view) < _HEADER.size:
         raise ProtocolError(f"rank {source} sent {len(view)} bytes; expected a message header of {_HEADER.size}")
