@@ -92,6 +92,12 @@ class ShardPlacement:
         """Elements per row of the shard: the key's row, or its greatest common divisor with `GRAIN` if it is split."""
         return self.layout.row if self.is_whole else math.gcd(self.layout.row, GRAIN)
 
+    def blocks_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers in this shard of all its rows that rows of the key consist of, and which are inside it."""
+        split = self.layout.row // self.width
+        blocks = (rows[:, None] * split + torch.arange(split, device="cpu")).view(-1) - self.begin // self.width
+        return blocks, (blocks >= 0) & (blocks < self.numel // self.width)
+
 
 class Sharding:
     """Deterministic placement: equal calls give equal shards in every process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -28,9 +27,6 @@ class ChildServers:
 
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # The kernel kills the processes when the thread that started them ends, so this thread outlives them.
-        threading.Thread(target=self._run_commands, name="gangline-children", daemon=True).start()
 
     def start_scheduler(self, workers: int, servers: int, host: str) -> int:
         """Start a scheduler on a free port and return the port."""
@@ -63,18 +59,12 @@ class ChildServers:
                 self.kill()
                 return
             time.sleep(_POLL_SECONDS)
-        self._commands.put(None)
 
     def kill(self) -> None:
         """Kill the processes."""
         for child in self._children:
             child.kill()
             child.wait()
-        self._commands.put(None)
-
-    def _run_commands(self) -> None:
-        while (command := self._commands.get()) is not None:
-            command()
 
     def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
         environment = {
@@ -102,11 +92,13 @@ class ChildServers:
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
-                started.set_result(child)
             except Exception as error:  # noqa: BLE001  raised below
                 started.set_exception(error)
+            else:
+                started.set_result(child)
+                child.wait()  # the kernel kills a process when the thread that started it ends
 
-        self._commands.put(start)
+        threading.Thread(target=start, name=f"gangline-{role}", daemon=True).start()
         self._children.append(started.result())
 
 

@@ -156,7 +156,7 @@ def command(
 
         return Request(
             server,
-            lambda sequence: Command(sequence, name, own),
+            Command(0, name, own),
             name,
             frames=[frame_of(one) for one in (() if datas is None else datas[server])],
             on_answer=on_answer,

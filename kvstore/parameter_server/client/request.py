@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gangline.kvstore.parameter_server.protocol import Message
+from gangline.kvstore.parameter_server.protocol import Command, Define, Message, Pull, Push
 
 
 @dataclass(eq=False)
@@ -15,8 +15,8 @@ class Request:
     """Message to a server and the callbacks for its answers."""
 
     server: int
-    message: Callable[[int], Message]
-    """Makes the message from a sequence number."""
+    message: Command | Define | Pull | Push
+    """Message whose field ``sequence`` is set when it is sent."""
     what: str
     """Name of the call, for errors."""
     nbytes: int = 0

@@ -33,9 +33,8 @@ Frames = Sequence[bytes | memoryview]
 class Channel(Protocol):
     """Connection that is re-established when it is lost; the caller resends messages that were lost with it."""
 
-    @property
-    def disconnected_at(self) -> float:
-        """`time.monotonic` seconds since when there is no connection; 0: there is one."""
+    disconnected_at: float
+    """`time.monotonic` seconds since when there is no connection; 0: there is one."""
 
     @property
     def problem(self) -> str:
@@ -94,6 +93,8 @@ def scheduler_address(endpoint: str) -> str:
 class SocketChannel:
     """ZeroMQ DEALER, which reconnects by itself."""
 
+    is_full = False  # ZeroMQ's I/O thread sends what is queued
+
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")
@@ -101,14 +102,10 @@ class SocketChannel:
         self._handshakes = Handshakes(endpoint, key)
         self._poller = poller
         self._socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, -1),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            self._socket.setsockopt(option, value)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.setsockopt(zmq.IDENTITY, identity)
         limit_loopback_buffers(self._socket, host)
         close_cut_connections(self._socket, limits().heartbeat_limit)
@@ -122,10 +119,6 @@ class SocketChannel:
     @property
     def problem(self) -> str:  # noqa: D102  see Channel, also below
         return self._handshakes.problem
-
-    @property
-    def is_full(self) -> bool:  # noqa: D102  ZeroMQ's I/O thread sends what is queued
-        return False
 
     def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102  see Channel, also below
         is_new = False
