@@ -133,7 +133,7 @@ class Continuation:
         while self._step and max((most for _, most in pushed.values()), default=0) < self._step:
             if time.monotonic() > ends:
                 raise StallError(f"worker {self._scheduler.rank} has waited too long for round {self._step}")
-            self._scheduler.check_members()
+            self._scheduler.check_members("values")
             time.sleep(_POLL_SECONDS)
             pushed = self._pushed_by_servers()  # a worker in its second step has pushed all keys that it pushes
         self._continue(pushed)

@@ -271,12 +271,11 @@ class Server:
         self._sessions.send(identity, protocol.Welcome(worker.memory is not None, handle))
 
     def _memory_of(self, hello: protocol.Hello) -> Segment | None:
-        if hello.memory:
-            try:
-                return open_offered(hello.memory)
-            except OSError as error:
-                _log.info("server %d and worker %d share no memory: %s", self._scheduler.rank, hello.rank, error)
-        return None
+        try:
+            return open_offered(hello.memory) if hello.memory else None
+        except OSError as error:
+            _log.info("server %d and worker %d share no memory: %s", self._scheduler.rank, hello.rank, error)
+            return None
 
     def _handle(self, worker: WorkerSession, message: Message, frames: list[memoryview]) -> None:
         match message:
@@ -399,8 +398,7 @@ class Server:
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
             why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
-            if why:
-                lost = lost or why
+            lost = lost or why
             before = self._rounds.before(worker.rank)
             if why or not add_push(shard.pushed, shard.ahead, worker.rank, number, before):
                 use.release()  # the round cannot close, or the push is a repeat
@@ -426,10 +424,11 @@ class Server:
             return PushedValue(None, push.weight, self._release_early(use), text, kind == REFUSED)
         if value is None:
             return PushedValue(value, push.weight, self._release_early(use))
-        if kind == CODED and push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
-            value.mul_(self._scheduler.num_workers)
-        release = self._release_early(use) if kind == CODED else use.release  # it is decoded into memory of the server
-        nbytes = shard.flat.nbytes if kind == CODED else data.nbytes
+        nbytes, release = data.nbytes, use.release
+        if kind == CODED:  # it is decoded into memory of the server
+            nbytes, release = shard.flat.nbytes, self._release_early(use)
+            if push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
+                value.mul_(self._scheduler.num_workers)
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
     def _release_early(self, use: _RegionUse) -> Callable[[], None]:
@@ -443,12 +442,15 @@ class Server:
         """End the sessions of workers that have died and may be started again."""
         for identity in self._scheduler.fenced - self._fenced:
             self._fenced.add(identity)
-            worker = self._sessions.drop(identity)
-            if self._kept is not None:
-                self._kept.settings.handled.pop(identity, None)
+            worker = self._end_session(identity)
             if worker is not None:
                 self._commands = [one for one in self._commands if one[0] is not worker]
                 self._rounds.drop_waiters(worker.rank)
+
+    def _end_session(self, identity: bytes) -> WorkerSession | None:
+        if self._kept is not None:
+            self._kept.settings.handled.pop(identity, None)
+        return self._sessions.drop(identity)
 
     def _greet_early_workers(self) -> None:
         """Greet restarted workers that the scheduler has told of by now."""
@@ -477,9 +479,7 @@ class Server:
             if self._scheduler.views:  # its rank is never given again
                 worker = self._sessions.of_rank(rank)
                 if worker is not None:
-                    self._sessions.drop(worker.identity)
-                    if self._kept is not None:
-                        self._kept.settings.handled.pop(worker.identity, None)
+                    self._end_session(worker.identity)
         if self._rounds.is_broken:  # rounds may never close, so withheld acknowledgements would wait for ever
             self._sessions.max_backlog = math.inf
 

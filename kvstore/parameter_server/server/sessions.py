@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, takewhile
 
 from torch import Tensor
@@ -63,11 +62,12 @@ class WorkerSession:
     def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
         """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
         self.backlog += nbytes
-        return partial(self._subtract, nbytes, release)
 
-    def _subtract(self, nbytes: int, release: Callable[[], None]) -> None:
-        self.backlog -= nbytes
-        release()
+        def subtract() -> None:
+            self.backlog -= nbytes
+            release()
+
+        return subtract
 
 
 @dataclass(frozen=True)
@@ -243,19 +243,22 @@ class Sessions:
             if not worker.acks:
                 self._deferred.pop(worker, None)
         codec = self.pull_codec
-        in_place: list[tuple[Waiter, Shard]] = []
+        shards: list[Shard] = []  # whose values are read in place
         others: list[tuple[Waiter, Shard]] = []
-        for pair in ready:
-            waiter, shard = pair
+        for waiter, shard in ready:
             is_coded = codec is not None and shard.flat.is_floating_point()
-            is_in_place = waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded
-            (in_place if is_in_place else others).append(pair)
-        if in_place:
+            if waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded:
+                shards.append(shard)
+            else:
+                others.append((waiter, shard))
+        if shards:
             self._number += 1
-            shards = [shard for _, shard in in_place]
             self.sent_bytes += sum(shard.flat.nbytes for shard in shards)
-            self._end_lost_reads(worker.rank, sequence, shards)
-            for shard in shards:
+            lost = {(worker.rank, number) for number in self._reads_of.get((worker.rank, sequence), ())}
+            for (
+                shard
+            ) in shards:  # earlier reads of a request that is answered again end: the new number replaces theirs
+                shard.readers -= lost
                 shard.readers.add((worker.rank, self._number))
             self._reads[self._number] = _Read(worker.rank, sequence, shards)
             self._reads_of.setdefault((worker.rank, sequence), []).append(self._number)
@@ -309,12 +312,6 @@ class Sessions:
         for number in [*self._reads, *self._refusals]:
             if most is None or number <= most:
                 self.end_read(rank, number)
-
-    def _end_lost_reads(self, rank: int, sequence: int, shards: Sequence[Shard]) -> None:
-        """End earlier reads of a request that is answered again: the new number replaces theirs."""
-        for number in self._reads_of.get((rank, sequence), ()):
-            for shard in shards:
-                shard.readers.discard((rank, number))
 
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:
         """Send an error to a waiter.
