@@ -271,11 +271,7 @@ def _check_is_tensor(key: Any, value: Any) -> None:
 
 
 def check_shard(shard: object, *, or_weights: bool = False) -> None:
-    """Check what workers are to divide.
-
-    Raises:
-        ValueError: if it is neither "optimizer" nor None, nor, with ``or_weights``, "weights".
-    """
+    """Raise ValueError unless ``shard`` is "optimizer", None or, with ``or_weights``, "weights"."""
     if shard == "weights" and not or_weights:
         raise ValueError(
             "shard is 'weights', which is for Module, Trainer and DistributedOptimizer; expected 'optimizer' or None"
@@ -286,11 +282,7 @@ def check_shard(shard: object, *, or_weights: bool = False) -> None:
 
 
 def check_memory(memory: object, count: int, owners: str = "workers") -> None:
-    """Check the memory that a user gives.
-
-    Raises:
-        ValueError: if it is neither "auto" nor a number for each of the owners, some of them above 0.
-    """
+    """Raise ValueError unless memory is "auto" or a number for each of the owners, some of them above 0."""
     if memory == "auto":
         return
     numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []

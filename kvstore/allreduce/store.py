@@ -125,11 +125,7 @@ class AllReduceStore(LocalStore):
         return self._run_in_order("join", take_part)
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: ARG002
-        """Refuse a call on this rank, so that all ranks raise.
-
-        Raises:
-            Exception: ``error`` if all ranks refuse for the same reason, else a `MismatchError`, the same on all ranks.
-        """
+        """Refuse a call on this rank, so that all ranks raise; see `Negotiator.refuse`."""
         if not self._closed:
             self._run_in_order(call, lambda: self._workers.refuse(call, error))
 
@@ -394,14 +390,9 @@ class AllReduceStore(LocalStore):
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
     def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
-        """Return the rank that is to update each tensor, by the workers' memory. Collective.
+        """Return the rank that is to update each tensor, equal on all workers, by their memory. Collective.
 
-        Args:
-            tensors: equal ones on all workers.
-            memory: as for `set_optimizer`.
-
-        Raises:
-            ValueError: if the memory does not fit.
+        ``memory`` is as for `set_optimizer`.
         """
         check_memory(memory, self.num_workers)
         device = tensors[0].device if tensors else _HOST

@@ -51,10 +51,6 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         path: temporary name of the file; its folder is created.
         tensors: tensors on any device; tensors that share memory are each written in full.
         header: data for the file's metadata that JSON can hold.
-
-    Raises:
-        TypeError: if safetensors has no such dtype.
-        OSError: if the file cannot be written; see `removed_on_error`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
@@ -162,11 +158,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """Read the tensors of a safetensors file, and the header if gangline wrote it, else None.
-
-    Raises:
-        ValueError: if it is damaged.
-    """
+    """Read a safetensors file: tensors, and the header if gangline wrote it, else None. ValueError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

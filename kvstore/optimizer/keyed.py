@@ -51,10 +51,7 @@ class KeyedOptimizer:
     def add(self, key: Key, weight: torch.Tensor) -> None:
         """Set the tensor that updates of ``key`` change; existing state of the key is kept, on the tensor's device.
 
-        Adding the same tensor again does nothing.
-
-        Raises:
-            ValueError: if the optimizer does not support the tensor (Muon, for example, requires two axes).
+        Adding the same tensor again does nothing. ValueError if the optimizer does not support it, see `check`.
         """
         before = self.weights.get(key)
         if before is weight:
@@ -217,11 +214,7 @@ class KeyedOptimizer:
         )
 
     def load_state(self, state: OptimizerState) -> None:
-        """Replace all state by ``state``; the learning rate stays as it is.
-
-        Raises:
-            ValueError: if the state belongs to another optimizer, to an unknown key, or to a tensor of another shape.
-        """
+        """Replace all state by one that `OptimizerState.check` accepts; the learning rate stays as it is."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:

@@ -95,10 +95,10 @@ class PushEncoder:
         priority: int,
         weight: float | None = None,
     ) -> list[Request]:
-        """Write the values to shared memory or frames and return the push requests.
+        """Write values, results of `encode` or `refusals`, to shared memory or frames, and return the push requests.
 
         Args:
-            values: results of `encode` or `refusals`.
+            values: what is pushed.
             rounds: round of each key.
             learning_rate: on rank 0.
             targets: destination of the values after those rounds; None: they are not pulled.

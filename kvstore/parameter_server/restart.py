@@ -71,8 +71,7 @@ class Continuation:
     def first_step(self) -> int:
         """Return the number of pushes of each key that servers have of this worker, and continue after them.
 
-        Raises:
-            SystemExit: with code 0, if a new worker of an elastic job came when the others had ended.
+        SystemExit(0) ends a new worker of an elastic job that came when the others had ended.
         """
         self._is_set_up = True
         if self._step is None and self._scheduler.is_joining:
@@ -113,11 +112,7 @@ class Continuation:
         return state
 
     def before_pull(self) -> None:
-        """Make the first pull of a worker that comes late to an elastic job wait for the values before its first step.
-
-        Raises:
-            SystemExit: as `first_step`.
-        """
+        """Make the first pull of a late worker of an elastic job wait for the values before its first step."""
         if self._is_elastic and self._step is None:
             self.first_step()
             self._is_set_up = False  # calls before the loop are those of the others before theirs
@@ -194,11 +189,7 @@ class Continuation:
         return split_batch(samples, [load_of(rank) for rank in ranks])[ranks.index(self._scheduler.rank)]
 
     def _check_step(self, number: int) -> None:
-        """Check that all keys that are pushed were pushed in each step, so that rounds are steps.
-
-        Raises:
-            RuntimeError: if one was not.
-        """
+        """Raise RuntimeError unless all keys that are pushed were pushed in each step, so that rounds are steps."""
         for key, count in self._pushes.items():
             if count not in (0, number - 1):
                 raise RuntimeError(
@@ -211,11 +202,7 @@ class Continuation:
         self._pushes.update(rounds)
 
     def check_setting_up(self, call: str) -> None:
-        """Check that a call which new workers repeat from the record comes before the first push.
-
-        Raises:
-            RuntimeError: if it does not, in an elastic job.
-        """
+        """Raise RuntimeError if, in an elastic job, a call that new workers repeat comes after the first push."""
         if self._is_elastic and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
             raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
 

@@ -48,8 +48,7 @@ class ChildServers:
     def close(self, is_job_over: Callable[[], bool]) -> None:
         """Wait until the processes have ended; kill those that have not ended 10 s after the job.
 
-        Args:
-            is_job_over: returns whether all workers have left or died, after which the processes end by themselves.
+        They end by themselves once all workers have left or died, which ``is_job_over`` returns.
         """
         over_at = math.inf
         while any(child.poll() is None for child in self._children):

@@ -179,10 +179,7 @@ class Reducer:
         """After a failed backward, let the step fail on all workers if some of its buckets have been pushed.
 
         The weights become those of the store, to which the pushed buckets may have been applied. Collective: the other
-        workers are in the same step.
-
-        Returns:
-            False if no bucket was pushed; the other workers then wait for this one's next step.
+        workers are in the same step. Return False if no bucket was pushed; they then wait for this one's next step.
         """
         self._active = []
         left = [state for state in self._buckets if state.push is None]
@@ -405,8 +402,7 @@ class Reducer:
     def abandon(self) -> tuple[int, int]:
         """After a failed backward, pull the store's weights into the replicas.
 
-        Returns:
-            The number of buckets that had been pushed, and the number of buckets.
+        Return the number of buckets that had been pushed, and the number of buckets.
         """
         self._active = []
         pushed = [state for state in self._buckets if state.push is not None]

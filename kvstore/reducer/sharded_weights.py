@@ -598,8 +598,7 @@ class ShardedWeights:
     def end_pass(self, error: Exception | None = None) -> None:
         """End a forward or backward, of which workers without samples call `follow`. Collective.
 
-        Args:
-            error: error that has ended it here; all other workers raise a MismatchError with its text.
+        With an error that has ended it here, all other workers raise a MismatchError with its text.
         """
         if error is None:
             self._drop_prefetch()
@@ -751,11 +750,8 @@ def whole_state(network: nn.Module | None, sharded: ShardedWeights | None) -> di
     """Return a network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
 
     Args:
-        network: the network that was given with ``shard="weights"``.
+        network: the network that was given with ``shard="weights"``; RuntimeError if there is none.
         sharded: its divided weights; None with a single worker.
-
-    Raises:
-        RuntimeError: if there is no network; its own state is whole then.
     """
     if sharded is not None:
         return sharded.model_state_dict()
@@ -764,12 +760,7 @@ def whole_state(network: nn.Module | None, sharded: ShardedWeights | None) -> di
 
 
 def load_whole_state(network: nn.Module | None, sharded: ShardedWeights | None, state: Mapping[str, Any]) -> None:
-    """Replace a network's state by rank 0's. Collective.
-
-    Raises:
-        ValueError: if rank 0's names or shapes are not the network's; on all workers.
-        RuntimeError: as for `whole_state`.
-    """
+    """Replace a network's state by rank 0's; arguments as of `whole_state`. Collective."""
     if sharded is not None:
         sharded.load_model_state_dict(state)
     else:

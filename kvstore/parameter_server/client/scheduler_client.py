@@ -390,8 +390,7 @@ class SchedulerClient:
     def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> protocol.CollectiveResult:
         """Withdraw from a collective, so that the next call takes its place; return its result if it has completed.
 
-        Raises:
-            BaseException: ``error`` if it has not completed; a StallError with the ranks that are missing.
+        Otherwise raise ``error``, a StallError with the ranks that are missing.
         """
         self._send(protocol.Withdraw(number))
         try:
@@ -563,10 +562,7 @@ class SchedulerClient:
                 self._channel.send([protocol.pack(message)])
             for frames in self._channel.receive(events):
                 heard_at = time.monotonic()
-                try:
-                    self._handle(protocol.unpack(frames[0], is_bounded=False))
-                except ProtocolError as error:
-                    _log.warning("%s drops a message of the scheduler: %s", self.role, error)
+                self._receive(frames[0])
             if not self.lost and (why := self._death(heard_at)):
                 self._lose(why)
 
@@ -593,6 +589,12 @@ class SchedulerClient:
                 repeated = [message for _, message in self._pending.values() if message is not self._registration]
                 others = [one for one in self._outbox if one not in repeated]
                 self._outbox = [self._registration, *repeated, *others]
+
+    def _receive(self, frame: memoryview) -> None:
+        try:
+            self._handle(protocol.unpack(frame, is_bounded=False))
+        except ProtocolError as error:
+            _log.warning("%s drops a message of the scheduler: %s", self.role, error)
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -225,11 +225,7 @@ class JobState:
         return True
 
     def add(self, rank: int, message: protocol.Collective) -> Message | None:
-        """Add a worker's contribution to a collective; return the answer if the collective has ended before.
-
-        Raises:
-            ProtocolError: if the worker is in too many collectives.
-        """
+        """Add a worker's contribution to a collective; return the answer if the collective has ended before."""
         number, call = message.number, message.refusal or message.name
         outcome = self.outcomes.get(number)
         if outcome is not None:

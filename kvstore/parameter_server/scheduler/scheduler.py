@@ -117,11 +117,7 @@ class Scheduler:
         return self._listener.port or 0
 
     def run(self) -> None:
-        """Serve until the job is over.
-
-        Raises:
-            StallError: if a process does not register within the timeout.
-        """
+        """Serve until the job is over; StallError if a process does not register within the timeout."""
         began = time.monotonic()
         try:
             while not self._is_over():

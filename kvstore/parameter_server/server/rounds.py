@@ -133,9 +133,8 @@ class ShardRounds:
     def awaited(self, blocked: Collection[int]) -> set[int]:
         """Return the workers that others wait for, in a collective or for a round that they have not pushed.
 
-        Args:
-            blocked: workers that cannot push now, since they are far ahead of others in some key; they wait for what
-                is missing in the rounds that they have pushed. Two workers may be ahead of each other.
+        Workers that are ``blocked``, far ahead of others in some key, cannot push now: they wait for what is missing in
+        the rounds that they have pushed. Two workers may be ahead of each other.
         """
         ranks = self.ranks()
         found = set(ranks) if self.in_collectives else set()
@@ -274,11 +273,7 @@ class ShardRounds:
         return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
 
     def update(self, factor: float, learning_rate: float) -> None:
-        """Update the shards with their kept sums times a factor; no worker may be reading them.
-
-        Raises:
-            ValueError: if the optimizer fails for a shard.
-        """
+        """Update the shards with their kept sums times a factor; no worker may be reading them."""
         optimizers = self.optimizers
         assert optimizers is not None
         problems: list[str] = []

@@ -314,13 +314,9 @@ class Sessions:
                 self.end_read(rank, number)
 
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:
-        """Send an error to a waiter.
+        """Send an error to a waiter of a request.
 
-        Args:
-            waiter: one waiter of a request.
-            error: name of the error's class.
-            text: text of the error.
-            once: the error is known here only, so keep it until the worker confirms it.
+        With ``once`` it is known here only, so it is kept until the worker confirms it.
         """
         failed = Failed(waiter.sequence, error, text)
         if once:

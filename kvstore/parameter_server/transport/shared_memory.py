@@ -30,13 +30,7 @@ class SharedMemoryPool:
     """First-fit allocator over one segment as large as the machine's memory; only touched pages are committed.
 
     Allocations take the lowest free offset, so that committed pages are reused first. Pages that were not needed for a
-    while are returned to the system.
-
-    Args:
-        descriptor: memfd to use, as of `segments.Offer`; None: a new one.
-
-    Raises:
-        OSError: if the system cannot create the segment.
+    while are returned to the system. The segment is the memfd ``descriptor``, or a new one.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -66,11 +60,7 @@ class SharedMemoryPool:
             return sum(end - begin for begin, end in self._allocated.items())
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate memory and return its offset.
-
-        Raises:
-            MemoryError: if no free range is large enough.
-        """
+        """Allocate memory and return its offset; MemoryError if no free range is large enough."""
         needed = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             for index, (begin, end) in enumerate(self._free):
@@ -133,11 +123,7 @@ class SharedMemoryPool:
 
 
 def region_of(segment: Segment, offset: int, nbytes: int) -> Tensor:
-    """Return a read-only uint8 view of a range of another process's segment.
-
-    Raises:
-        ValueError: if the offset is not aligned or the range exceeds the segment.
-    """
+    """Return a read-only uint8 view of a range of another process's segment; ValueError if it is not aligned."""
     if offset % ALIGNMENT or offset + nbytes > segment.nbytes:
         raise ValueError(
             f"bytes {offset} to {offset + nbytes} are not an aligned range of {segment.nbytes} bytes of shared memory"
