@@ -56,8 +56,7 @@ def single(key: Any, value: Any) -> Pairs:
     """Return keys with exactly one tensor each; as in MXNet, that of one key may be in a list."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(key, (list, tuple)):
         value = value[0]
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
-    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in pairs]
+    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in _zipped(key, value)]
 
 
 def pushed(key: Any, value: Any) -> Pushed:
@@ -67,7 +66,7 @@ def pushed(key: Any, value: Any) -> Pushed:
 
 def pushed_or_none(key: Any, value: Any) -> Pushed:
     """Return keys with their values to push, one value per device; an empty list for a key whose value is None."""
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
+    pairs = _zipped(key, value)
     return [(_checked_key(one), []) if of_one is None else pushed(one, of_one)[0] for one, of_one in pairs]
 
 
@@ -102,8 +101,6 @@ def by_position(
 
 def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
     """Return keys with (output, row numbers); the row numbers are not checked."""
-    if not isinstance(key, (list, tuple)):
-        key, out, row_ids = [key], [out], [row_ids]
     pulls: list[tuple[Key, list[tuple[Value, Any]]]] = []
     for (one, targets), (_, ids) in zip(_grouped(key, out), _zipped(key, row_ids), strict=True):
         own = isinstance(ids, (list, tuple)) and not all(isinstance(row, (int, np.integer)) for row in ids)
@@ -195,7 +192,9 @@ def merged(pairs: Sequence[tuple[Key, list[_V]]]) -> Sequence[tuple[Key, list[_V
     return list(merged.items())
 
 
-def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
+def _zipped(keys: Any, values: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(keys, (list, tuple)):
+        return [(keys, values)]
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{len(keys)} keys got a {type(values).__name__}; expected a list of {len(keys)} values")
     if len(values) != len(keys):
@@ -204,9 +203,8 @@ def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
 
 
 def _grouped(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
     grouped = []
-    for one, tensors in pairs:
+    for one, tensors in _zipped(key, value):
         many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         if not many:
             raise ValueError(f"key {one!r} has an empty list of tensors; expected one per device")

@@ -85,11 +85,10 @@ class CompressedPushes:
                     f"a compression residual belongs to key {key!r}, which is unknown here; known keys: {list(layout)}"
                 )
             shape, dtype = layout[key]
-            whole = (
-                residual.reshape(shape) if residual.numel() == shape.numel() else residual
-            )  # stores may keep it flat
-            check_like(key, whole, shape, dtype)
-            loaded[key, sender] = whole.clone(memory_format=torch.contiguous_format)
+            if residual.numel() == shape.numel():  # stores may keep it flat
+                residual = residual.reshape(shape)
+            check_like(key, residual, shape, dtype)
+            loaded[key, sender] = residual.clone(memory_format=torch.contiguous_format)
         self._residuals = loaded
 
 

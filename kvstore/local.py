@@ -77,6 +77,8 @@ class LocalStore(KVStore):
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
 
+    _is_alone = True  # a push is the sum over this process's devices
+
     def __init__(self, name: str = "local", *, in_order: bool = False) -> None:
         """Create the store; with ``in_order``, calls run in the order in which they are made."""
         super().__init__(name)
@@ -208,7 +210,8 @@ class LocalStore(KVStore):
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
-            replaces = self._updater is None and self._optimizer is None and self._compressed is None
+            is_plain = self._updater is None and self._optimizer is None and self._compressed is None
+            replaces = self._is_alone and is_plain
             if replaces:
                 self._place(values)
                 if self._moved_jointly(values, outs):
@@ -472,8 +475,8 @@ class LocalStore(KVStore):
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
             raise ValueError(
-                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store copies weights to "
-                "devices of its own process, where compression would only round them; expected None"
+                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store copies weights within a "
+                "process, where compression would only round them; expected None"
             )
 
         def change() -> None:

@@ -289,11 +289,8 @@ class Reducer:
             torch.cuda.current_stream(event.device).wait_event(event)
         if self._store.compresses and keys:  # every replica pushes, or residuals would be applied to other replicas
             indices = range(len(self._parameters))
-        values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else []
-        if self._in_step:
-            self._push_values(state, values or [{}], keys, self._weight, async_op=async_op)
-        else:
-            self._push_values(state, values, keys, None, async_op=async_op)
+        values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else [{}]
+        self._push_values(state, values, keys, self._weight if self._in_step else None, async_op=async_op)
 
     def _push_values(
         self,

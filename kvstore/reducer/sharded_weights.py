@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
-from gangline.kvstore.allreduce.store import CopyResult, with_owners
+from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
 
 _MAX_PENDING_REDUCTIONS = 2
@@ -611,18 +611,18 @@ class ShardedWeights:
         self._drop_prefetch()
         self._store.follow_owners(self._copy_numbered, self._reduce_numbered)
 
-    def _copy_numbered(self, numbers: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
+    def _copy_numbered(self, numbers: Sequence[int]) -> Owned:
         weights = [self._in_order[number] for number in numbers]
         self._take_assigned(weights)
-        return [(_full(one).view(-1), one.owner) for one in weights]
+        return [_full(one).view(-1) for one in weights], [one.owner for one in weights]
 
     @contextmanager
-    def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[Owned]:
         weights = [self._in_order[number] for number in numbers]
         for weight in weights:
             self._keep_accumulated_mean(weight)
         parts = [(weight, _empty(weight).zero_()) for weight in weights]
-        yield [(part.view(-1), weight.owner) for weight, part in parts]
+        yield [part.view(-1) for _, part in parts], [weight.owner for weight in weights]
         self._set_means(parts)
 
     def _has_local_gradient(self, weight: _Weight) -> bool:
