@@ -412,9 +412,7 @@ class LocalStore(KVStore):
     def _moved_jointly(self, values: Pushed, outs: Pairs) -> bool:
         """Replace small values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
 
-        Args:
-            values: values of distinct keys; none: nothing is replaced.
-            outs: outputs of the same keys; none: nothing is copied.
+        Both are of the same distinct keys; without values nothing is replaced, without outputs nothing is copied.
         """
         if len(values or outs) < copies.LEAST_JOINT:
             return False

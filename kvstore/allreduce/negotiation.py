@@ -166,7 +166,6 @@ class Negotiator:
 
         Raises:
             MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
-            GanglineError: if a worker is dead or late.
         """
         code = _digest(call) * 8 + (_PLAIN if dense == -1 else _UNEVEN)
         if self._communicator.takes_nccl(tensors):

@@ -53,11 +53,7 @@ class BucketPart:
     ) -> None:
         """Sum a fused bucket's values over this worker's devices into the buffers; refer to a single value.
 
-        Args:
-            bucket: the bucket.
-            values: its value on each device.
-            keys: keys that have a value.
-            views_of: as `Bucket.views`.
+        ``keys`` are those that have a value; ``views_of`` is as `Bucket.views`.
         """
         assert self.flat is not None
         flats = [value for value in values if isinstance(value, torch.Tensor)]

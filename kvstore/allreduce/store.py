@@ -476,9 +476,8 @@ class AllReduceStore(LocalStore):
     ) -> None:
         """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
 
-        Args:
-            copied: function of the numbers that `copy_from_owners` was given, which returns tensors and their owners.
-            reduced: the same for `reduce_to_owners`, as a context in which the tensors are reduced.
+        ``copied`` and ``reduced`` return the tensors, and their owners, of the numbers that those calls were given; the
+        second is a context in which the tensors are reduced.
         """
 
         def follow() -> None:

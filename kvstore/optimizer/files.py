@@ -88,11 +88,7 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file atomically: ``path`` holds the old content or the new.
-
-    Raises:
-        OSError: if it cannot be written; DiskFullError if it does not fit on the disk.
-    """
+    """Write a safetensors file atomically: ``path`` holds the old content or the new. OSError if it cannot."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
         if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed while it saved
@@ -106,11 +102,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
 
 @contextmanager
 def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]:
-    """Remove a temporary file if the block that writes it fails.
-
-    Raises:
-        OSError: if it cannot be written; DiskFullError if there was no space for it.
-    """
+    """Remove a temporary file if the block that writes it fails; DiskFullError if there was no space for it."""
     try:
         yield
     except BaseException as error:

@@ -29,14 +29,9 @@ _POLL_SECONDS = 0.02
 class Continuation:
     """Counts the pushes of a worker, by which its collectives are numbered, and continues those of a late one.
 
-    A late worker was started again, or joins an elastic job, in which a round is a step of all keys.
-
-    Args:
-        scheduler: this worker's membership.
-        servers: client of the servers.
-        shards: shards of the store's keys.
-        rounds: last round of each key, which is set once a late worker continues.
-        is_async: True if every push is a round of its own; collectives are then not numbered by pushes.
+    A late worker was started again, or joins an elastic job, in which a round is a step of all keys. ``rounds``, the
+    last of each key, are set once it continues. If every push is a round of its own (``is_async``), collectives are not
+    numbered by pushes.
     """
 
     def __init__(

@@ -110,9 +110,7 @@ class Sharding:
     def place(self, layouts: Sequence[KeyLayout], *, whole: bool = False) -> dict[Key, list[ShardPlacement]]:
         """Split keys and assign each shard to the server with the fewest bytes, the largest keys first.
 
-        Args:
-            layouts: new keys, in the same order on all workers.
-            whole: keep each key in one shard, for optimizers that need the whole tensor.
+        Layouts are in the same order on all workers. With ``whole`` keys stay whole, as some optimizers need them.
         """
         ordered = sorted(layouts, key=lambda layout: -layout.nbytes)  # stable: ties in the order given
         return {layout.key: self._place_one(layout, whole=whole) for layout in ordered}

@@ -102,13 +102,9 @@ class ChildServers:
 
 
 def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
-    """Start one server per host and the scheduler on worker 0's host; ranks come from torchrun's variables.
+    """Start one server per host and the scheduler on worker 0's host. Collective: all workers must call it.
 
-    Collective: all workers must call it.
-
-    Raises:
-        RuntimeError: if the environment describes no job.
-        StallError: if a worker does not take part within the timeout.
+    Ranks come from torchrun's variables; RuntimeError if the environment describes no job.
     """
     try:
         job = rendezvous.Rendezvous(timeout=timeout)

@@ -135,12 +135,7 @@ class ShardedWeights:
         store: KVStore,
         memory: Sequence[float] | str,
     ) -> None:
-        """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it.
-
-        Raises:
-            ValueError: if the network lacks one of them, its weights are divided already, the store cannot divide them,
-                or the memory does not fit.
-        """
+        """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it."""
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
         self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
         _check_networks(names, trained, self._updated, network, store)
@@ -558,10 +553,6 @@ class ShardedWeights:
 
         Args:
             weight: weight of this worker's gradients; None: there was no backward.
-
-        Raises:
-            RuntimeError: if a worker has gradients, but there was no backward; on all workers.
-            ValueError: if the store compresses.
         """
         while self._reductions:
             self._take_means()
@@ -693,12 +684,8 @@ class ShardedWeights:
     def load_model_state_dict(self, state: Mapping[str, Any], *, allow_missing: bool = False) -> None:
         """Replace the network's state by rank 0's; ``state`` is ignored on other ranks. Collective.
 
-        Args:
-            state: values by state_dict name.
-            allow_missing: keep the values of names that rank 0's state lacks.
-
-        Raises:
-            ValueError: if rank 0's names or shapes differ from the network's; on all workers.
+        With ``allow_missing``, names that rank 0's state lacks keep their values. ValueError, on all workers, if names
+        or shapes differ from the network's.
         """
         with self.allow_state_dict():
             own = self._network.state_dict(keep_vars=True)

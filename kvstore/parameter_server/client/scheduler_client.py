@@ -187,10 +187,8 @@ class SchedulerClient:
     def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
 
-        Raises:
-            MismatchError: if a worker makes another call or refuses this one; the same text on all workers.
-            DeadNodeError: if a worker has died or left.
-            StallError: if a worker does not call it within the timeout; a later call takes its place.
+        MismatchError if a worker makes another call or refuses this one, with the same text on all workers. After a
+        StallError a later call takes the place of this one.
         """
         length = len(data).to_bytes(_LENGTH, "big")
         if root is None:
@@ -427,8 +425,7 @@ class SchedulerClient:
     def leave(self, why: str = "") -> None:
         """Leave the job, but go on listening until `close`. Idempotent.
 
-        Args:
-            why: reason if others cannot go on, such as "ended with an error: ..."; they get it as an error.
+        The others get ``why`` as an error if they cannot go on, such as "ended with an error: ...".
         """
         if self.has_left or not self._is_registered or self.lost:
             return

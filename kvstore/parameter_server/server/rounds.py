@@ -32,11 +32,7 @@ _BLOCKED_SECONDS = 0.05
 class ShardRounds:
     """State of all shards of a server, without its sockets and memory.
 
-    Args:
-        workers: number of workers.
-        thread_pool: sums and updates.
-        send_value: called for a waiter that gets the current value.
-        fail: called for a waiter that gets an error, as `Sessions.fail`.
+    ``send_value`` is called for a waiter that gets the current value, ``fail`` for one that gets an error.
     """
 
     def __init__(

@@ -87,8 +87,7 @@ class Sessions:
     Args:
         listener: sends the messages.
         mark_changed: called with shards that are no longer read.
-        awaited: returns the ranks for whose pushes others wait; its argument are the ranks that are blocked because
-            their acknowledgements are withheld.
+        awaited: returns the ranks for whose pushes others wait, given those whose acknowledgements are withheld.
     """
 
     def __init__(

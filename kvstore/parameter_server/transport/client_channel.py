@@ -66,12 +66,8 @@ class Channel(Protocol):
 def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
     """Connect over the fastest transport that works.
 
-    Args:
-        address: "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
-            server "process://ID" besides.
-        context: for ZeroMQ sockets.
-        identity: of this process.
-        poller: reports the channel.
+    The address is "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
+    server "process://ID" besides.
     """
     words = dict(word.split("://", 1) for word in address.split())
     if "unix" in words and ("tcp" not in words or os.environ.get("GANGLINE_TRANSPORT") != "tcp"):

@@ -37,10 +37,7 @@ def _head(count: int) -> struct.Struct:
 class UnixStream:
     """One end of a connection. Bytes that the kernel does not take at once are queued until `flush`.
 
-    Args:
-        connection: connected socket; closed with the stream.
-        poller: reports the stream when it is readable, and writable while bytes are queued; None: no poller.
-        limit: maximum bytes of a message that is received.
+    A poller reports the stream when it is readable, and writable while bytes are queued.
     """
 
     def __init__(self, connection: socket.socket, poller: Poller | None = None, limit: int = MAX_SHARD) -> None:
