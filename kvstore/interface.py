@@ -235,9 +235,7 @@ class KVStore(abc.ABC):
         """Wait until every worker has called it; workers in `join` count as present."""
         self.group.barrier("barrier")
 
-    def _barrier(self) -> None:
-        """Call `barrier`; MXNet's name."""
-        self.barrier()
+    _barrier = barrier  # MXNet's name
 
     def join(self) -> int:
         """Leave the rounds until all workers have joined; then all take part again.

@@ -432,7 +432,8 @@ class Trainer:
                 "any data and step(0) in place of join()"
             )
         last = self.kvstore.join()
-        self._pull()
+        self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
+        self._note_weights()
         return last
 
     @property
@@ -510,10 +511,6 @@ class Trainer:
 
     def _own_gradients(self) -> dict[Key, Value]:
         return {key: of_gradient(p.grad) for key, p in self._parameters.items() if p.grad is not None}
-
-    def _pull(self) -> None:
-        self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
-        self._note_weights()
 
     def _assign_changes(self) -> None:
         """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""

@@ -167,7 +167,8 @@ class Negotiator:
         Raises:
             MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
         """
-        code = _digest(call) * 8 + (_PLAIN if dense == -1 else _UNEVEN)
+        digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
+        code = digest * 8 + (_PLAIN if dense == -1 else _UNEVEN)
         if self._communicator.takes_nccl(tensors):
             code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
@@ -237,10 +238,6 @@ class Negotiator:
 
 class _RefusedByAllError(Exception):
     """All ranks refuse a call for the same reason, so each can raise its own error."""
-
-
-def _digest(call: str) -> int:
-    return int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
 
 
 def _disagreement(calls: Sequence[str], kinds: Sequence[int]) -> Exception:

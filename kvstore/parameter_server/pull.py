@@ -71,7 +71,7 @@ class PullTargets:
             entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
             handler = self.handler(server, [entry[0] for entry in entries])
             message = Pull(0, entries, has_rows=False, region=None)
-            requests.append(Request(server, message, what, on_answer=handler, priority=priority, wants_values=True))
+            requests.append(Request(server, message, what, on_answer=handler, priority=priority))
         return requests
 
     def handler(self, server: int, numbers: Sequence[int]) -> Handler:
@@ -133,7 +133,6 @@ class RowPull:
                     frames=[frame_of(data)],
                     on_answer=self._handler(shard, inside),
                     priority=priority,
-                    wants_values=True,
                 )
             )
         return requests
@@ -172,7 +171,6 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> li
             call,
             frames=[b""] * len(entries),
             on_answer=_counter(len(entries)),
-            wants_values=True,
         )
         for server, entries in grouped_by_server(entries_of, 0)
     ]

@@ -138,7 +138,6 @@ class PushEncoder:
             if targets is None:
                 request.completes_when_sent = owns_data
             else:
-                request.wants_values = True
                 request.on_answer = targets.handler(server, [entry[0] for entry in entries])
             requests.append(request)
         return requests

@@ -325,14 +325,13 @@ class DistStore(KVStore):
     ) -> Work:
         if weight == 0:
             keys = ()
+
+        def on_host() -> Pushed:
+            return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
+
+        on_gpus = all(isinstance(value, Tensor) and not value.is_cpu for value in values)
         pairs = _of_all_keys(bucket, values, keys)
-        if all(isinstance(value, Tensor) and not value.is_cpu for value in values):
-
-            def on_host() -> Pushed:
-                return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
-
-            return self._push_pull("push", pairs, None, priority, async_op, weight, on_host)
-        return self._push_pull("push", pairs, None, priority, async_op, weight)
+        return self._push_pull("push", pairs, None, priority, async_op, weight, on_host if on_gpus else None)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._push_pull("pushpull", values, outs, priority, async_op)

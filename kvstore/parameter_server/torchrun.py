@@ -32,7 +32,7 @@ class ChildServers:
         """Start a scheduler on a free port and return the port."""
         reading, writing = os.pipe()
         try:
-            self._start("scheduler", workers, servers, host, 0, writing)
+            self.start("scheduler", workers, servers, host, 0, writing)
         finally:
             os.close(writing)
         with os.fdopen(reading) as pipe:
@@ -40,10 +40,6 @@ class ChildServers:
         if not port:
             raise RuntimeError("the scheduler started by worker 0 exited at once; see its output")
         return int(port)
-
-    def start_server(self, workers: int, servers: int, host: str, port: int) -> None:
-        """Start a server."""
-        self._start("server", workers, servers, host, port, None)
 
     def close(self, is_job_over: Callable[[], bool]) -> None:
         """Wait until the processes have ended; kill those that have not ended 10 s after the job.
@@ -65,7 +61,8 @@ class ChildServers:
             child.kill()
             child.wait()
 
-    def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
+    def start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None = None) -> None:
+        """Start a scheduler, which writes its port to the descriptor ``announce``, or a server."""
         environment = {
             **os.environ,
             "DMLC_ROLE": role,
@@ -123,7 +120,7 @@ def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
             address = f"{interface} {child_servers.start_scheduler(job.size, servers, interface)}".encode()
         host, _, port = (job.exchange(address)[0] if job.size > 1 else address).decode().rpartition(" ")
         if hosts.index(hosts[job.rank]) == job.rank:  # the first worker of its host
-            child_servers.start_server(job.size, servers, host, int(port))
+            child_servers.start("server", job.size, servers, host, int(port))
         return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), child_servers
     except BaseException:
         child_servers.kill()

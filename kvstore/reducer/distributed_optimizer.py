@@ -350,23 +350,8 @@ class DistributedOptimizer(Optimizer):
             )
         self._optimizer.add_param_group(param_group)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state by parameter."""
-        return self._optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's default options."""
-        return self._optimizer.defaults
-
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that torch's tools expect on the wrapped optimizer."""
+        """Look up attributes on the wrapped optimizer, such as ``param_groups``, ``state`` and ``defaults``."""
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)

@@ -424,7 +424,8 @@ class Reducer:
                 continue
             gradients = [rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
             if self._in_step:
-                rows[key] = self._exchange_numbers(gradients if self._weight != 0 else [])
+                numbers = _numbers_of(gradients if self._weight != 0 else [])
+                rows[key] = _distinct(self._gather_rows(numbers))  # those that any worker pushes
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
@@ -434,10 +435,6 @@ class Reducer:
                 is_alone = self._store.num_workers == 1  # otherwise others push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
         return rows
-
-    def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
-        """Return the numbers of the rows that any worker pushes. Collective."""
-        return _distinct(self._gather_rows(_numbers_of(gradients)))
 
     def _gather_rows(self, own: Any) -> list[Any]:
         """Return what the workers give of their rows, without those inside `join`. Collective."""

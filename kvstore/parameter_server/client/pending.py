@@ -160,7 +160,6 @@ def command(
             name,
             frames=[frame_of(one) for one in (() if datas is None else datas[server])],
             on_answer=on_answer,
-            wants_values=True,
         )
 
     request_all(servers, [request(server) for server in range(servers.count)], name)

@@ -356,13 +356,13 @@ class SchedulerClient:
 
     def is_recorded(self, name: str) -> bool:
         """Return whether this worker was restarted, and the next collective was over before."""
-        return self.is_restarted and self._recall(self._following(name), skips=False)
+        return self.is_restarted and self._recall(self._following(name))
 
     def skip_collectives(self) -> None:
         """Make the others end collectives of earlier rounds without this restarted worker, which never calls them."""
         self._recall(ROUND * self.position(), skips=True)
 
-    def _recall(self, number: int, *, skips: bool) -> bool:
+    def _recall(self, number: int, *, skips: bool = False) -> bool:
         what = f"question of worker {self.rank} about earlier collectives"
         is_over: bool = self._wait(self._ask(protocol.Recall(number, skips), ("recall", number), what), what).is_over
         return is_over
@@ -372,7 +372,7 @@ class SchedulerClient:
         with self._numbering:
             number = self._following(name)
             self._count(number)
-            if self.is_restarted and self._recall(number, skips=False):
+            if self.is_restarted and self._recall(number):
                 self._recorded.add(number)
             message = protocol.Collective(number, name, -1 if root is None else root, data, "")
             answer = self._ask(message, number, f"{name} of worker {self.rank}")

@@ -154,16 +154,16 @@ class Server:
             if self._pool is not None:
                 self._pool.close()
 
-    @property
-    def must_restart(self) -> bool:
-        """True if the job goes on without this process, which was paused and counts as dead, or lost the scheduler."""
-        return bool(self._scheduler.lost) and not self._scheduler.is_over and self._scheduler.allows_restarts
+    def exit_code(self, *, is_supervised: bool) -> int:
+        """Return 1 if the scheduler was lost before the job was over, or another process has died.
 
-    @property
-    def has_failed(self) -> bool:
-        """True if the scheduler was lost before the job was over, or another process has died."""
+        Under a launcher the codes of the workers are those of the job: 1 says there that this process must be started
+        again, since the job goes on without it. It was paused and counts as dead, or lost the scheduler.
+        """
         is_lost = bool(self._scheduler.lost) and not self._scheduler.is_over
-        return is_lost or any(self._scheduler.gone.values())
+        if is_supervised:
+            return int(is_lost and self._scheduler.allows_restarts)
+        return int(is_lost or any(self._scheduler.gone.values()))
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
@@ -610,15 +610,11 @@ def _do_nothing() -> None:
 
 
 def serve(job: environment.ServerJob) -> int:
-    """Run a server until its job ends; return its exit code.
-
-    Under a launcher the codes of the workers are those of the job. A server that has lost the scheduler ends with 1
-    there only if it is started again.
-    """
+    """Run a server until its job ends; return its exit code."""
     torch.set_num_threads(1)  # per thread of the pool: work split over cores would wait for those that workers use
     with open_server(job) as server:
         server.run()
-        return int(server.must_restart if job.is_supervised else server.has_failed)
+        return server.exit_code(is_supervised=job.is_supervised)
 
 
 @contextmanager

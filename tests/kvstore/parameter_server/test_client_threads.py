@@ -74,7 +74,6 @@ def test_a_request_that_cannot_be_packed_fails_alone() -> None:
                     0,
                     Command(0, "norms", payload),  # type: ignore[arg-type]
                     "command",
-                    wants_values=True,
                 )
                 pending.submit([request], kv._servers)
         with pytest.raises(TypeError, match="object"):
