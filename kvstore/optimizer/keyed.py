@@ -91,9 +91,7 @@ class KeyedOptimizer:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
     def update(
-        self,
-        gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]],
-        is_wanted: Callable[[Key], bool] | None = None,
+        self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]], is_wanted: Callable[[Key], bool] | None = None
     ) -> None:
         """Run one optimizer step over these keys; no other key changes.
 

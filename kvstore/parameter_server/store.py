@@ -41,12 +41,7 @@ from gangline.kvstore.parameter_server.push import PushEncoder, definition_reque
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import (
-    Sharding,
-    ShardPlacement,
-    agree_on_keys,
-    grouped_by_server,
-)
+from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys, grouped_by_server
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 

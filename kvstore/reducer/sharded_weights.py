@@ -129,11 +129,7 @@ class ShardedWeights:
     """
 
     def __init__(
-        self,
-        trained: Sequence[torch.Tensor],
-        network: nn.Module,
-        store: KVStore,
-        memory: Sequence[float] | str,
+        self, trained: Sequence[torch.Tensor], network: nn.Module, store: KVStore, memory: Sequence[float] | str
     ) -> None:
         """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it."""
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}

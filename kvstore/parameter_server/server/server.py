@@ -62,19 +62,13 @@ class Server:
     """Server of one job."""
 
     def __init__(
-        self,
-        scheduler: SchedulerClient,
-        listener: Listener,
-        thread_pool: ThreadPool,
-        kept: KeptMemory | None = None,
+        self, scheduler: SchedulerClient, listener: Listener, thread_pool: ThreadPool, kept: KeptMemory | None = None
     ) -> None:
         self._scheduler = scheduler
         self._listener = listener
         self._thread_pool = thread_pool
         self._sessions = Sessions(
-            listener,
-            lambda shards: self._rounds.mark_changed(shards),
-            lambda blocked: self._rounds.awaited(blocked),
+            listener, lambda shards: self._rounds.mark_changed(shards), lambda blocked: self._rounds.awaited(blocked)
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._rounds.faults = scheduler.faults
