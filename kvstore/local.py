@@ -364,9 +364,12 @@ class LocalStore(KVStore):
         """Merge keys of a bucket, in one sum over all of them if every device gave a flat tensor."""
         if weight == 0:
             keys = ()
-        flat = self._flats.get(bucket)
+        flat, optimizer = self._flats.get(bucket), self._optimizer
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        if flat is not None and (gradients := self._unchanged(flat, values, keys)):
+        gradients: Mapping[Key, torch.Tensor] | None = None  # that the optimizer can use where they are
+        if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
+            gradients = of_only_device(values, keys, flat.stored.device)
+        if gradients:
             self._apply([*gradients.items()])
         elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
@@ -374,14 +377,6 @@ class LocalStore(KVStore):
             reduce(flats, out=flat.stored)
         else:
             self._merge_flat(bucket, flat, flats, keys)
-
-    def _unchanged(
-        self, flat: _Flat, values: Sequence[BucketValue], keys: Sequence[Key]
-    ) -> Mapping[Key, torch.Tensor] | None:
-        """Return a bucket's values of ``keys`` if the optimizer can use them where they are; None otherwise."""
-        if self._optimizer is None or self._optimizer.modifies_gradient or self._compressed is not None:
-            return None
-        return of_only_device(values, keys, flat.stored.device)
 
     def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
         total = values[0]

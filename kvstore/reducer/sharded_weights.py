@@ -282,11 +282,7 @@ class ShardedWeights:
         if weight is None or _address(parameter) in self._by_address:
             return
         group = _WeightGroup([weight], is_used_by_backward=True)
-        self._take_assigned(group.weights)
-        self._acquire(group)
-        assert weight.full is not None
-        weight.parameter.data = weight.full
-        self._by_address[_address(weight.full)] = group, weight
+        self._use_full(group)
         self._used_by_backward.append(group)
         self._read_in_backward.append(group)
 
@@ -298,9 +294,13 @@ class ShardedWeights:
         for weight in group.weights:
             if weight.full is not None and _address(weight.full) in self._by_address:
                 raise _assigned_in_forward(weight)
+        self._use_full(group)
+        self._frames[-1].append(group)
+
+    def _use_full(self, group: _WeightGroup) -> None:
+        """Put full weights in the place of the parameters."""
         self._take_assigned(group.weights)
         self._acquire(group)
-        self._frames[-1].append(group)
         for weight in group.weights:
             assert weight.full is not None
             weight.parameter.data = weight.full
@@ -729,31 +729,48 @@ class ShardedWeights:
                 module._parameters = dict(module._parameters)
 
 
-def whole_state(network: nn.Module | None, sharded: ShardedWeights | None) -> dict[str, Any]:
-    """Return a network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
+@run_eagerly
+class NetworkState:
+    """Calls on the whole state of a network whose weights the workers divide, of a `Trainer` for example."""
 
-    Args:
-        network: the network that was given with ``shard="weights"``; RuntimeError if there is none.
-        sharded: its divided weights; None with a single worker.
-    """
-    if sharded is not None:
-        return sharded.model_state_dict()
-    state = _known(network).state_dict()
-    return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+    _network: nn.Module | None
+    """The network; None without ``shard="weights"``."""
+    _sharded: ShardedWeights | None
+    """Its divided weights; None with a single worker."""
 
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
 
-def load_whole_state(network: nn.Module | None, sharded: ShardedWeights | None, state: Mapping[str, Any]) -> None:
-    """Replace a network's state by rank 0's; arguments as of `whole_state`. Collective."""
-    if sharded is not None:
-        sharded.load_model_state_dict(state)
-    else:
-        _known(network).load_state_dict(state)
+        Collective: all workers must call it.
 
+        Raises:
+            RuntimeError: without ``shard="weights"``; the network's own state is whole then.
+        """
+        if self._sharded is not None:
+            return self._sharded.model_state_dict()
+        state = self._whole_network().state_dict()
+        return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
 
-def _known(network: nn.Module | None) -> nn.Module:
-    if network is None:
-        raise RuntimeError("this call is for shard='weights'; expected the network's own state_dict, load_state_dict")
-    return network
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the network's state by rank 0's ``state``; others' is ignored; for ``shard="weights"``.
+
+        Collective: all workers must call it.
+
+        Raises:
+            ValueError: if rank 0's names or shapes are not the network's; on all workers.
+            RuntimeError: without ``shard="weights"``; load the network's own state then.
+        """
+        if self._sharded is not None:
+            self._sharded.load_model_state_dict(state)
+        else:
+            self._whole_network().load_state_dict(state)
+
+    def _whole_network(self) -> nn.Module:
+        if self._network is None:
+            raise RuntimeError(
+                "this call is for shard='weights'; expected the network's own state_dict, load_state_dict"
+            )
+        return self._network
 
 
 def _refuse_use(*_: object) -> NoReturn:
