@@ -119,28 +119,24 @@ class Trainer(NetworkState):
             )
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
         try:
-            self._join_workers(params, spec, shard, memory, compression_params, update_on_kvstore)
+            if update_on_kvstore is False and self.kvstore.num_workers > 1:
+                raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
+            held = [key for key in self._parameters if key in self.kvstore]
+            if held:
+                raise ValueError(
+                    f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own"
+                )
+            if compression_params is not None:
+                self.kvstore.set_gradient_compression(compression_params)
+            self._join_workers(params, spec, shard, memory)
         except BaseException:  # raised again
             if isinstance(kvstore, str):
                 self.kvstore.close()
             raise
 
     def _join_workers(
-        self,
-        params: Parameters,
-        spec: OptimizerSpec,
-        shard: str | None,
-        memory: Sequence[float] | str,
-        compression_params: Mapping[str, Any] | None,
-        update_on_kvstore: bool | None,
+        self, params: Parameters, spec: OptimizerSpec, shard: str | None, memory: Sequence[float] | str
     ) -> None:
-        if update_on_kvstore is False and self.kvstore.num_workers > 1:
-            raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
-        held = [key for key in self._parameters if key in self.kvstore]
-        if held:
-            raise ValueError(f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own")
-        if compression_params is not None:
-            self.kvstore.set_gradient_compression(compression_params)
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
         self._accumulated_samples = 0.0

@@ -45,19 +45,6 @@ _PER_MESSAGE = 8
 """A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
 
 
-class _RegionUse:
-    """Use count of a message's shared-memory region; releases it when all its entries have been used."""
-
-    def __init__(self, count: int, release: Callable[[], None]) -> None:
-        self._count = count
-        self._release = release
-
-    def release(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._release()
-
-
 class Server:
     """Server of one job."""
 
@@ -385,9 +372,8 @@ class Server:
         release = _do_nothing
         # A repeated message is released with its first copy.
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
-            worker.in_use.add(push.sequence)
+            worker.in_use[push.sequence] = len(shards)
             release = partial(self._sessions.release, worker, push.sequence)
-        use = _RegionUse(len(shards), release)
         lost = ""
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
@@ -395,9 +381,9 @@ class Server:
             lost = lost or why
             before = self._rounds.before(worker.rank)
             if why or not add_push(shard.pushed, shard.ahead, worker.rank, number, before):
-                use.release()  # the round cannot close, or the push is a repeat
+                release()  # the round cannot close, or the push is a repeat
             else:
-                value = self._read(shard, worker, push, entry[2], data, use)
+                value = self._read(shard, worker, push, entry[2], data, release)
                 self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
                 self._wait(shard, Waiter(worker.rank, push.sequence, number))
@@ -408,28 +394,34 @@ class Server:
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
 
     def _read(
-        self, shard: Shard, worker: WorkerSession, push: protocol.Push, kind: int, data: Tensor, use: _RegionUse
+        self,
+        shard: Shard,
+        worker: WorkerSession,
+        push: protocol.Push,
+        kind: int,
+        data: Tensor,
+        release: Callable[[], None],
     ) -> PushedValue:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
             value = shard.read(kind, data, decode)
         except Exception as error:  # noqa: BLE001  the round closes with this error for all its workers
             text = f"the push of worker {worker.rank} for key {shard.key!r} {error}"
-            return PushedValue(None, push.weight, self._release_early(use), text, kind == REFUSED)
+            return PushedValue(None, push.weight, self._release_early(release), text, kind == REFUSED)
         if value is None:
-            return PushedValue(value, push.weight, self._release_early(use))
-        nbytes, release = data.nbytes, use.release
+            return PushedValue(value, push.weight, self._release_early(release))
+        nbytes = data.nbytes
         if kind == CODED:  # it is decoded into memory of the server
-            nbytes, release = shard.flat.nbytes, self._release_early(use)
+            nbytes, release = shard.flat.nbytes, self._release_early(release)
             if push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
                 value.mul_(self._scheduler.num_workers)
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
-    def _release_early(self, use: _RegionUse) -> Callable[[], None]:
-        """Release a region that is not read any more, unless it must last until the round is final."""
+    def _release_early(self, release: Callable[[], None]) -> Callable[[], None]:
+        """Release an entry that is not read any more, unless it must last until the round is final."""
         if self._kept is not None:
-            return use.release
-        use.release()
+            return release
+        release()
         return _do_nothing
 
     def _fence_dead_workers(self) -> None:

@@ -50,8 +50,8 @@ class WorkerSession:
     backlog: int = 0
     """Bytes pushed for rounds that are still open."""
     releases: list[int] = field(default_factory=list)
-    in_use: set[int] = field(default_factory=set)
-    """Messages whose memory is still read."""
+    in_use: dict[int, int] = field(default_factory=dict)
+    """Number of entries whose memory is still read, by message."""
     handled: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Last messages that must not be handled twice."""
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
@@ -174,10 +174,13 @@ class Sessions:
         return worker.rank not in self._awaited
 
     def release(self, worker: WorkerSession, sequence: int) -> None:
-        """Release a message's region with the next flush; the worker may then overwrite it."""
-        worker.in_use.discard(sequence)
-        worker.releases.append(sequence)
-        self._due[worker] = None
+        """Release an entry of a message; after the last one the worker is told that it may overwrite its memory."""
+        left = worker.in_use.pop(sequence, 1) - 1
+        if left:
+            worker.in_use[sequence] = left
+        else:
+            worker.releases.append(sequence)
+            self._due[worker] = None
 
     def send_value(self, waiter: Waiter, shard: Shard) -> None:
         """Send the current value of a shard to a waiter with the next `flush`."""
