@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.numpy_arrays import readable, shared
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
@@ -143,7 +143,7 @@ def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) ->
         raise ValueError(f"key {key!r} has dtype {dtype}, but got a tensor of {value.dtype}")
 
 
-def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
+def check_flat(bucket: Bucket, flats: BucketValues) -> None:
     """Raise ValueError unless each value is a contiguous flat tensor of the bucket, or a dict of its keys' tensors."""
     if not flats:
         raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one per device")
@@ -163,15 +163,13 @@ def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
             )
 
 
-def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+def by_key(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
     """Return the values of ``keys`` in a bucket, one per device that has one."""
     views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
     return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
-def of_only_device(
-    values: Sequence[BucketValue], keys: Sequence[Key], device: torch.device
-) -> dict[Key, torch.Tensor] | None:
+def of_only_device(values: BucketValues, keys: Sequence[Key], device: torch.device) -> dict[Key, torch.Tensor] | None:
     """Return a bucket's values of ``keys`` if there is one device, this one, and it has all, dense; None otherwise."""
     only = values[0] if len(values) == 1 else None
     if not isinstance(only, Mapping):

@@ -35,7 +35,7 @@ from gangline.kvstore.arguments import (
     row_pulls,
     single,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
@@ -667,7 +667,7 @@ class KVStore(abc.ABC):
     def push_bucket(
         self,
         bucket: Bucket,
-        values: Sequence[BucketValue],
+        values: BucketValues,
         keys: Collection[Key] | None = None,
         priority: int = 0,
         *,
@@ -838,13 +838,7 @@ class KVStore(abc.ABC):
         pass
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         pairs = by_key(bucket, values, keys)
         if weight is None:

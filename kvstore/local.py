@@ -28,7 +28,7 @@ from gangline.kvstore.arguments import (
     of_only_device,
     tensors_of,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
@@ -261,13 +261,7 @@ class LocalStore(KVStore):
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         tensors = chain.from_iterable([one] if isinstance(one, torch.Tensor) else one.values() for one in values)
         merge = partial(self._merge_bucket, bucket, values, keys, weight)  # a lambda would be another frame
@@ -358,12 +352,10 @@ class LocalStore(KVStore):
         elif not self._moved_jointly(pairs, []):
             self._replace(pairs, {})
 
-    def _merge_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
-    ) -> None:
+    def _merge_bucket(self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None) -> None:
         """Merge keys of a bucket, in one sum over all of them if every device gave a flat tensor."""
         if weight == 0:
-            keys = ()
+            keys = []
         flat, optimizer = self._flats.get(bucket), self._optimizer
         flats = [value for value in values if isinstance(value, torch.Tensor)]
         gradients: Mapping[Key, torch.Tensor] | None = None  # that the optimizer can use where they are

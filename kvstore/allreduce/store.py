@@ -30,7 +30,7 @@ from gangline.kvstore.arguments import (
     merged,
     tensors_of,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.group.worker_group import check_same
@@ -203,9 +203,7 @@ class AllReduceStore(LocalStore):
         negotiation, own = self._prepare(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
         self._reduce_and_update(negotiation, own, None, is_mean=weight is not None)
 
-    def _merge_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
-    ) -> None:
+    def _merge_bucket(self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None) -> None:
         if bucket not in self._flats:
             of_keys = dict(by_key(bucket, values, keys))
             self._merge([(key, of_keys.get(key, [])) for key in bucket.keys], weight)

@@ -22,7 +22,7 @@ from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
@@ -310,16 +310,10 @@ class DistStore(KVStore):
         return self._push_pull("push", weighted, None, priority, async_op, weight)
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         if weight == 0:
-            keys = ()
+            keys = []
 
         def on_host() -> Pushed:
             return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
@@ -628,7 +622,7 @@ class DistStore(KVStore):
             _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, error)
 
 
-def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+def _of_all_keys(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
     """Return the values of every key of a bucket; an empty list for keys that are not among ``keys``."""
     present = dict(by_key(bucket, values, keys))
     return [(key, present.get(key, [])) for key in bucket.keys]
