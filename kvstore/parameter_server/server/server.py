@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import msgpack
 import torch
@@ -23,7 +24,7 @@ from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.protocol import CODED, DENSE, REFUSED, Message
+from gangline.kvstore.parameter_server.protocol import CODED, REFUSED, Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
@@ -263,7 +264,8 @@ class Server:
             case protocol.Push():
                 self._push(worker, message, frames)
             case protocol.Pull(sequence, entries, has_rows, region):
-                datas = self._data(worker, entries, region, frames) if has_rows else [None] * len(entries)
+                sizes = [entry[3] for entry in entries]
+                datas = self._data(worker, sizes, region, frames) if has_rows else [None] * len(entries)
                 shards = [self._shard(entry[0]) for entry in entries]
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
@@ -271,9 +273,9 @@ class Server:
             case protocol.ValuesRead(numbers):
                 for number in numbers:
                     self._sessions.end_read(worker.rank, number)
-            case protocol.Define(sequence, definitions, region):
+            case protocol.Define(sequence):
                 if sequence not in worker.handled:
-                    self._define(worker, definitions, region, frames)
+                    self._define(worker, message, frames)
                     self._mark_handled(worker, sequence)
                 self._sessions.acknowledge(worker, [sequence])
             case protocol.Command():
@@ -289,18 +291,13 @@ class Server:
             self._rounds.wait(shard, waiter)
 
     def _data(
-        self,
-        worker: WorkerSession,
-        entries: Sequence[Sequence[int]],
-        region: Sequence[int] | None,
-        frames: list[memoryview],
+        self, worker: WorkerSession, sizes: list[int], region: Sequence[int] | None, frames: list[memoryview]
     ) -> list[Tensor]:
         """Return the data of each entry as uint8 tensors."""
-        sizes = [entry[3] for entry in entries]
         if region is None:
             if [len(frame) for frame in frames] != sizes:
                 raise ProtocolError(
-                    f"received {len(frames)} data frames for {len(entries)} entries, or frames of other sizes"
+                    f"received {len(frames)} data frames for {len(sizes)} entries, or frames of other sizes"
                 )
             return [tensor_of(frame) for frame in frames]
         if worker.memory is None:
@@ -309,26 +306,16 @@ class Server:
             whole = region_of(worker.memory, region[0], sum(map(aligned, sizes)))
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        datas = []
-        begin = 0
-        for size in sizes:
-            datas.append(whole[begin : begin + size])
-            begin += aligned(size)
-        return datas
+        begins = accumulate(map(aligned, sizes), initial=0)
+        return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
-    def _define(
-        self,
-        worker: WorkerSession,
-        packed: Sequence[Sequence[object]],
-        region: Sequence[int] | None,
-        frames: list[memoryview],
-    ) -> None:
+    def _define(self, worker: WorkerSession, message: protocol.Define, frames: list[memoryview]) -> None:
         """Create shards, or overwrite the values of existing ones."""
         if worker.rank != 0:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
-        definitions = [optimizer_shards.Definition.read(one) for one in packed]
-        datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in definitions], region, frames)
+        definitions = [optimizer_shards.Definition.read(one) for one in message.shards]
+        datas = self._data(worker, [one.nbytes for one in definitions], message.region, frames)
         new = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
@@ -366,7 +353,7 @@ class Server:
         return shard
 
     def _push(self, worker: WorkerSession, push: protocol.Push, frames: list[memoryview]) -> None:
-        datas = self._data(worker, push.entries, push.region, frames)
+        datas = self._data(worker, [entry[3] for entry in push.entries], push.region, frames)
         self._received_bytes += sum(data.nbytes for data in datas)
         shards = [self._shard(entry[0]) for entry in push.entries]
         release = _do_nothing
