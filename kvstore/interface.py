@@ -813,7 +813,7 @@ class KVStore(abc.ABC):
         return []
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
-        """Tell the other workers that this rank refuses a call because of an error; may raise another error.
+        """Report to the other workers that this rank refuses a call because of an error; may raise another error.
 
         Args:
             call: name of the call.

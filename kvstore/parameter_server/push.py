@@ -19,6 +19,8 @@ from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
@@ -60,28 +62,17 @@ class ShardValue:
 class PushEncoder:
     """Makes the requests of pushes, compressed by `compressed`.
 
-    Args:
-        shares_memory: for each server, whether it reads ``pool``.
-        pool: this worker's shared memory; None: it has none.
-        on_device: reduce device tensors on the first device rather than on the host.
-        workers: number of workers.
-        allows_restarts: keep what was pushed until servers can no longer lose it.
+    With ``on_device``, device tensors are reduced on the first device rather than on the host.
     """
 
     def __init__(
-        self,
-        shares_memory: Sequence[bool],
-        pool: SharedMemoryPool | None,
-        *,
-        on_device: bool,
-        workers: int,
-        allows_restarts: bool = False,
+        self, servers: ServerClient, scheduler: SchedulerClient, pool: SharedMemoryPool | None, *, on_device: bool
     ) -> None:
-        self._shares_memory = shares_memory
+        self._shares_memory = servers.shares_memory
         self._pool = pool
         self._on_device = on_device
-        self._workers = workers
-        self._allows_restarts = allows_restarts
+        self._workers = scheduler.num_workers
+        self._allows_restarts = scheduler.allows_restarts  # then servers may lose what was pushed
         self.compressed: CompressedPushes | None = None
         """Compression of pushes, whose only sender is this worker."""
 

@@ -90,7 +90,6 @@ class DistStore(KVStore):
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
             )
         self.max_staleness = max_staleness
-        self._on_device = "device" in name
         self._timeout = limits().timeout if timeout is None else timeout
         mode = "async" if is_async else "sync"
         staleness = -1 if max_staleness is None else max_staleness
@@ -119,13 +118,7 @@ class DistStore(KVStore):
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
         self._final_error: Exception | None = None  # of all calls after a push that may be lost, or a join() given up
-        self._encoder = PushEncoder(
-            self._servers.shares_memory,
-            self._pool,
-            on_device=self._on_device,
-            workers=self.num_workers,
-            allows_restarts=self._scheduler.allows_restarts,
-        )
+        self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
         if self._scheduler.views:
             self._scheduler.leave_on_sigterm()
 

@@ -334,7 +334,7 @@ class SchedulerClient:
             self._send(protocol.ViewAnswer(self._asked, max(self.begun, self._floor)))
 
     def confirm_views(self, count: int) -> None:
-        """Tell the scheduler that this server follows so many views."""
+        """Confirm to the scheduler that this server follows so many views."""
         with self._view_known:
             self.confirmed = count
             self._send(protocol.ViewAnswer(self.confirmed - 1, 0))
