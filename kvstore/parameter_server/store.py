@@ -256,7 +256,7 @@ class DistStore(KVStore):
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
-        self._continuation.set_counts(self._rounds)
+        self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
         self.barrier()
         return result.last
@@ -274,7 +274,7 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._continuation.set_counts(dict.fromkeys(placed, 0))
+        self._continuation.pushes.update(dict.fromkeys(placed, 0))
         self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
 
@@ -493,7 +493,7 @@ class DistStore(KVStore):
             self._sharding.remove(shards)
         self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
         self._rounds.update(dict.fromkeys(split, 0))
-        self._continuation.set_counts(dict.fromkeys(split, 0))
+        self._continuation.pushes.update(dict.fromkeys(split, 0))
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])

@@ -26,7 +26,7 @@ ALIGNMENT = 64
 """Bytes: alignment of every allocation, so that it can be viewed as any dtype."""
 
 
-class SharedMemoryPool:
+class SharedMemoryPool(Offer):
     """First-fit allocator over one segment as large as the machine's memory; only touched pages are committed.
 
     Allocations take the lowest free offset, so that committed pages are reused first. Pages that were not needed for a
@@ -34,24 +34,14 @@ class SharedMemoryPool:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._offer = Offer(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), descriptor)
-        self._nbytes = self._offer.segment.nbytes
+        super().__init__(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), descriptor)
+        self._nbytes = self.segment.nbytes
         self._free: list[tuple[int, int]] = [(0, self._nbytes)]  # (begin, end), ascending
         self._allocated: dict[int, int] = {}
         self._lock = threading.Lock()  # allocate and free run in different threads
         self._frees = 0
         self._committed = 0  # end of the pages that may be committed
         self._needed = 0  # highest end of an allocation in this period
-
-    @property
-    def segment(self) -> Segment:
-        """The memory."""
-        return self._offer.segment
-
-    @property
-    def handle(self) -> bytes:
-        """Handle by which processes of the same host and user map the segment."""
-        return self._offer.handle
 
     @property
     def in_use(self) -> int:
@@ -110,16 +100,12 @@ class SharedMemoryPool:
         for first, last in self._free:
             begin = -(-max(first, least) // page) * page
             nbytes = min(last, self._committed) // page * page - begin
-            if nbytes > 0 and _libc.madvise(self._offer.segment.address + begin, nbytes, mmap.MADV_REMOVE):
+            if nbytes > 0 and _libc.madvise(self.segment.address + begin, nbytes, mmap.MADV_REMOVE):
                 _log.debug("unused shared memory stays in use: %s", os.strerror(ctypes.get_errno()))
 
     def tensor_at(self, offset: int, nbytes: int) -> Tensor:
         """Return a uint8 view of a range."""
-        return self._offer.segment.tensor(offset, nbytes)
-
-    def close(self) -> None:
-        """Prevent further processes from mapping the segment; existing mappings stay valid. Idempotent."""
-        self._offer.close()
+        return self.segment.tensor(offset, nbytes)
 
 
 def region_of(segment: Segment, offset: int, nbytes: int) -> Tensor:
