@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.numpy_arrays import readable, shared
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
@@ -56,8 +56,7 @@ def single(key: Any, value: Any) -> Pairs:
     """Return keys with exactly one tensor each; as in MXNet, that of one key may be in a list."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(key, (list, tuple)):
         value = value[0]
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
-    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in pairs]
+    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in _zipped(key, value)]
 
 
 def pushed(key: Any, value: Any) -> Pushed:
@@ -67,7 +66,7 @@ def pushed(key: Any, value: Any) -> Pushed:
 
 def pushed_or_none(key: Any, value: Any) -> Pushed:
     """Return keys with their values to push, one value per device; an empty list for a key whose value is None."""
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
+    pairs = _zipped(key, value)
     return [(_checked_key(one), []) if of_one is None else pushed(one, of_one)[0] for one, of_one in pairs]
 
 
@@ -102,8 +101,6 @@ def by_position(
 
 def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
     """Return keys with (output, row numbers); the row numbers are not checked."""
-    if not isinstance(key, (list, tuple)):
-        key, out, row_ids = [key], [out], [row_ids]
     pulls: list[tuple[Key, list[tuple[Value, Any]]]] = []
     for (one, targets), (_, ids) in zip(_grouped(key, out), _zipped(key, row_ids), strict=True):
         own = isinstance(ids, (list, tuple)) and not all(isinstance(row, (int, np.integer)) for row in ids)
@@ -146,7 +143,7 @@ def check_like(key: Key, value: Value, shape: torch.Size, dtype: torch.dtype) ->
         raise ValueError(f"key {key!r} has dtype {dtype}, but got a tensor of {value.dtype}")
 
 
-def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
+def check_flat(bucket: Bucket, flats: BucketValues) -> None:
     """Raise ValueError unless each value is a contiguous flat tensor of the bucket, or a dict of its keys' tensors."""
     if not flats:
         raise ValueError(f"a bucket of {len(bucket.slots)} keys has an empty list of tensors; expected one per device")
@@ -166,15 +163,13 @@ def check_flat(bucket: Bucket, flats: Sequence[BucketValue]) -> None:
             )
 
 
-def by_key(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+def by_key(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
     """Return the values of ``keys`` in a bucket, one per device that has one."""
     views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
     return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
-def of_only_device(
-    values: Sequence[BucketValue], keys: Sequence[Key], device: torch.device
-) -> dict[Key, torch.Tensor] | None:
+def of_only_device(values: BucketValues, keys: Sequence[Key], device: torch.device) -> dict[Key, torch.Tensor] | None:
     """Return a bucket's values of ``keys`` if there is one device, this one, and it has all, dense; None otherwise."""
     only = values[0] if len(values) == 1 else None
     if not isinstance(only, Mapping):
@@ -195,7 +190,9 @@ def merged(pairs: Sequence[tuple[Key, list[_V]]]) -> Sequence[tuple[Key, list[_V
     return list(merged.items())
 
 
-def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
+def _zipped(keys: Any, values: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(keys, (list, tuple)):
+        return [(keys, values)]
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{len(keys)} keys got a {type(values).__name__}; expected a list of {len(keys)} values")
     if len(values) != len(keys):
@@ -204,9 +201,8 @@ def _zipped(keys: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
 
 
 def _grouped(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
-    pairs = _zipped(key, value) if isinstance(key, (list, tuple)) else [(key, value)]
     grouped = []
-    for one, tensors in pairs:
+    for one, tensors in _zipped(key, value):
         many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         if not many:
             raise ValueError(f"key {one!r} has an empty list of tensors; expected one per device")
@@ -271,11 +267,7 @@ def _check_is_tensor(key: Any, value: Any) -> None:
 
 
 def check_shard(shard: object, *, or_weights: bool = False) -> None:
-    """Check what workers are to divide.
-
-    Raises:
-        ValueError: if it is neither "optimizer" nor None, nor, with ``or_weights``, "weights".
-    """
+    """Raise ValueError unless ``shard`` is "optimizer", None or, with ``or_weights``, "weights"."""
     if shard == "weights" and not or_weights:
         raise ValueError(
             "shard is 'weights', which is for Module, Trainer and DistributedOptimizer; expected 'optimizer' or None"
@@ -286,11 +278,7 @@ def check_shard(shard: object, *, or_weights: bool = False) -> None:
 
 
 def check_memory(memory: object, count: int, owners: str = "workers") -> None:
-    """Check the memory that a user gives.
-
-    Raises:
-        ValueError: if it is neither "auto" nor a number for each of the owners, some of them above 0.
-    """
+    """Raise ValueError unless memory is "auto" or a number for each of the owners, some of them above 0."""
     if memory == "auto":
         return
     numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []

@@ -73,6 +73,8 @@ class Bucket:
 
 BucketValue = torch.Tensor | Mapping[Key, torch.Tensor]
 """One device's value for a bucket: a flat tensor of shape (numel,), or tensors of some of its keys."""
+BucketValues = Sequence[BucketValue]
+"""One value per device."""
 
 
 def plan(tensors: Sequence[tuple[Key, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:

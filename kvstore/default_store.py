@@ -33,19 +33,11 @@ def job_store(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def default_store(variables: Mapping[str, str] = os.environ) -> str:
-    """Return the store that joins the workers of this job; ``"device"`` without a job, or alone in it.
-
-    Raises:
-        ValueError: if the launcher's variables hold an invalid rank, size or address.
-    """
+    """Return the store that joins the workers of this job; ``"device"`` without a job, or alone in it."""
     return job_store(variables) if num_workers(variables) > 1 else "device"
 
 
 def num_workers(variables: Mapping[str, str] = os.environ) -> int:
-    """Return the number of workers of this job; 1 without a job.
-
-    Raises:
-        ValueError: if the launcher's variables hold an invalid size.
-    """
+    """Return the number of workers of this job; 1 without a job."""
     launcher = Dmlc(variables) if Dmlc.has_servers(variables) else environments.find(variables)
     return 1 if launcher is None else launcher.size()

@@ -27,13 +27,10 @@ class CompressedPushes:
         self._residuals: dict[tuple[Key, int], torch.Tensor] = {}
 
     def through(self, pushed: Sequence[tuple[Key, Sequence[Value], torch.device]]) -> Pushed:
-        """Encode and decode values.
+        """Encode and decode values; row-sparse values and integers are returned as they are.
 
         Args:
             pushed: keys, each with its values and the device to decode them on.
-
-        Returns:
-            Keys with the decoded values; row-sparse values and integers are returned as they are.
 
         Raises:
             ValueError: if a value holds NaN or infinity; no residual has changed then.
@@ -79,11 +76,7 @@ class CompressedPushes:
         }
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: _Layout) -> None:
-        """Replace all residuals.
-
-        Raises:
-            ValueError: if a key is not in ``layout``, or has another shape or dtype; nothing has changed then.
-        """
+        """Replace all residuals; raise ValueError, before any change, if one does not fit ``layout``."""
         loaded = {}
         for name, residual in residuals.items():
             key, sender = _parsed_place(name)
@@ -92,20 +85,15 @@ class CompressedPushes:
                     f"a compression residual belongs to key {key!r}, which is unknown here; known keys: {list(layout)}"
                 )
             shape, dtype = layout[key]
-            whole = (
-                residual.reshape(shape) if residual.numel() == shape.numel() else residual
-            )  # stores may keep it flat
-            check_like(key, whole, shape, dtype)
-            loaded[key, sender] = whole.clone(memory_format=torch.contiguous_format)
+            if residual.numel() == shape.numel():  # stores may keep it flat
+                residual = residual.reshape(shape)
+            check_like(key, residual, shape, dtype)
+            loaded[key, sender] = residual.clone(memory_format=torch.contiguous_format)
         self._residuals = loaded
 
 
 def _parsed_place(name: str) -> tuple[Key, int]:
-    """Return key and sender from a residual's name.
-
-    Raises:
-        ValueError: if it is not such a name.
-    """
+    """Return key and sender from a residual's name; raise ValueError if it is not such a name."""
     encoded, _, sender = name.rpartition("/")
     with contextlib.suppress(ValueError):
         key = json.loads(encoded)

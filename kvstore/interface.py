@@ -35,7 +35,7 @@ from gangline.kvstore.arguments import (
     row_pulls,
     single,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
@@ -235,9 +235,7 @@ class KVStore(abc.ABC):
         """Wait until every worker has called it; workers in `join` count as present."""
         self.group.barrier("barrier")
 
-    def _barrier(self) -> None:
-        """Call `barrier`; MXNet's name."""
-        self.barrier()
+    _barrier = barrier  # MXNet's name
 
     def join(self) -> int:
         """Leave the rounds until all workers have joined; then all take part again.
@@ -669,7 +667,7 @@ class KVStore(abc.ABC):
     def push_bucket(
         self,
         bucket: Bucket,
-        values: Sequence[BucketValue],
+        values: BucketValues,
         keys: Collection[Key] | None = None,
         priority: int = 0,
         *,
@@ -815,7 +813,7 @@ class KVStore(abc.ABC):
         return []
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
-        """Tell the other workers that this rank refuses a call because of an error; may raise another error.
+        """Report to the other workers that this rank refuses a call because of an error; may raise another error.
 
         Args:
             call: name of the call.
@@ -840,13 +838,7 @@ class KVStore(abc.ABC):
         pass
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         pairs = by_key(bucket, values, keys)
         if weight is None:

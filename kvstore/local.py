@@ -28,7 +28,7 @@ from gangline.kvstore.arguments import (
     of_only_device,
     tensors_of,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
@@ -76,6 +76,8 @@ class LocalStore(KVStore):
 
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
+
+    _is_alone = True  # a push is the sum over this process's devices
 
     def __init__(self, name: str = "local", *, in_order: bool = False) -> None:
         """Create the store; with ``in_order``, calls run in the order in which they are made."""
@@ -208,7 +210,8 @@ class LocalStore(KVStore):
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
-            replaces = self._updater is None and self._optimizer is None and self._compressed is None
+            is_plain = self._updater is None and self._optimizer is None and self._compressed is None
+            replaces = self._is_alone and is_plain
             if replaces:
                 self._place(values)
                 if self._moved_jointly(values, outs):
@@ -258,13 +261,7 @@ class LocalStore(KVStore):
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         tensors = chain.from_iterable([one] if isinstance(one, torch.Tensor) else one.values() for one in values)
         merge = partial(self._merge_bucket, bucket, values, keys, weight)  # a lambda would be another frame
@@ -355,15 +352,16 @@ class LocalStore(KVStore):
         elif not self._moved_jointly(pairs, []):
             self._replace(pairs, {})
 
-    def _merge_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
-    ) -> None:
+    def _merge_bucket(self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None) -> None:
         """Merge keys of a bucket, in one sum over all of them if every device gave a flat tensor."""
         if weight == 0:
-            keys = ()
-        flat = self._flats.get(bucket)
+            keys = []
+        flat, optimizer = self._flats.get(bucket), self._optimizer
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        if flat is not None and (gradients := self._unchanged(flat, values, keys)):
+        gradients: Mapping[Key, torch.Tensor] | None = None  # that the optimizer can use where they are
+        if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
+            gradients = of_only_device(values, keys, flat.stored.device)
+        if gradients:
             self._apply([*gradients.items()])
         elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
@@ -371,14 +369,6 @@ class LocalStore(KVStore):
             reduce(flats, out=flat.stored)
         else:
             self._merge_flat(bucket, flat, flats, keys)
-
-    def _unchanged(
-        self, flat: _Flat, values: Sequence[BucketValue], keys: Sequence[Key]
-    ) -> Mapping[Key, torch.Tensor] | None:
-        """Return a bucket's values of ``keys`` if the optimizer can use them where they are; None otherwise."""
-        if self._optimizer is None or self._optimizer.modifies_gradient or self._compressed is not None:
-            return None
-        return of_only_device(values, keys, flat.stored.device)
 
     def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
         total = values[0]
@@ -409,9 +399,7 @@ class LocalStore(KVStore):
     def _moved_jointly(self, values: Pushed, outs: Pairs) -> bool:
         """Replace small values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
 
-        Args:
-            values: values of distinct keys; none: nothing is replaced.
-            outs: outputs of the same keys; none: nothing is copied.
+        Both are of the same distinct keys; without values nothing is replaced, without outputs nothing is copied.
         """
         if len(values or outs) < copies.LEAST_JOINT:
             return False
@@ -472,8 +460,8 @@ class LocalStore(KVStore):
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None and compression.pull_codec is not None:
             raise ValueError(
-                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store copies weights to "
-                "devices of its own process, where compression would only round them; expected None"
+                f"pull_type is {compression.params['pull_type']!r}, but a {self.type!r} store copies weights within a "
+                "process, where compression would only round them; expected None"
             )
 
         def change() -> None:

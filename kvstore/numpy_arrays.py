@@ -9,11 +9,7 @@ import torch
 
 
 def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
-    """Return a tensor over the array's memory.
-
-    Args:
-        array: writable array in the machine's byte order, without negative strides.
-        what: name of the array in error messages.
+    """Return a tensor over the memory of an array, which error messages call ``what``.
 
     Raises:
         TypeError: if torch has no such dtype.
@@ -28,11 +24,7 @@ def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
 
 
 def readable(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
-    """Return a tensor of the array's values: over its memory if torch can share it, else a copy.
-
-    Raises:
-        TypeError: if torch has no such dtype; ``what`` names the array in the message.
-    """
+    """Return a tensor of the array's values: over its memory if torch can share it, else a copy."""
     has_negative_stride = any(stride < 0 for stride in array.strides)
     if has_negative_stride or not array.flags.writeable or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))  # a copy

@@ -1,4 +1,4 @@
-"""Which server, device or worker holds what: each gets bytes in proportion to its memory."""
+"""Placement of tensors on servers, devices or workers: each gets bytes in proportion to its memory."""
 
 from __future__ import annotations
 

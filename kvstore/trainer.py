@@ -20,7 +20,7 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
-from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
+from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, of_gradient, summed
 
@@ -40,7 +40,7 @@ Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | I
 
 
 @run_eagerly
-class Trainer:
+class Trainer(NetworkState):
     """Optimizer for plain torch loops: reduces every ``.grad`` over the workers of a store and updates the parameters.
 
     It takes the place of a torch optimizer; the name and the calls are those of MXNet gluon's Trainer. On creation
@@ -119,28 +119,24 @@ class Trainer:
             )
         self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
         try:
-            self._join_workers(params, spec, shard, memory, compression_params, update_on_kvstore)
+            if update_on_kvstore is False and self.kvstore.num_workers > 1:
+                raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
+            held = [key for key in self._parameters if key in self.kvstore]
+            if held:
+                raise ValueError(
+                    f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own"
+                )
+            if compression_params is not None:
+                self.kvstore.set_gradient_compression(compression_params)
+            self._join_workers(params, spec, shard, memory)
         except BaseException:  # raised again
             if isinstance(kvstore, str):
                 self.kvstore.close()
             raise
 
     def _join_workers(
-        self,
-        params: Parameters,
-        spec: OptimizerSpec,
-        shard: str | None,
-        memory: Sequence[float] | str,
-        compression_params: Mapping[str, Any] | None,
-        update_on_kvstore: bool | None,
+        self, params: Parameters, spec: OptimizerSpec, shard: str | None, memory: Sequence[float] | str
     ) -> None:
-        if update_on_kvstore is False and self.kvstore.num_workers > 1:
-            raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
-        held = [key for key in self._parameters if key in self.kvstore]
-        if held:
-            raise ValueError(f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own")
-        if compression_params is not None:
-            self.kvstore.set_gradient_compression(compression_params)
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
         self._accumulated_samples = 0.0
@@ -155,7 +151,7 @@ class Trainer:
         self._trained = {key: one for key, one in self._parameters.items() if one.requires_grad}
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
-        self._sharded: ShardedWeights | None = None
+        self._sharded = None
         self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
@@ -355,11 +351,7 @@ class Trainer:
         Raises:
             RuntimeError: if `backward` has sent a part of the gradients, or with ``shard="weights"``.
         """
-        if self._sharded is not None:
-            raise RuntimeError(
-                "with shard='weights' the others need this worker's weights in each forward; expected a backward on "
-                "any data and step(0) in place of skip()"
-            )
+        self._check_whole("skip()")
         self._check_backward()
         if self._early_samples is not None:
             raise RuntimeError("backward() has sent this step's gradients, so it cannot be skipped; expected step()")
@@ -426,14 +418,18 @@ class Trainer:
         Raises:
             RuntimeError: with ``shard="weights"``, where the others need this worker's weights.
         """
+        self._check_whole("join()")
+        last = self.kvstore.join()
+        self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
+        self._note_weights()
+        return last
+
+    def _check_whole(self, call: str) -> None:
         if self._sharded is not None:
             raise RuntimeError(
                 "with shard='weights' the others need this worker's weights in each forward; expected a backward on "
-                "any data and step(0) in place of join()"
+                f"any data and step(0) in place of {call}"
             )
-        last = self.kvstore.join()
-        self._pull()
-        return last
 
     @property
     def learning_rate(self) -> float:
@@ -462,23 +458,6 @@ class Trainer:
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
         self._optimizer.load_optimizer_states(path)
-
-    def model_state_dict(self) -> dict[str, Any]:
-        """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
-
-        Collective: all workers must call it.
-        """
-        return whole_state(self._network, self._sharded)
-
-    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the network's state by rank 0's ``state``; others' is ignored; for ``shard="weights"``.
-
-        Collective: all workers must call it.
-
-        Raises:
-            ValueError: if rank 0's names or shapes are not the network's; on all workers.
-        """
-        load_whole_state(self._network, self._sharded, state)
 
     @torch.no_grad()
     def _accumulate(self, batch_size: float) -> None:
@@ -510,10 +489,6 @@ class Trainer:
 
     def _own_gradients(self) -> dict[Key, Value]:
         return {key: of_gradient(p.grad) for key, p in self._parameters.items() if p.grad is not None}
-
-    def _pull(self) -> None:
-        self.kvstore.pull(list(self._parameters), [parameter.data for parameter in self._parameters.values()])
-        self._note_weights()
 
     def _assign_changes(self) -> None:
         """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""

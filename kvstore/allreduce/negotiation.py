@@ -85,11 +85,7 @@ class Negotiator:
 
     @contextmanager
     def communicator(self, *, on_gpus: bool = False) -> Iterator[Communicator]:
-        """Yield the communicator; an error that it raises in the section is final.
-
-        Args:
-            on_gpus: `Negotiation.on_gpus` for the tensors of all calls in the section.
-        """
+        """Yield the communicator, by `Negotiation.on_gpus`; an error that it raises in the section is final."""
         self._check_communicator()
         try:
             with self._communicator.agreed_on_nccl() if on_gpus else nullcontext():
@@ -120,11 +116,7 @@ class Negotiator:
     def exchange(self, data: bytes, name: str, root: int | None = None, *, takes_joined: bool = False) -> list[bytes]:
         """All-gather bytes of any length, see `worker_group.Exchange`.
 
-        Args:
-            data: this worker's.
-            name: name of the call.
-            root: rank that gets the data; None: all.
-            takes_joined: ranks inside join() take part without data, instead of an error.
+        With ``takes_joined``, ranks inside join() take part without data, instead of an error.
         """
         call = name if root is None else f"{name}, to rank {root}"
         negotiation = self.negotiate(call, {"exchange": root} if takes_joined else None, weight=len(data))
@@ -174,9 +166,9 @@ class Negotiator:
 
         Raises:
             MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
-            GanglineError: if a worker is dead or late.
         """
-        code = _digest(call) * 8 + (_PLAIN if dense == -1 else _UNEVEN)
+        digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
+        code = digest * 8 + (_PLAIN if dense == -1 else _UNEVEN)
         if self._communicator.takes_nccl(tensors):
             code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
@@ -187,11 +179,9 @@ class Negotiator:
         return self._with_plan(negotiation, plan, call)
 
     def join(self, learning_rate: float = math.nan) -> Negotiation | int:
-        """Take part in the next negotiation without a call of this rank's own.
+        """Take part in the next negotiation without a call of this rank's own, and return it with the others' plan.
 
-        Returns:
-            The negotiation, with the others' plan; or, once all ranks have joined, the rank that joined last (the
-            largest of several at once).
+        Once all ranks have joined, return the rank that joined last, the largest of several at once.
         """
         before = self._had_joined
         negotiation = self._gather_headers(_HEADER.pack(0.0, learning_rate, _JOINED, b""), "join")
@@ -203,9 +193,7 @@ class Negotiator:
     def refuse(self, call: str, error: Exception) -> None:
         """Refuse a call on this rank because of ``error``; all ranks then raise instead of waiting.
 
-        Raises:
-            Exception: ``error`` itself, if all ranks refuse for the same reason.
-            MismatchError: if others make the call, or refuse it for another reason; the same text on all ranks.
+        They raise ``error`` itself if all refuse for the same reason, else a MismatchError of the same text.
         """
         try:
             self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, error))
@@ -250,10 +238,6 @@ class Negotiator:
 
 class _RefusedByAllError(Exception):
     """All ranks refuse a call for the same reason, so each can raise its own error."""
-
-
-def _digest(call: str) -> int:
-    return int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
 
 
 def _disagreement(calls: Sequence[str], kinds: Sequence[int]) -> Exception:

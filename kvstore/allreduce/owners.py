@@ -1,4 +1,4 @@
-"""Which worker updates which key, in proportion to memory: each holds the optimizer's state of its own keys alone.
+"""Owners of keys, in proportion to memory: each worker holds the optimizer's state of its own keys alone.
 
 As the first stage of ZeRO (Rajbhandari and others, 2020), but with unequal parts.
 """

@@ -15,7 +15,7 @@ from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.kvstore.allreduce.negotiation import MOST_KEYS, Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Run
 from gangline.kvstore.arguments import Value, by_key, of_only_device
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, summed
@@ -47,17 +47,13 @@ class BucketPart:
     def take(
         self,
         bucket: Bucket,
-        values: Sequence[BucketValue],
+        values: BucketValues,
         keys: Sequence[Key],
         views_of: Callable[[torch.Tensor], Mapping[Key, torch.Tensor]],
     ) -> None:
         """Sum a fused bucket's values over this worker's devices into the buffers; refer to a single value.
 
-        Args:
-            bucket: the bucket.
-            values: its value on each device.
-            keys: keys that have a value.
-            views_of: as `Bucket.views`.
+        ``keys`` are those that have a value; ``views_of`` is as `Bucket.views`.
         """
         assert self.flat is not None
         flats = [value for value in values if isinstance(value, torch.Tensor)]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -31,12 +30,11 @@ from gangline.kvstore.arguments import (
     merged,
     tensors_of,
 )
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
-from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.group.worker_group import check_same
-from gangline.kvstore.interface import KVStore, refused_on_all_ranks
+from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
@@ -49,6 +47,8 @@ _log = logging.getLogger("gangline")
 _HOST = torch.device("cpu")
 _END = {"end": True}
 _Result = TypeVar("_Result")
+Owned = tuple[Sequence[torch.Tensor], Sequence[int]]
+"""Flat tensors, and the rank that owns each."""
 
 
 class CopyResult(NamedTuple):
@@ -79,6 +79,8 @@ class AllReduceStore(LocalStore):
     its buckets; those on the host are in memory that the workers of a host share. Compression residuals stay with the
     worker.
     """
+
+    _is_alone = False
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:
         """Join the job of the environment, or use a communicator. Collective: all workers must call it.
@@ -125,11 +127,7 @@ class AllReduceStore(LocalStore):
         return self._run_in_order("join", take_part)
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: ARG002
-        """Refuse a call on this rank, so that all ranks raise.
-
-        Raises:
-            Exception: ``error`` if all ranks refuse for the same reason, else a `MismatchError`, the same on all ranks.
-        """
+        """Refuse a call on this rank, so that all ranks raise; see `Negotiator.refuse`."""
         if not self._closed:
             self._run_in_order(call, lambda: self._workers.refuse(call, error))
 
@@ -195,14 +193,6 @@ class AllReduceStore(LocalStore):
 
         self._start("fuse", fuse, bucket.keys, (), 0, False)
 
-    def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
-        def pushpull() -> None:
-            self._merge(values)
-            self._copy_out(outs)
-
-        keys, tensors = [*keys_of(values), *keys_of(outs)], chain(tensors_of(values), tensors_of(outs))
-        return self._start("pushpull", pushpull, keys, tensors, priority, async_op)
-
     def _merge(self, pairs: Pushed, weight: float | None = None) -> None:
         keys = list(dict.fromkeys(key for key, _ in pairs))
 
@@ -211,11 +201,9 @@ class AllReduceStore(LocalStore):
             return self._part(keys, dict(self._sums(present, own=False)))
 
         negotiation, own = self._prepare(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
-        self._reduce_and_update(negotiation, own, is_mean=weight is not None)
+        self._reduce_and_update(negotiation, own, None, is_mean=weight is not None)
 
-    def _merge_bucket(
-        self, bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key], weight: float | None
-    ) -> None:
+    def _merge_bucket(self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None) -> None:
         if bucket not in self._flats:
             of_keys = dict(by_key(bucket, values, keys))
             self._merge([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
@@ -364,18 +352,10 @@ class AllReduceStore(LocalStore):
         return BucketPart(bucket.keys, {}, lambda key: self._entries[key].stored, buffer, flat.sum, flat.stored)
 
     def _set_compression(self, compression: Compression | None) -> None:
-        if compression is not None and compression.pull_codec is not None:
-            raise ValueError(
-                f"pull_type is {compression.params['pull_type']!r}, but in an {self.type!r} store every worker holds "
-                "the weights, so pulls send nothing; expected None"
-            )
-        params = {} if compression is None else compression.params
-
-        def change() -> None:
-            self._workers.group.check_same(params or {"compression": "none"}, "set_gradient_compression")
-            self._compressed = CompressedPushes(compression) if compression is not None else None
-
-        self._run_exclusive(change)
+        items = {"compression": "none"} if compression is None else compression.params
+        call = "set_gradient_compression"
+        self._run_in_order(call, lambda: self._workers.group.check_same(items, call))
+        super()._set_compression(compression)
 
     def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:
         if shard is not None:
@@ -394,14 +374,9 @@ class AllReduceStore(LocalStore):
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
     def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
-        """Return the rank that is to update each tensor, by the workers' memory. Collective.
+        """Return the rank that is to update each tensor, equal on all workers, by their memory. Collective.
 
-        Args:
-            tensors: equal ones on all workers.
-            memory: as for `set_optimizer`.
-
-        Raises:
-            ValueError: if the memory does not fit.
+        ``memory`` is as for `set_optimizer`.
         """
         check_memory(memory, self.num_workers)
         device = tensors[0].device if tensors else _HOST
@@ -494,24 +469,23 @@ class AllReduceStore(LocalStore):
 
     def follow_owners(
         self,
-        copied: Callable[[Sequence[int]], Sequence[tuple[torch.Tensor, int]]],
-        reduced: Callable[[Sequence[int]], AbstractContextManager[Sequence[tuple[torch.Tensor, int]]]],
+        copied: Callable[[Sequence[int]], Owned],
+        reduced: Callable[[Sequence[int]], AbstractContextManager[Owned]],
     ) -> None:
         """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
 
-        Args:
-            copied: function of the numbers that `copy_from_owners` was given, which returns tensors and their owners.
-            reduced: the same for `reduce_to_owners`, as a context in which the tensors are reduced.
+        ``copied`` and ``reduced`` return the tensors, and their owners, of the numbers that those calls were given; the
+        second is a context in which the tensors are reduced.
         """
 
         def follow() -> None:
             while isinstance(result := self._workers.join(), Negotiation) and result.plan != _END:
                 if "copy" in result.plan:
                     with self._workers.communicator() as communicator:
-                        communicator.broadcast_each(*_apart(copied(result.plan["copy"])))
+                        communicator.broadcast_each(*copied(result.plan["copy"]))
                 elif "reduce" in result.plan:
                     with reduced(result.plan["reduce"]) as parts, self._workers.communicator() as communicator:
-                        communicator.reduce_each(*_apart(parts))
+                        communicator.reduce_each(*parts)
                 else:
                     raise RuntimeError(
                         f"this worker has no samples and follows a forward or backward of the others, but they call "
@@ -561,10 +535,7 @@ class AllReduceStore(LocalStore):
     def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
         self._check_open()
         self._needs_optimizer("load_optimizer_states")
-        if self.rank:
-            self.load_optimizer_state(None)
-        else:
-            super().load_optimizer_states(path)
+        self.load_optimizer_state(None if self.rank else read_optimizer_states(path))
 
     @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState | None) -> None:
@@ -647,10 +618,6 @@ def _broadcast_state(workers: Negotiator, state: OptimizerState | None, root: in
         with workers.communicator() as communicator:
             communicator.broadcast(tensors[name].view(-1).view(torch.uint8), root)
     return OptimizerState.from_parts(header, tensors)
-
-
-def _apart(owned: Sequence[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], list[int]]:
-    return [tensor for tensor, _ in owned], [owner for _, owner in owned]
 
 
 def _kind(weight: float | None) -> str:

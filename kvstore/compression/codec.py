@@ -87,11 +87,7 @@ def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return an option as a float.
-
-    Raises:
-        TypeError: if it is not a number, or is a bool.
-    """
+    """Return an option as a float; raise TypeError if it is not a number, or is a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a number")
     return float(value)

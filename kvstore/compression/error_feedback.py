@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -49,21 +51,16 @@ def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> N
 @torch.no_grad()
 def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return the payload, as `compress`, of arguments that `check` has accepted."""
-    if recorder.current is not None:
-        with recorder.current.span("compress", bytes=gradient.nbytes) as arguments:
-            payload = _payload(codec, gradient, residual)
-            arguments["payload_bytes"] = payload.nbytes
-        return payload
-    return _payload(codec, gradient, residual)
-
-
-def _payload(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    if residual is None:
-        return codec.encode(gradient)
-    flat = residual.reshape(-1)
-    payload = codec.encode_with_feedback(gradient.reshape(-1), flat)
-    if not residual.is_contiguous():  # then flat may be a copy
-        residual.copy_(flat.view(residual.shape))
+    timeline, span = recorder.current, nullcontext[dict[str, Any]]({})
+    with span if timeline is None else timeline.span("compress", bytes=gradient.nbytes) as arguments:
+        if residual is None:
+            payload = codec.encode(gradient)
+        else:
+            flat = residual.reshape(-1)
+            payload = codec.encode_with_feedback(gradient.reshape(-1), flat)
+            if not residual.is_contiguous():  # then flat may be a copy
+                residual.copy_(flat.view(residual.shape))
+        arguments["payload_bytes"] = payload.nbytes
     return payload
 
 

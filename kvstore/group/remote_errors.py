@@ -68,12 +68,9 @@ def refusal(call: str, error: BaseException) -> str:
 
 
 def refused(calls: Mapping[int, str], rank: int, size: int) -> str:
-    """Return the error of all ranks if one refuses a call.
+    """Return the error of all ranks if a rank, of ``size``, refuses a call.
 
-    Args:
-        calls: calls of the ranks that have made one so far, by rank; of ranks that refuse theirs, the `refusal`.
-        rank: a rank that refuses its call.
-        size: number of ranks.
+    ``calls`` are those that ranks have made so far, by rank; of ranks that refuse theirs, the `refusal`.
     """
     others = [f"; rank {other} called {_short(calls[other])}" for other in calls if calls[other] != calls[rank]]
     return f"rank {rank} of {size}: {_short(calls[rank])}{''.join(others[:1])}; no tensor has changed"

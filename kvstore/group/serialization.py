@@ -20,22 +20,14 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of a name such as "float32", which another process has sent.
-
-    Raises:
-        ValueError: if torch has no such dtype.
-    """
+    """Return torch's dtype of a name such as "float32", which another process has sent; ValueError if there is none."""
     if name not in _DTYPES:
         raise ValueError(f"received a tensor of dtype {name!r}; expected one of torch's")
     return _DTYPES[name]
 
 
 def pack(value: Any) -> bytes:
-    """Serialize numbers, strings, bytes, lists, dicts and tensors to MessagePack.
-
-    Raises:
-        TypeError: if ``value`` contains any other type.
-    """
+    """Serialize numbers, strings, bytes, lists, dicts and tensors to MessagePack; TypeError for any other type."""
     packed: bytes = msgpack.packb(value, default=_pack_tensor)
     return packed
 

@@ -82,11 +82,7 @@ class WorkerGroup:
 
 
 def check_same(gathered: Sequence[Mapping[str, Any] | None], name: str) -> None:
-    """Check that gathered items are the same on all workers; None stands for a worker inside join().
-
-    Raises:
-        MismatchError: as for `WorkerGroup.check_same`.
-    """
+    """Check gathered items, as `WorkerGroup.check_same`; None stands for a worker inside join()."""
     present = [(rank, list(items.items())) for rank, items in enumerate(gathered) if items is not None]
     first, expected = present[0]
     for rank, items in present[1:]:

@@ -51,10 +51,6 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         path: temporary name of the file; its folder is created.
         tensors: tensors on any device; tensors that share memory are each written in full.
         header: data for the file's metadata that JSON can hold.
-
-    Raises:
-        TypeError: if safetensors has no such dtype.
-        OSError: if the file cannot be written; see `removed_on_error`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
@@ -92,11 +88,7 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file atomically: ``path`` holds the old content or the new.
-
-    Raises:
-        OSError: if it cannot be written; DiskFullError if it does not fit on the disk.
-    """
+    """Write a safetensors file atomically: ``path`` holds the old content or the new. OSError if it cannot."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
         if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed while it saved
@@ -110,11 +102,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
 
 @contextmanager
 def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]:
-    """Remove a temporary file if the block that writes it fails.
-
-    Raises:
-        OSError: if it cannot be written; DiskFullError if there was no space for it.
-    """
+    """Remove a temporary file if the block that writes it fails; DiskFullError if there was no space for it."""
     try:
         yield
     except BaseException as error:
@@ -162,11 +150,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-    """Read the tensors of a safetensors file, and the header if gangline wrote it, else None.
-
-    Raises:
-        ValueError: if it is damaged.
-    """
+    """Read a safetensors file: tensors, and the header if gangline wrote it, else None. ValueError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

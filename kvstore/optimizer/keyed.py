@@ -14,6 +14,9 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.sparse import RowSparse
 
+_HEADER = ("initial_learning_rate", "learning_rate", "shapes", "plain")
+"""Fields of an `OptimizerState` in its header, beside the name."""
+
 
 class KeyedOptimizer:
     """Optimizer of a store: torch.optim over the weights of many keys; an update changes a few of them.
@@ -51,10 +54,7 @@ class KeyedOptimizer:
     def add(self, key: Key, weight: torch.Tensor) -> None:
         """Set the tensor that updates of ``key`` change; existing state of the key is kept, on the tensor's device.
 
-        Adding the same tensor again does nothing.
-
-        Raises:
-            ValueError: if the optimizer does not support the tensor (Muon, for example, requires two axes).
+        Adding the same tensor again does nothing. ValueError if the optimizer does not support it, see `check`.
         """
         before = self.weights.get(key)
         if before is weight:
@@ -91,9 +91,7 @@ class KeyedOptimizer:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
     def update(
-        self,
-        gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]],
-        is_wanted: Callable[[Key], bool] | None = None,
+        self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]], is_wanted: Callable[[Key], bool] | None = None
     ) -> None:
         """Run one optimizer step over these keys; no other key changes.
 
@@ -121,7 +119,7 @@ class KeyedOptimizer:
                 weight = self.weights[key]
                 for_torch = values
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
-                    rows = _Rows.of(weight, gradient.indices, optimizer, self._start_values(key))
+                    rows = _Rows(weight, gradient.indices, optimizer, self._start_values(key))
                     sparse.append(rows)
                     weight = rows.weight
                 elif isinstance(gradient, RowSparse):
@@ -146,7 +144,7 @@ class KeyedOptimizer:
             return
         for key, values in pairs:
             is_sparse = all(isinstance(value, RowSparse) for value in values)
-            if is_sparse and not self.spec.takes_rows:
+            if is_sparse and not self.spec.is_elementwise:
                 raise ValueError(
                     f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is "
                     "row-sparse; expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
@@ -207,21 +205,11 @@ class KeyedOptimizer:
                     tensors[place] = value.detach().cpu().clone().contiguous()
                 else:
                     plain[place] = value
-        return OptimizerState(
-            name=self.spec.name,
-            initial_learning_rate=float(self.spec.arguments["lr"]),
-            learning_rate=self._learning_rate,
-            shapes=shapes,
-            tensors=tensors,
-            plain=plain,
-        )
+        initial = float(self.spec.arguments["lr"])
+        return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Replace all state by ``state``; the learning rate stays as it is.
-
-        Raises:
-            ValueError: if the state belongs to another optimizer, to an unknown key, or to a tensor of another shape.
-        """
+        """Replace all state by one that `OptimizerState.check` accepts; the learning rate stays as it is."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
@@ -251,26 +239,19 @@ class KeyedOptimizer:
             self._optimizer.state.pop(weight, None)
 
 
-@dataclass(eq=False)
 class _Rows:
     """Some rows of a weight and their state, copied into a tensor of their own for one update."""
 
-    whole: torch.Tensor
-    indices: torch.Tensor
-    weight: torch.Tensor
-    starts: dict[str, float]
-
-    @classmethod
-    def of(
-        cls, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, float]
-    ) -> _Rows:
-        rows = cls(whole, indices, whole.detach().index_select(0, indices), starts)
+    def __init__(
+        self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, float]
+    ) -> None:
+        self.whole, self.indices, self.starts = whole, indices, starts
+        self.weight = whole.detach().index_select(0, indices)
         if whole in optimizer.state:
-            optimizer.state[rows.weight] = {
+            optimizer.state[self.weight] = {
                 name: value.index_select(0, indices) if name in starts else value
                 for name, value in optimizer.state[whole].items()
             }
-        return rows
 
     def write_back(self, optimizer: torch.optim.Optimizer) -> None:
         with torch.no_grad():
@@ -328,22 +309,9 @@ class OptimizerState:
 
     def header(self) -> dict[str, Any]:
         """Return all but the tensors, as data that JSON can hold."""
-        return {
-            "optimizer": self.name,
-            "initial_learning_rate": self.initial_learning_rate,
-            "learning_rate": self.learning_rate,
-            "shapes": self.shapes,
-            "plain": self.plain,
-        }
+        return {"optimizer": self.name, **{name: getattr(self, name) for name in _HEADER}}
 
     @classmethod
     def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
         """Build the state from its `header` and tensors."""
-        return cls(
-            name=header["optimizer"],
-            initial_learning_rate=header["initial_learning_rate"],
-            learning_rate=header["learning_rate"],
-            shapes=header["shapes"],
-            tensors=tensors,
-            plain=header["plain"],
-        )
+        return cls(name=header["optimizer"], tensors=tensors, **{name: header[name] for name in _HEADER})

@@ -121,7 +121,7 @@ class OptimizerSpec:
 
     @property
     def is_elementwise(self) -> bool:
-        """True if each element's update depends on its own state only: parts of a tensor can be updated alone."""
+        """True if each element's update depends on its own state only: parts or rows of a tensor are updated alone."""
         return self.is_known_class and self.optimizer_class not in _WHOLE_TENSOR
 
     @property
@@ -133,11 +133,6 @@ class OptimizerSpec:
     def needs_whole_keys(self) -> bool:
         """True if an update needs a key's whole gradient, so that servers must not split the key."""
         return not self.is_elementwise or self.clip_norm is not None
-
-    @property
-    def takes_rows(self) -> bool:
-        """True if row-sparse gradients are supported."""
-        return self.is_elementwise
 
     @property
     def takes_dense(self) -> bool:

@@ -66,11 +66,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
 
 
 def load_of(rank: int) -> float:
-    """Return the load of a worker of an elastic job, by GANGLINE_WORK_LOAD_LIST; workers beyond its end have 1.
-
-    Raises:
-        ValueError: if the variable is malformed.
-    """
+    """Return the load of a worker of an elastic job, by GANGLINE_WORK_LOAD_LIST; workers beyond its end have 1."""
     words = os.environ.get("GANGLINE_WORK_LOAD_LIST", "").split(",")
     return float(words[rank]) if rank < len(words) and words[rank] else 1.0
 

@@ -38,11 +38,8 @@ def _tensor(octets: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
 class KeptState:
     """An object that is replaced as a whole; a process may be killed between any two instructions.
 
-    Only processes of this user's job have the memory, so the object is pickled. It begins with the version of the
-    object. Two entries, for even and for odd versions, say where it is. Large buffers are written without a copy.
-
-    Args:
-        descriptor: of the memory (a memfd).
+    Only processes of this user's job have the memory, a memfd, so the object is pickled. The memory begins with the
+    version of the object. Two entries, for even and for odd versions, say where it is. Large buffers are not copied.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -52,11 +49,7 @@ class KeptState:
         self._offset, self._length = _BEGIN, 0
 
     def read(self) -> Any:
-        """Return the object; None if there is none yet.
-
-        Raises:
-            OSError: if its checksum is wrong.
-        """
+        """Return the object; None if there is none yet. OSError if its checksum is wrong."""
         if not self._version:
             return None
         entry = os.pread(self._descriptor, _ENTRY.size, self._entry(self._version))

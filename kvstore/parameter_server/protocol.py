@@ -499,18 +499,7 @@ DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)
 """Kinds of data: elements; row numbers (int64) then rows; payload of a codec; none (the worker has no value); the
 reason, in UTF-8, why a worker refused to push, which fails the round for all."""
 
-DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "bool",
-)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
 def _is_entry(value: Any) -> bool:

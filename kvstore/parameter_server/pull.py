@@ -70,8 +70,8 @@ class PullTargets:
         for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
             entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
             handler = self.handler(server, [entry[0] for entry in entries])
-            message = _message(entries)
-            requests.append(Request(server, message, what, on_answer=handler, priority=priority, wants_values=True))
+            message = Pull(0, entries, has_rows=False, region=None)
+            requests.append(Request(server, message, what, on_answer=handler, priority=priority))
         return requests
 
     def handler(self, server: int, numbers: Sequence[int]) -> Handler:
@@ -121,23 +121,18 @@ class RowPull:
         """Return one request per shard for its part of the rows after round ``number``."""
         requests = []
         for shard in self._shards:
-            split = self._layout.row // shard.width
-            blocks = (self._ids[:, None] * split + torch.arange(split, device="cpu")).view(
-                -1
-            ) - shard.begin // shard.width
-            inside = (blocks >= 0) & (blocks < shard.numel // shard.width)
+            blocks, inside = shard.blocks_of(self._ids)
             wanted = blocks[inside].contiguous()
             entries = [[shard.number, number, ROWS, wanted.nbytes]]
             data = wanted.view(torch.uint8) if wanted.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
             requests.append(
                 Request(
                     shard.server,
-                    _message(entries, has_rows=True),
+                    Pull(0, entries, has_rows=True, region=None),
                     what,
                     frames=[frame_of(data)],
                     on_answer=self._handler(shard, inside),
                     priority=priority,
-                    wants_values=True,
                 )
             )
         return requests
@@ -172,11 +167,10 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> li
     return [
         Request(
             server,
-            _message(entries, has_rows=True),
+            Pull(0, entries, has_rows=True, region=None),
             call,
             frames=[b""] * len(entries),
             on_answer=_counter(len(entries)),
-            wants_values=True,
         )
         for server, entries in grouped_by_server(entries_of, 0)
     ]
@@ -190,7 +184,3 @@ def _counter(missing: int) -> Handler:
         return missing <= 0
 
     return take
-
-
-def _message(entries: list[list[int]], *, has_rows: bool = False) -> Callable[[int], Message]:
-    return lambda sequence: Pull(sequence, entries, has_rows, None)

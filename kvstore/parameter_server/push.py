@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -19,7 +19,9 @@ from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Message, Push
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.client.server_client import ServerClient
+from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
@@ -60,28 +62,17 @@ class ShardValue:
 class PushEncoder:
     """Makes the requests of pushes, compressed by `compressed`.
 
-    Args:
-        shares_memory: for each server, whether it reads ``pool``.
-        pool: this worker's shared memory; None: it has none.
-        on_device: reduce device tensors on the first device rather than on the host.
-        workers: number of workers.
-        allows_restarts: keep what was pushed until servers can no longer lose it.
+    With ``on_device``, device tensors are reduced on the first device rather than on the host.
     """
 
     def __init__(
-        self,
-        shares_memory: Sequence[bool],
-        pool: SharedMemoryPool | None,
-        *,
-        on_device: bool,
-        workers: int,
-        allows_restarts: bool = False,
+        self, servers: ServerClient, scheduler: SchedulerClient, pool: SharedMemoryPool | None, *, on_device: bool
     ) -> None:
-        self._shares_memory = shares_memory
+        self._shares_memory = servers.shares_memory
         self._pool = pool
         self._on_device = on_device
-        self._workers = workers
-        self._allows_restarts = allows_restarts
+        self._workers = scheduler.num_workers
+        self._allows_restarts = scheduler.allows_restarts  # then servers may lose what was pushed
         self.compressed: CompressedPushes | None = None
         """Compression of pushes, whose only sender is this worker."""
 
@@ -95,10 +86,10 @@ class PushEncoder:
         priority: int,
         weight: float | None = None,
     ) -> list[Request]:
-        """Write the values to shared memory or frames and return the push requests.
+        """Write values, results of `encode` or `refusals`, to shared memory or frames, and return the push requests.
 
         Args:
-            values: results of `encode` or `refusals`.
+            values: what is pushed.
             rounds: round of each key.
             learning_rate: on rank 0.
             targets: destination of the values after those rounds; None: they are not pulled.
@@ -131,14 +122,13 @@ class PushEncoder:
                     is_copied = is_held and not one.owns_data and total.nbytes > INLINE
                     frames.append(frame_of(total.clone() if is_copied else total))
                     owns_data &= isinstance(frames[-1], bytes) or one.owns_data or is_copied
-            message = _message(entries, weight, learning_rate, targets is not None, region)
+            message = Push(0, entries, weight, learning_rate, targets is not None, region)
             request = Request(server, message, what, nbytes or 1, frames, is_held=is_held, priority=priority)
             if self._pool is not None and region is not None:
                 request.on_release = partial(self._pool.free, region[0])
             if targets is None:
                 request.completes_when_sent = owns_data
             else:
-                request.wants_values = True
                 request.on_answer = targets.handler(server, [entry[0] for entry in entries])
             requests.append(request)
         return requests
@@ -231,17 +221,11 @@ def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor
     ]
     return Request(
         server,
-        lambda sequence: Define(sequence, definitions, None),
+        Define(0, definitions, None),
         "init",
         nbytes=sum(shard.nbytes for shard, _ in group),
         frames=[frame_of(value) for _, value in group],
     )
-
-
-def _message(
-    entries: list[list[int]], weight: float | None, rate: float | None, wants_values: bool, region: list[int] | None
-) -> Callable[[int], Message]:
-    return lambda sequence: Push(sequence, entries, weight, rate, wants_values, region)
 
 
 def _reduced(values: Sequence[Tensor]) -> Tensor:
@@ -260,13 +244,10 @@ def _flat(value: Tensor) -> Tensor:
 
 def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
     """Return a shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
-    width = shard.width
     indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
     if not shard.is_whole:
-        split = shard.layout.row // width
-        indices = (indices[:, None] * split + torch.arange(split, device="cpu")).view(-1) - shard.begin // width
-        inside = (indices >= 0) & (indices < shard.numel // width)
-        indices, values = indices[inside], values.reshape(-1, width)[inside]
+        indices, inside = shard.blocks_of(indices)
+        indices, values = indices[inside], values.reshape(-1, shard.width)[inside]
     return torch.cat([_as_bytes(indices), _as_bytes(values)])
 
 

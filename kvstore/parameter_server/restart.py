@@ -29,14 +29,9 @@ _POLL_SECONDS = 0.02
 class Continuation:
     """Counts the pushes of a worker, by which its collectives are numbered, and continues those of a late one.
 
-    A late worker was started again, or joins an elastic job, in which a round is a step of all keys.
-
-    Args:
-        scheduler: this worker's membership.
-        servers: client of the servers.
-        shards: shards of the store's keys.
-        rounds: last round of each key, which is set once a late worker continues.
-        is_async: True if every push is a round of its own; collectives are then not numbered by pushes.
+    A late worker was started again, or joins an elastic job, in which a round is a step of all keys. ``rounds``, the
+    last of each key, are set once it continues. If every push is a round of its own (``is_async``), collectives are not
+    numbered by pushes.
     """
 
     def __init__(
@@ -56,23 +51,25 @@ class Continuation:
         self._is_elastic = bool(scheduler.views)
         self.has_joined = scheduler.is_joining
         """True if this worker came to an elastic job after its start."""
-        self._pushes: dict[Key, int] = {}  # calls that push a key, which may not have a round yet
+        self.pushes: dict[Key, int] = {}
+        """Number of calls that push a key, which may not have a round yet."""
         self._step: int | None = None if scheduler.is_restarted else 0
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
         memory = os.environ.pop(KEPT_MEMORY, "")
         has_steps = scheduler.allows_restarts and not self._is_elastic and not is_async
         self._memory = KeptState(int(memory)) if memory and has_steps else None
+        self.keeps_state = self._memory is not None
+        """True if `keep` has an effect."""
         if self._is_elastic and not is_async:
             scheduler.position = lambda: (scheduler.begun or 0) if self._is_set_up else 0
         elif not is_async:
-            scheduler.position = lambda: max(self._pushes.values(), default=0)
+            scheduler.position = lambda: max(self.pushes.values(), default=0)
 
     def first_step(self) -> int:
         """Return the number of pushes of each key that servers have of this worker, and continue after them.
 
-        Raises:
-            SystemExit: with code 0, if a new worker of an elastic job came when the others had ended.
+        SystemExit(0) ends a new worker of an elastic job that came when the others had ended.
         """
         self._is_set_up = True
         if self._step is None and self._scheduler.is_joining:
@@ -88,15 +85,10 @@ class Continuation:
             _log.warning("worker %d was restarted and continues after round %d", self._scheduler.rank, self._step)
         return self._step
 
-    @property
-    def keeps_state(self) -> bool:
-        """True if `keep` has an effect."""
-        return self._memory is not None
-
     def keep(self, state: Any) -> None:
         """Keep a state with this worker's pushes and collectives; see `KVStore.keep`."""
         if self._memory is not None:
-            self._memory.write([state, self._pushes, self._rounds, self._scheduler.numbers])
+            self._memory.write([state, self.pushes, self._rounds, self._scheduler.numbers])
 
     def kept(self) -> Any:
         """Return the kept state, and continue from there; see `KVStore.kept`."""
@@ -107,17 +99,13 @@ class Continuation:
             return None
         state, pushes, rounds, self._scheduler.numbers = found
         self._is_set_up, self._step = True, max(pushes.values(), default=0)
-        self._pushes.update(pushes)
+        self.pushes.update(pushes)
         self._rounds.update(rounds)
         _log.warning("worker %d was restarted and repeats step %d", self._scheduler.rank, self._step)
         return state
 
     def before_pull(self) -> None:
-        """Make the first pull of a worker that comes late to an elastic job wait for the values before its first step.
-
-        Raises:
-            SystemExit: as `first_step`.
-        """
+        """Make the first pull of a late worker of an elastic job wait for the values before its first step."""
         if self._is_elastic and self._step is None:
             self.first_step()
             self._is_set_up = False  # calls before the loop are those of the others before theirs
@@ -133,7 +121,7 @@ class Continuation:
         while self._step and max((most for _, most in pushed.values()), default=0) < self._step:
             if time.monotonic() > ends:
                 raise StallError(f"worker {self._scheduler.rank} has waited too long for round {self._step}")
-            self._scheduler.check_members()
+            self._scheduler.check_members("values")
             time.sleep(_POLL_SECONDS)
             pushed = self._pushed_by_servers()  # a worker in its second step has pushed all keys that it pushes
         self._continue(pushed)
@@ -154,7 +142,7 @@ class Continuation:
     def _continue(self, keys: Iterable[Key]) -> None:
         assert self._step is not None
         self._rounds.update(dict.fromkeys(keys, self._step))
-        self.set_counts(dict.fromkeys(keys, self._step))
+        self.pushes.update(dict.fromkeys(keys, self._step))
 
     def count(self, keys: Iterable[Key]) -> None:
         """Count a call that pushes keys; the first one of a late worker leaves earlier collectives behind."""
@@ -163,8 +151,8 @@ class Continuation:
         step = self.first_step()
         keys = list(keys)
         if self._is_elastic and keys:
-            self._continue(key for key in keys if self._pushes[key] < step)  # that nobody had pushed before
-            number = max(self._pushes[key] + 1 for key in keys)
+            self._continue(key for key in keys if self.pushes[key] < step)  # that nobody had pushed before
+            number = max(self.pushes[key] + 1 for key in keys)
             if number > (self._scheduler.begun or 0):
                 self._check_step(number)
             if self._scheduler.rank not in self._scheduler.begin(number):
@@ -173,7 +161,7 @@ class Continuation:
                     "kv.share() has returned None"
                 )
         for key in keys:
-            self._pushes[key] += 1
+            self.pushes[key] += 1
         if not self._has_pushed:
             self._has_pushed = True
             if not self._is_async:
@@ -181,7 +169,7 @@ class Continuation:
 
     def share(self, samples: int, step: int | None) -> slice | None:
         """Begin the next step of an elastic job, and return this worker's share, as `KVStore.share`."""
-        number = max([self.first_step(), *self._pushes.values()]) + 1
+        number = max([self.first_step(), *self.pushes.values()]) + 1
         if step not in (None, number - 1):
             raise RuntimeError(
                 f"worker {self._scheduler.rank} begins step {step}, but has pushed {number - 1} rounds; expected one "
@@ -194,29 +182,17 @@ class Continuation:
         return split_batch(samples, [load_of(rank) for rank in ranks])[ranks.index(self._scheduler.rank)]
 
     def _check_step(self, number: int) -> None:
-        """Check that all keys that are pushed were pushed in each step, so that rounds are steps.
-
-        Raises:
-            RuntimeError: if one was not.
-        """
-        for key, count in self._pushes.items():
+        """Raise RuntimeError unless all keys that are pushed were pushed in each step, so that rounds are steps."""
+        for key, count in self.pushes.items():
             if count not in (0, number - 1):
                 raise RuntimeError(
                     f"key {key!r} was pushed {count} times before step {number - 1}; expected one push of each key in "
                     "each step of an elastic job"
                 )
 
-    def set_counts(self, rounds: Mapping[Key, int]) -> None:
-        """Set the counts of keys to their rounds."""
-        self._pushes.update(rounds)
-
     def check_setting_up(self, call: str) -> None:
-        """Check that a call which new workers repeat from the record comes before the first push.
-
-        Raises:
-            RuntimeError: if it does not, in an elastic job.
-        """
-        if self._is_elastic and (any(self._pushes.values()) or (self._scheduler.is_restarted and self._step)):
+        """Raise RuntimeError if, in an elastic job, a call that new workers repeat comes after the first push."""
+        if self._is_elastic and (any(self.pushes.values()) or (self._scheduler.is_restarted and self._step)):
             raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
 
     def refuse(self, what: str) -> None:

@@ -92,6 +92,12 @@ class ShardPlacement:
         """Elements per row of the shard: the key's row, or its greatest common divisor with `GRAIN` if it is split."""
         return self.layout.row if self.is_whole else math.gcd(self.layout.row, GRAIN)
 
+    def blocks_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers in this shard of all its rows that rows of the key consist of, and which are inside it."""
+        split = self.layout.row // self.width
+        blocks = (rows[:, None] * split + torch.arange(split, device="cpu")).view(-1) - self.begin // self.width
+        return blocks, (blocks >= 0) & (blocks < self.numel // self.width)
+
 
 class Sharding:
     """Deterministic placement: equal calls give equal shards in every process."""
@@ -104,9 +110,7 @@ class Sharding:
     def place(self, layouts: Sequence[KeyLayout], *, whole: bool = False) -> dict[Key, list[ShardPlacement]]:
         """Split keys and assign each shard to the server with the fewest bytes, the largest keys first.
 
-        Args:
-            layouts: new keys, in the same order on all workers.
-            whole: keep each key in one shard, for optimizers that need the whole tensor.
+        Layouts are in the same order on all workers. With ``whole`` keys stay whole, as some optimizers need them.
         """
         ordered = sorted(layouts, key=lambda layout: -layout.nbytes)  # stable: ties in the order given
         return {layout.key: self._place_one(layout, whole=whole) for layout in ordered}

@@ -22,7 +22,7 @@ from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
 from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
-from gangline.kvstore.buckets import Bucket, BucketValue
+from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
@@ -41,12 +41,7 @@ from gangline.kvstore.parameter_server.push import PushEncoder, definition_reque
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import (
-    Sharding,
-    ShardPlacement,
-    agree_on_keys,
-    grouped_by_server,
-)
+from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys, grouped_by_server
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
@@ -95,7 +90,6 @@ class DistStore(KVStore):
                 f"max_staleness is {max_staleness!r}; expected 0 or more, of an async store (not {name!r})"
             )
         self.max_staleness = max_staleness
-        self._on_device = "device" in name
         self._timeout = limits().timeout if timeout is None else timeout
         mode = "async" if is_async else "sync"
         staleness = -1 if max_staleness is None else max_staleness
@@ -124,13 +118,7 @@ class DistStore(KVStore):
         self._learning_rate: float | None = None
         self._late_error: Exception | None = None  # error of a push that had already returned
         self._final_error: Exception | None = None  # of all calls after a push that may be lost, or a join() given up
-        self._encoder = PushEncoder(
-            self._servers.shares_memory,
-            self._pool,
-            on_device=self._on_device,
-            workers=self.num_workers,
-            allows_restarts=self._scheduler.allows_restarts,
-        )
+        self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
         if self._scheduler.views:
             self._scheduler.leave_on_sigterm()
 
@@ -268,7 +256,7 @@ class DistStore(KVStore):
         for packed in result.data:
             for key, number in msgpack.unpackb(packed) if packed else ():
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
-        self._continuation.set_counts(self._rounds)
+        self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
         self.barrier()
         return result.last
@@ -286,7 +274,7 @@ class DistStore(KVStore):
         placed = self._sharding.place(new, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
-        self._continuation.set_counts(dict.fromkeys(placed, 0))
+        self._continuation.pushes.update(dict.fromkeys(placed, 0))
         self._workers.run_on_rank(lambda: self._define(pairs), "init")
         return Work.finished("init")
 
@@ -315,24 +303,17 @@ class DistStore(KVStore):
         return self._push_pull("push", weighted, None, priority, async_op, weight)
 
     def _push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[BucketValue],
-        keys: Sequence[Key],
-        weight: float | None,
-        priority: int,
-        async_op: bool,
+        self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
         if weight == 0:
-            keys = ()
+            keys = []
+
+        def on_host() -> Pushed:
+            return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
+
+        on_gpus = all(isinstance(value, Tensor) and not value.is_cpu for value in values)
         pairs = _of_all_keys(bucket, values, keys)
-        if all(isinstance(value, Tensor) and not value.is_cpu for value in values):
-
-            def on_host() -> Pushed:
-                return _of_all_keys(bucket, [self._encoder.on_host(values)], keys)
-
-            return self._push_pull("push", pairs, None, priority, async_op, weight, on_host)
-        return self._push_pull("push", pairs, None, priority, async_op, weight)
+        return self._push_pull("push", pairs, None, priority, async_op, weight, on_host if on_gpus else None)
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         return self._push_pull("pushpull", values, outs, priority, async_op)
@@ -512,7 +493,7 @@ class DistStore(KVStore):
             self._sharding.remove(shards)
         self._shards.update(self._sharding.place([shards[0].layout for shards in old.values()], whole=True))
         self._rounds.update(dict.fromkeys(split, 0))
-        self._continuation.set_counts(dict.fromkeys(split, 0))
+        self._continuation.pushes.update(dict.fromkeys(split, 0))
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
@@ -634,7 +615,7 @@ class DistStore(KVStore):
             _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, error)
 
 
-def _of_all_keys(bucket: Bucket, values: Sequence[BucketValue], keys: Sequence[Key]) -> Pushed:
+def _of_all_keys(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
     """Return the values of every key of a bucket; an empty list for keys that are not among ``keys``."""
     present = dict(by_key(bucket, values, keys))
     return [(key, present.get(key, [])) for key in bucket.keys]

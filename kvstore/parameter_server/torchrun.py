@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -28,15 +27,12 @@ class ChildServers:
 
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # The kernel kills the processes when the thread that started them ends, so this thread outlives them.
-        threading.Thread(target=self._run_commands, name="gangline-children", daemon=True).start()
 
     def start_scheduler(self, workers: int, servers: int, host: str) -> int:
         """Start a scheduler on a free port and return the port."""
         reading, writing = os.pipe()
         try:
-            self._start("scheduler", workers, servers, host, 0, writing)
+            self.start("scheduler", workers, servers, host, 0, writing)
         finally:
             os.close(writing)
         with os.fdopen(reading) as pipe:
@@ -45,15 +41,10 @@ class ChildServers:
             raise RuntimeError("the scheduler started by worker 0 exited at once; see its output")
         return int(port)
 
-    def start_server(self, workers: int, servers: int, host: str, port: int) -> None:
-        """Start a server."""
-        self._start("server", workers, servers, host, port, None)
-
     def close(self, is_job_over: Callable[[], bool]) -> None:
         """Wait until the processes have ended; kill those that have not ended 10 s after the job.
 
-        Args:
-            is_job_over: returns whether all workers have left or died, after which the processes end by themselves.
+        They end by themselves once all workers have left or died, which ``is_job_over`` returns.
         """
         over_at = math.inf
         while any(child.poll() is None for child in self._children):
@@ -63,20 +54,15 @@ class ChildServers:
                 self.kill()
                 return
             time.sleep(_POLL_SECONDS)
-        self._commands.put(None)
 
     def kill(self) -> None:
         """Kill the processes."""
         for child in self._children:
             child.kill()
             child.wait()
-        self._commands.put(None)
 
-    def _run_commands(self) -> None:
-        while (command := self._commands.get()) is not None:
-            command()
-
-    def _start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None) -> None:
+    def start(self, role: str, workers: int, servers: int, host: str, port: int, announce: int | None = None) -> None:
+        """Start a scheduler, which writes its port to the descriptor ``announce``, or a server."""
         environment = {
             **os.environ,
             "DMLC_ROLE": role,
@@ -102,22 +88,20 @@ class ChildServers:
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
-                started.set_result(child)
             except Exception as error:  # noqa: BLE001  raised below
                 started.set_exception(error)
+            else:
+                started.set_result(child)
+                child.wait()  # the kernel kills a process when the thread that started it ends
 
-        self._commands.put(start)
+        threading.Thread(target=start, name=f"gangline-{role}", daemon=True).start()
         self._children.append(started.result())
 
 
 def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
-    """Start one server per host and the scheduler on worker 0's host; ranks come from torchrun's variables.
+    """Start one server per host and the scheduler on worker 0's host. Collective: all workers must call it.
 
-    Collective: all workers must call it.
-
-    Raises:
-        RuntimeError: if the environment describes no job.
-        StallError: if a worker does not take part within the timeout.
+    Ranks come from torchrun's variables; RuntimeError if the environment describes no job.
     """
     try:
         job = rendezvous.Rendezvous(timeout=timeout)
@@ -136,7 +120,7 @@ def start_child_servers(timeout: float) -> tuple[ServerJob, ChildServers]:
             address = f"{interface} {child_servers.start_scheduler(job.size, servers, interface)}".encode()
         host, _, port = (job.exchange(address)[0] if job.size > 1 else address).decode().rpartition(" ")
         if hosts.index(hosts[job.rank]) == job.rank:  # the first worker of its host
-            child_servers.start_server(job.size, servers, host, int(port))
+            child_servers.start("server", job.size, servers, host, int(port))
         return ServerJob("worker", host, int(port), job.size, servers, job.rank, interface, None), child_servers
     except BaseException:
         child_servers.kill()

@@ -21,7 +21,7 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key, check_not_negative
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.reducer import check_frozen
-from gangline.kvstore.reducer.sharded_weights import ShardedWeights, load_whole_state, whole_state
+from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
 from gangline.kvstore.registry import create
 
 _LARGE = 1 << 16
@@ -30,7 +30,7 @@ _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone,
 
 
 @run_eagerly
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(NetworkState, Optimizer):
     """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
 
     When ``backward()`` returns, ``.grad`` is sum(w_i * g_i) / sum(w_i), where w_i is the `weight` of worker i: 1 each,
@@ -107,7 +107,7 @@ class DistributedOptimizer(Optimizer):
         self._trained: dict[Key, nn.Parameter] = {}
         self._reducer: GradientReducer | ShardedWeights | None = None
         self._owned: _OwnedParameters | None = None
-        self._sharded: ShardedWeights | None = None
+        self._sharded = None
         self._network = network if shard == "weights" else None
         check_shard(shard, or_weights=True)
         if shard == "weights" and not isinstance(network, nn.Module):
@@ -265,23 +265,6 @@ class DistributedOptimizer(Optimizer):
         parameters = [one for group in self.param_groups for one in group["params"]]
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def model_state_dict(self) -> dict[str, Any]:
-        """Return the network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
-
-        Raises:
-            RuntimeError: without ``shard="weights"``; the network's own state is whole then.
-        """
-        return whole_state(self._network, self._sharded)
-
-    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the network's state by rank 0's ``state``; others' is ignored. Collective.
-
-        Raises:
-            ValueError: if rank 0's names or shapes are not the network's; on all workers.
-            RuntimeError: without ``shard="weights"``; load the network's own state then.
-        """
-        load_whole_state(self._network, self._sharded, state)
-
     def close(self) -> None:
         """Remove the hooks from the parameters; the store stays open."""
         for hook in self._hooks:
@@ -350,23 +333,8 @@ class DistributedOptimizer(Optimizer):
             )
         self._optimizer.add_param_group(param_group)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups."""
-        return self._optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state by parameter."""
-        return self._optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's default options."""
-        return self._optimizer.defaults
-
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that torch's tools expect on the wrapped optimizer."""
+        """Look up attributes on the wrapped optimizer, such as ``param_groups``, ``state`` and ``defaults``."""
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)

@@ -45,9 +45,6 @@ class GradientReducer(Reducer):
 
         Args:
             weight: weight of this worker's gradients; None or 0: it has none in this step.
-
-        Raises:
-            ValueError: if the store compresses.
         """
         if self._store.compresses:
             raise ValueError(

@@ -47,11 +47,7 @@ class OwnedKeys:
         return OptimizerState.merged([OptimizerState.from_parts(*one) for one in gathered] or [own])
 
     def load_state(self, whole: OptimizerState, what: str = "the state") -> None:
-        """Replace the state by the owned part of ``whole``, which must be the same on all workers.
-
-        Raises:
-            ValueError: if it does not match the optimizer, keys or shapes.
-        """
+        """Replace the state by the owned part of ``whole``, equal on all workers; ValueError if it does not match."""
         shapes = {json.dumps(name): list(one.shape) for name, one in self._weights.updated().items()}
         wrong = [key for key, shape in whole.shapes.items() if shapes.get(key) != shape]
         if wrong:
@@ -67,12 +63,7 @@ class OwnedKeys:
             files.save(Path(path), whole.tensors, whole.header())
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Replace the state by that of rank 0's file. Collective.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it is damaged, or does not match the optimizer, keys or shapes; on all workers.
-        """
+        """Replace the state by that of rank 0's file, as `KVStore.load_optimizer_states`. Collective."""
         read: list[object] = []
         self._store.group.run_on_rank(lambda: read.append(read_optimizer_states(path)), "load_states")
         state = read[0] if read else None

@@ -179,10 +179,7 @@ class Reducer:
         """After a failed backward, let the step fail on all workers if some of its buckets have been pushed.
 
         The weights become those of the store, to which the pushed buckets may have been applied. Collective: the other
-        workers are in the same step.
-
-        Returns:
-            False if no bucket was pushed; the other workers then wait for this one's next step.
+        workers are in the same step. Return False if no bucket was pushed; they then wait for this one's next step.
         """
         self._active = []
         left = [state for state in self._buckets if state.push is None]
@@ -292,11 +289,8 @@ class Reducer:
             torch.cuda.current_stream(event.device).wait_event(event)
         if self._store.compresses and keys:  # every replica pushes, or residuals would be applied to other replicas
             indices = range(len(self._parameters))
-        values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else []
-        if self._in_step:
-            self._push_values(state, values or [{}], keys, self._weight, async_op=async_op)
-        else:
-            self._push_values(state, values, keys, None, async_op=async_op)
+        values: list[BucketValue] = [self._value(state, index, keys) for index in indices] if keys else [{}]
+        self._push_values(state, values, keys, self._weight if self._in_step else None, async_op=async_op)
 
     def _push_values(
         self,
@@ -405,8 +399,7 @@ class Reducer:
     def abandon(self) -> tuple[int, int]:
         """After a failed backward, pull the store's weights into the replicas.
 
-        Returns:
-            The number of buckets that had been pushed, and the number of buckets.
+        Return the number of buckets that had been pushed, and the number of buckets.
         """
         self._active = []
         pushed = [state for state in self._buckets if state.push is not None]
@@ -431,7 +424,8 @@ class Reducer:
                 continue
             gradients = [rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
             if self._in_step:
-                rows[key] = self._exchange_numbers(gradients if self._weight != 0 else [])
+                numbers = _numbers_of(gradients if self._weight != 0 else [])
+                rows[key] = _distinct(self._gather_rows(numbers))  # those that any worker pushes
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
@@ -441,10 +435,6 @@ class Reducer:
                 is_alone = self._store.num_workers == 1  # otherwise others push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
         return rows
-
-    def _exchange_numbers(self, gradients: Sequence[RowSparse]) -> torch.Tensor:
-        """Return the numbers of the rows that any worker pushes. Collective."""
-        return _distinct(self._gather_rows(_numbers_of(gradients)))
 
     def _gather_rows(self, own: Any) -> list[Any]:
         """Return what the workers give of their rows, without those inside `join`. Collective."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
-from gangline.kvstore.allreduce.store import CopyResult, with_owners
+from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
 
 _MAX_PENDING_REDUCTIONS = 2
@@ -129,18 +129,9 @@ class ShardedWeights:
     """
 
     def __init__(
-        self,
-        trained: Sequence[torch.Tensor],
-        network: nn.Module,
-        store: KVStore,
-        memory: Sequence[float] | str,
+        self, trained: Sequence[torch.Tensor], network: nn.Module, store: KVStore, memory: Sequence[float] | str
     ) -> None:
-        """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it.
-
-        Raises:
-            ValueError: if the network lacks one of them, its weights are divided already, the store cannot divide them,
-                or the memory does not fit.
-        """
+        """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it."""
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
         self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
         _check_networks(names, trained, self._updated, network, store)
@@ -291,11 +282,7 @@ class ShardedWeights:
         if weight is None or _address(parameter) in self._by_address:
             return
         group = _WeightGroup([weight], is_used_by_backward=True)
-        self._take_assigned(group.weights)
-        self._acquire(group)
-        assert weight.full is not None
-        weight.parameter.data = weight.full
-        self._by_address[_address(weight.full)] = group, weight
+        self._use_full(group)
         self._used_by_backward.append(group)
         self._read_in_backward.append(group)
 
@@ -307,9 +294,13 @@ class ShardedWeights:
         for weight in group.weights:
             if weight.full is not None and _address(weight.full) in self._by_address:
                 raise _assigned_in_forward(weight)
+        self._use_full(group)
+        self._frames[-1].append(group)
+
+    def _use_full(self, group: _WeightGroup) -> None:
+        """Put full weights in the place of the parameters."""
         self._take_assigned(group.weights)
         self._acquire(group)
-        self._frames[-1].append(group)
         for weight in group.weights:
             assert weight.full is not None
             weight.parameter.data = weight.full
@@ -558,10 +549,6 @@ class ShardedWeights:
 
         Args:
             weight: weight of this worker's gradients; None: there was no backward.
-
-        Raises:
-            RuntimeError: if a worker has gradients, but there was no backward; on all workers.
-            ValueError: if the store compresses.
         """
         while self._reductions:
             self._take_means()
@@ -598,8 +585,7 @@ class ShardedWeights:
     def end_pass(self, error: Exception | None = None) -> None:
         """End a forward or backward, of which workers without samples call `follow`. Collective.
 
-        Args:
-            error: error that has ended it here; all other workers raise a MismatchError with its text.
+        With an error that has ended it here, all other workers raise a MismatchError with its text.
         """
         if error is None:
             self._drop_prefetch()
@@ -612,18 +598,18 @@ class ShardedWeights:
         self._drop_prefetch()
         self._store.follow_owners(self._copy_numbered, self._reduce_numbered)
 
-    def _copy_numbered(self, numbers: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
+    def _copy_numbered(self, numbers: Sequence[int]) -> Owned:
         weights = [self._in_order[number] for number in numbers]
         self._take_assigned(weights)
-        return [(_full(one).view(-1), one.owner) for one in weights]
+        return [_full(one).view(-1) for one in weights], [one.owner for one in weights]
 
     @contextmanager
-    def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[list[tuple[torch.Tensor, int]]]:
+    def _reduce_numbered(self, numbers: Sequence[int]) -> Iterator[Owned]:
         weights = [self._in_order[number] for number in numbers]
         for weight in weights:
             self._keep_accumulated_mean(weight)
         parts = [(weight, _empty(weight).zero_()) for weight in weights]
-        yield [(part.view(-1), weight.owner) for weight, part in parts]
+        yield [part.view(-1) for _, part in parts], [weight.owner for weight in weights]
         self._set_means(parts)
 
     def _has_local_gradient(self, weight: _Weight) -> bool:
@@ -694,12 +680,8 @@ class ShardedWeights:
     def load_model_state_dict(self, state: Mapping[str, Any], *, allow_missing: bool = False) -> None:
         """Replace the network's state by rank 0's; ``state`` is ignored on other ranks. Collective.
 
-        Args:
-            state: values by state_dict name.
-            allow_missing: keep the values of names that rank 0's state lacks.
-
-        Raises:
-            ValueError: if rank 0's names or shapes differ from the network's; on all workers.
+        With ``allow_missing``, names that rank 0's state lacks keep their values. ValueError, on all workers, if names
+        or shapes differ from the network's.
         """
         with self.allow_state_dict():
             own = self._network.state_dict(keep_vars=True)
@@ -747,39 +729,48 @@ class ShardedWeights:
                 module._parameters = dict(module._parameters)
 
 
-def whole_state(network: nn.Module | None, sharded: ShardedWeights | None) -> dict[str, Any]:
-    """Return a network's whole state on the host at rank 0, an empty dict elsewhere. Collective.
+@run_eagerly
+class NetworkState:
+    """Calls on the whole state of a network whose weights the workers divide, of a `Trainer` for example."""
 
-    Args:
-        network: the network that was given with ``shard="weights"``.
-        sharded: its divided weights; None with a single worker.
+    _network: nn.Module | None
+    """The network; None without ``shard="weights"``."""
+    _sharded: ShardedWeights | None
+    """Its divided weights; None with a single worker."""
 
-    Raises:
-        RuntimeError: if there is no network; its own state is whole then.
-    """
-    if sharded is not None:
-        return sharded.model_state_dict()
-    state = _known(network).state_dict()
-    return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+    def model_state_dict(self) -> dict[str, Any]:
+        """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
 
+        Collective: all workers must call it.
 
-def load_whole_state(network: nn.Module | None, sharded: ShardedWeights | None, state: Mapping[str, Any]) -> None:
-    """Replace a network's state by rank 0's. Collective.
+        Raises:
+            RuntimeError: without ``shard="weights"``; the network's own state is whole then.
+        """
+        if self._sharded is not None:
+            return self._sharded.model_state_dict()
+        state = self._whole_network().state_dict()
+        return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
 
-    Raises:
-        ValueError: if rank 0's names or shapes are not the network's; on all workers.
-        RuntimeError: as for `whole_state`.
-    """
-    if sharded is not None:
-        sharded.load_model_state_dict(state)
-    else:
-        _known(network).load_state_dict(state)
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the network's state by rank 0's ``state``; others' is ignored; for ``shard="weights"``.
 
+        Collective: all workers must call it.
 
-def _known(network: nn.Module | None) -> nn.Module:
-    if network is None:
-        raise RuntimeError("this call is for shard='weights'; expected the network's own state_dict, load_state_dict")
-    return network
+        Raises:
+            ValueError: if rank 0's names or shapes are not the network's; on all workers.
+            RuntimeError: without ``shard="weights"``; load the network's own state then.
+        """
+        if self._sharded is not None:
+            self._sharded.load_model_state_dict(state)
+        else:
+            self._whole_network().load_state_dict(state)
+
+    def _whole_network(self) -> nn.Module:
+        if self._network is None:
+            raise RuntimeError(
+                "this call is for shard='weights'; expected the network's own state_dict, load_state_dict"
+            )
+        return self._network
 
 
 def _refuse_use(*_: object) -> NoReturn:

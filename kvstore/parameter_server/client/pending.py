@@ -156,11 +156,10 @@ def command(
 
         return Request(
             server,
-            lambda sequence: Command(sequence, name, own),
+            Command(0, name, own),
             name,
             frames=[frame_of(one) for one in (() if datas is None else datas[server])],
             on_answer=on_answer,
-            wants_values=True,
         )
 
     request_all(servers, [request(server) for server in range(servers.count)], name)

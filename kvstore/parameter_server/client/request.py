@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gangline.kvstore.parameter_server.protocol import Message
+from gangline.kvstore.parameter_server.protocol import Command, Define, Message, Pull, Push
 
 
 @dataclass(eq=False)
@@ -15,8 +15,8 @@ class Request:
     """Message to a server and the callbacks for its answers."""
 
     server: int
-    message: Callable[[int], Message]
-    """Makes the message from a sequence number."""
+    message: Command | Define | Pull | Push
+    """Message whose field ``sequence`` is set when it is sent."""
     what: str
     """Name of the call, for errors."""
     nbytes: int = 0
@@ -35,8 +35,6 @@ class Request:
     is_held: bool = False
     """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
-    wants_values: bool = False
-    """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
     is_awaited: Callable[[], bool] = lambda: False
     """Returns whether a thread can do nothing else until the request is complete."""
     blocked: tuple[int, str] | None = field(default=None, init=False)
@@ -46,3 +44,8 @@ class Request:
     packed: bytes = field(default=b"", init=False)
     received: bool = field(default=False, init=False)
     """True once the server has received it."""
+
+    @property
+    def wants_values(self) -> bool:
+        """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
+        return self.message.wants_values if isinstance(self.message, Push) else not isinstance(self.message, Define)

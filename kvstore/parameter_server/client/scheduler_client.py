@@ -118,8 +118,9 @@ class SchedulerClient:
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
-        self._number = 0  # of the last collective before the first push, or of the set-up
-        self._number_in_round = 0  # of the last other one, where workers may be restarted
+        self.numbers = [0, 0]
+        """Numbers of the last collective before the first push, or of the set-up, and of the last other one, where
+        workers may be restarted."""
         self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._restart_limit = bounds.restart_limit
@@ -144,7 +145,8 @@ class SchedulerClient:
         is_here = endpoint.startswith("unix:")
         self._clock = None if recorder.current is None or is_here else ClockOffset(recorder.current)
         self._is_registered = False
-        self._has_left = False
+        self.has_left = False
+        """True if this process leaves the job, or has left it."""
         registering: Future[protocol.Registered] = Future()
         job = os.environ.get("GANGLINE_JOB_ID", "")
         self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation())
@@ -179,18 +181,14 @@ class SchedulerClient:
                 _log.warning("%s waits for the scheduler at %s", self.role, address)
         # the scheduler's limit expires at about the same time, and its error names who is missing
         seconds = self._timeout - limit + (JOIN_REPORT_SECONDS if self._connections else 0)
-        registered: protocol.Registered = self._wait(
-            registering, f"{self.role} waits for the job to begin at {self._address}", seconds
-        )
-        return registered
+        self._wait(registering, f"{self.role} waits for the job to begin at {self._address}", seconds)
+        return registering.result()
 
     def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
 
-        Raises:
-            MismatchError: if a worker makes another call or refuses this one; the same text on all workers.
-            DeadNodeError: if a worker has died or left.
-            StallError: if a worker does not call it within the timeout; a later call takes its place.
+        MismatchError if a worker makes another call or refuses this one, with the same text on all workers. After a
+        StallError a later call takes the place of this one.
         """
         length = len(data).to_bytes(_LENGTH, "big")
         if root is None:
@@ -214,7 +212,7 @@ class SchedulerClient:
         """
         with self._numbering:
             following = self._following(name)
-            if number is not None and number not in (following, self._number + 1):
+            if number is not None and number not in (following, self.numbers[0] + 1):
                 return False
             following = number or following
             self._count(following)
@@ -227,25 +225,11 @@ class SchedulerClient:
     def _following(self, name: str) -> int:
         """Return the number of the next collective."""
         position = self.position() if self.keeps_positions and not name.startswith(_SET_UP) else 0
-        return max(self._number_in_round, ROUND * position) + 1 if position else self._number + 1
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """Numbers of this worker's last collectives, of those before the first push and of the others."""
-        with self._numbering:
-            return self._number, self._number_in_round
-
-    @numbers.setter
-    def numbers(self, numbers: tuple[int, int]) -> None:
-        with self._numbering:
-            self._number, self._number_in_round = numbers
+        return max(self.numbers[1], ROUND * position) + 1 if position else self.numbers[0] + 1
 
     def _count(self, number: int, step: int = 0) -> None:
         """Set the number of the last collective to ``number + step``."""
-        if self.keeps_positions and number >= ROUND:
-            self._number_in_round = number + step
-        else:
-            self._number = number + step
+        self.numbers[self.keeps_positions and number >= ROUND] = number + step
 
     # Views of an elastic job
 
@@ -259,11 +243,7 @@ class SchedulerClient:
         return next((first for first, ranks in self.views if self.rank in ranks), None)
 
     def begin(self, step: int) -> frozenset[int]:
-        """Begin a step, unless it has begun; return the ranks that take part in it.
-
-        Raises:
-            DeadNodeError: if a worker or the scheduler has died, so that the next view is never known.
-        """
+        """Begin a step, unless it has begun; return the ranks that take part in it."""
         with self._view_known:
             if step > (self.begun or 0):
                 self._wait_for_view(lambda: self._asked < len(self.views), f"step {step}")
@@ -277,11 +257,7 @@ class SchedulerClient:
             self._answer_query()
 
     def enter(self) -> int | None:
-        """Take part in an elastic job from the next view on; return its first round, None if the job ends before.
-
-        Raises:
-            DeadNodeError: if a worker or the scheduler has died.
-        """
+        """Take part in an elastic job from the next view on; return its first round, None if the job ends before."""
         self._request_view(enters=True)
         self.is_joining = False
         with self._view_known:
@@ -291,14 +267,10 @@ class SchedulerClient:
                 self.continue_after(first - 1, may_have_begun_next=False)
         return first
 
-    def check_members(self) -> None:
-        """Check that no worker has died or left.
-
-        Raises:
-            DeadNodeError: if one has; collectives and rounds may wait for it for ever.
-        """
+    def check_members(self, what: str) -> None:
+        """Raise DeadNodeError if a worker has died or left, for which this worker may wait in ``what`` for ever."""
         if problem := self._problem("view"):
-            raise self._dead(f"{problem} (worker {self.rank} waited for values)")
+            raise self._dead(f"{problem} (worker {self.rank} waited for {what})")
 
     def ask_to_leave(self) -> str:
         """Leave an elastic job with the next view; return why this worker cannot, "" if it can."""
@@ -346,16 +318,13 @@ class SchedulerClient:
 
     def _request_view(self, *, enters: bool) -> str:
         what = f"request of worker {self.rank} to {'take part' if enters else 'leave'}"
-        answer: protocol.ViewRequested = self._wait(
-            self._ask(protocol.ViewRequest(enters), ("view", enters), what), what
-        )
-        return answer.text
+        text: str = self._wait(self._ask(protocol.ViewRequest(enters), ("view", enters), what), what).text
+        return text
 
     def _wait_for_view(self, is_known: Callable[[], object], what: str) -> None:
         ends = time.monotonic() + self._timeout
         while not is_known():
-            if problem := self._problem("view"):
-                raise self._dead(f"{problem} (worker {self.rank} waited for {what})")
+            self.check_members(what)
             if time.monotonic() > ends:
                 raise StallError(f"worker {self.rank} has waited {self._timeout:g} s for {what}")
             self._view_known.wait(0.1)
@@ -365,7 +334,7 @@ class SchedulerClient:
             self._send(protocol.ViewAnswer(self._asked, max(self.begun, self._floor)))
 
     def confirm_views(self, count: int) -> None:
-        """Tell the scheduler that this server follows so many views."""
+        """Confirm to the scheduler that this server follows so many views."""
         with self._view_known:
             self.confirmed = count
             self._send(protocol.ViewAnswer(self.confirmed - 1, 0))
@@ -385,31 +354,25 @@ class SchedulerClient:
                 "close()"
             )
 
-    def is_needed(self, rank: int) -> bool:
-        """Return whether the others still need a worker that leaves: it is in the newest view."""
-        return not self.views or rank in self.views[-1][1]
-
     def is_recorded(self, name: str) -> bool:
         """Return whether this worker was restarted, and the next collective was over before."""
-        return self.is_restarted and self._recall(self._following(name), skips=False)
+        return self.is_restarted and self._recall(self._following(name))
 
     def skip_collectives(self) -> None:
         """Make the others end collectives of earlier rounds without this restarted worker, which never calls them."""
         self._recall(ROUND * self.position(), skips=True)
 
-    def _recall(self, number: int, *, skips: bool) -> bool:
+    def _recall(self, number: int, *, skips: bool = False) -> bool:
         what = f"question of worker {self.rank} about earlier collectives"
-        result: protocol.Recalled = self._wait(
-            self._ask(protocol.Recall(number, skips), ("recall", number), what), what
-        )
-        return result.is_over
+        is_over: bool = self._wait(self._ask(protocol.Recall(number, skips), ("recall", number), what), what).is_over
+        return is_over
 
     def _collective(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         self._check_takes_part(name)
         with self._numbering:
             number = self._following(name)
             self._count(number)
-            if self.is_restarted and self._recall(number, skips=False):
+            if self.is_restarted and self._recall(number):
                 self._recorded.add(number)
             message = protocol.Collective(number, name, -1 if root is None else root, data, "")
             answer = self._ask(message, number, f"{name} of worker {self.rank}")
@@ -425,8 +388,7 @@ class SchedulerClient:
     def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> protocol.CollectiveResult:
         """Withdraw from a collective, so that the next call takes its place; return its result if it has completed.
 
-        Raises:
-            BaseException: ``error`` if it has not completed; a StallError with the ranks that are missing.
+        Otherwise raise ``error``, a StallError with the ranks that are missing.
         """
         self._send(protocol.Withdraw(number))
         try:
@@ -435,7 +397,7 @@ class SchedulerClient:
             with self._lock:
                 self._pending.pop(number, None)
             with self._numbering:
-                if number in (self._number, self._number_in_round):
+                if number in self.numbers:
                     self._count(number, -1)
             if isinstance(error, StallError) and isinstance(missing, StallError):
                 raise StallError(f"{error} for {missing}") from None
@@ -450,34 +412,24 @@ class SchedulerClient:
         with self._lock:
             answer, _ = self._pending.setdefault("silence", (Future(), message))
         self._send(message)
-        result: protocol.SilenceResult = self._wait(answer, "num_dead_nodes")
-        return result.members
+        members: list[str] = self._wait(answer, "num_dead_nodes").members
+        return members
 
     def join(self, data: bytes) -> protocol.JoinResult:
-        """Wait until all workers have called it; meanwhile other collectives run without this worker.
-
-        Returns:
-            The worker that called it last, and the data of each worker in rank order.
-
-        Raises:
-            DeadNodeError: if a worker has died or left.
-            StallError: if a worker does not call it within the timeout.
-        """
+        """Wait until all workers have called it; meanwhile other collectives run without this worker."""
         call = f"join() of worker {self.rank}"
-        last = max(self._number, self._number_in_round)
-        result: protocol.JoinResult = self._wait(self._ask(protocol.Join(last, data), "join", call), call)
+        result: protocol.JoinResult = self._wait(self._ask(protocol.Join(max(self.numbers), data), "join", call), call)
         self._count(result.number)
         return result
 
     def leave(self, why: str = "") -> None:
         """Leave the job, but go on listening until `close`. Idempotent.
 
-        Args:
-            why: reason if others cannot go on, such as "ended with an error: ..."; they get it as an error.
+        The others get ``why`` as an error if they cannot go on, such as "ended with an error: ...".
         """
-        if self._has_left or not self._is_registered or self.lost:
+        if self.has_left or not self._is_registered or self.lost:
             return
-        self._has_left = True
+        self.has_left = True
         leaving: Future[Any] = Future()
         self._pending["over"] = leaving, protocol.Leave(why)
         self._send(protocol.Leave(why))
@@ -488,12 +440,7 @@ class SchedulerClient:
 
     def abandon(self) -> None:
         """Do not leave: this process ends with an error, and the others wait for its restart, if there is one."""
-        self._has_left |= self.allows_restarts
-
-    @property
-    def has_left(self) -> bool:
-        """True if this process leaves the job, or has left it."""
-        return self._has_left
+        self.has_left |= self.allows_restarts
 
     @property
     def is_job_over(self) -> bool:
@@ -620,7 +567,7 @@ class SchedulerClient:
         """Return why the scheduler counts as dead; "" if it does not, or may be started again."""
         now, disconnected_at = time.monotonic(), self._channel.disconnected_at
         silent = now - heard_at
-        waits = self.allows_restarts and not self._has_left
+        waits = self.allows_restarts and not self.has_left
         limit = max(self._limit, self._restart_limit) if waits else self._limit
         if self._connections and disconnected_at and now - disconnected_at > _CONFIRM_SECONDS:
             if self._channel.is_refused():
@@ -642,11 +589,9 @@ class SchedulerClient:
 
     def _receive(self, frame: memoryview) -> None:
         try:
-            message = protocol.unpack(frame, is_bounded=False)
+            self._handle(protocol.unpack(frame, is_bounded=False))
         except ProtocolError as error:
             _log.warning("%s drops a message of the scheduler: %s", self.role, error)
-            return
-        self._handle(message)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -705,7 +650,8 @@ class SchedulerClient:
             case protocol.MemberGone(role, rank, why):
                 with self._lock:
                     self.away.pop((role, rank), None)
-                    if why or role == "server" or self.role == "server" or self.is_needed(rank):
+                    is_needed = not self.views or rank in self.views[-1][1]
+                    if why or is_needed or "server" in (role, self.role):
                         self.gone[role, rank] = why
                 self._fail_collectives()
                 self.on_change()

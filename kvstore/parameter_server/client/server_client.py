@@ -366,10 +366,10 @@ class ServerClient:
                 self._outbox = kept + self._outbox  # sorted, so still a heap
 
     def _dispatch(self, connection: _ServerConnection, request: Request) -> None:
-        request.sequence = next(self._sequences)
+        request.sequence = request.message.sequence = next(self._sequences)
         request.sent_at = time.monotonic()
         try:
-            request.packed = protocol.pack(request.message(request.sequence))
+            request.packed = protocol.pack(request.message)
         except Exception as error:  # noqa: BLE001  passed to the request; others are not affected
             request.sequence = 0  # not sent
             request.on_error(error)

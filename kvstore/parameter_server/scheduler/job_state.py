@@ -62,9 +62,14 @@ class Member:
         return "has left" if self.gone == "" else self.gone or self.away or "takes part"
 
     @property
+    def role(self) -> str:
+        """Role: "worker" or "server"."""
+        return self.registration.role
+
+    @property
     def name(self) -> str:
         """Role and rank, for errors."""
-        return f"{self.registration.role} {self.rank}"
+        return f"{self.role} {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class JobState:
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
-        members = (member for member in self.members.values() if member.registration.role == role)
+        members = (member for member in self.members.values() if member.role == role)
         return sorted(members, key=lambda member: member.rank)
 
     def expected(self, role: str) -> int:
@@ -172,10 +177,8 @@ class JobState:
 
     def predecessor(self, registration: protocol.Register) -> Member | None:
         """Return the member whose place a restarted process takes."""
-        for member in self.of_role(registration.role):
-            if member.rank == registration.rank and member.registration.incarnation < registration.incarnation:
-                return member
-        return None
+        former = (one for one in self.of_role(registration.role) if one.rank == registration.rank)
+        return next((one for one in former if one.registration.incarnation < registration.incarnation), None)
 
     def add_worker(self, new: Member) -> None:
         """Add a worker to an elastic job, in which it takes part once it asks to."""
@@ -214,7 +217,7 @@ class JobState:
         if any(member.disconnected_at for member in self.members.values()):  # it may be dead and be replaced
             return False
         for role in ("worker", "server"):
-            members = [member for member in self.members.values() if member.registration.role == role]
+            members = [member for member in self.members.values() if member.role == role]
             free = sorted(set(range(len(members))) - {member.registration.rank for member in members})
             for member in members:
                 member.rank = member.registration.rank if member.registration.rank >= 0 else free.pop(0)
@@ -222,11 +225,7 @@ class JobState:
         return True
 
     def add(self, rank: int, message: protocol.Collective) -> Message | None:
-        """Add a worker's contribution to a collective; return the answer if the collective has ended before.
-
-        Raises:
-            ProtocolError: if the worker is in too many collectives.
-        """
+        """Add a worker's contribution to a collective; return the answer if the collective has ended before."""
         number, call = message.number, message.refusal or message.name
         outcome = self.outcomes.get(number)
         if outcome is not None:
@@ -318,10 +317,9 @@ class JobState:
             if now - began > limit and number not in self.warned:
                 self.warned.add(number)
                 present = self.collectives[number]
-                name = next(iter(present.values())).name
-                missing = name_ranks(self.active(number) - present.keys())
-                places = places_of_workers(self.active(number) - present.keys())
-                warnings.append(f"{name} waits for {missing}{places}; present: {name_ranks(present.keys())}")
+                name, missing = next(iter(present.values())).name, self.active(number) - present.keys()
+                waits_for = f"{name_ranks(missing)}{places_of_workers(missing)}"
+                warnings.append(f"{name} waits for {waits_for}; present: {name_ranks(present.keys())}")
         return warnings
 
     def waits(self, now: float) -> list[Wait]:

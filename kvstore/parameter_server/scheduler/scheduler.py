@@ -117,11 +117,7 @@ class Scheduler:
         return self._listener.port or 0
 
     def run(self) -> None:
-        """Serve until the job is over.
-
-        Raises:
-            StallError: if a process does not register within the timeout.
-        """
+        """Serve until the job is over; StallError if a process does not register within the timeout."""
         began = time.monotonic()
         try:
             while not self._is_over():
@@ -165,10 +161,8 @@ class Scheduler:
             if member is None:
                 if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
-                    self._send(
-                        Member(identity, protocol.Register("", -1, [], "")),
-                        protocol.Rejected(ValueError.__name__, text),
-                    )
+                    stranger = Member(identity, protocol.Register("", -1, [], ""))
+                    self._send(stranger, protocol.Rejected(ValueError.__name__, text))
                     return
                 if not isinstance(message, protocol.Register):
                     raise ProtocolError(f"received {type(message).__name__} from a process that has not registered")
@@ -189,9 +183,9 @@ class Scheduler:
     def _handle(self, member: Member, message: Message) -> None:
         why = member.gone or member.away
         if why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped
-            self._send(member, protocol.MemberGone(member.registration.role, member.rank, why))
+            self._send(member, protocol.MemberGone(member.role, member.rank, why))
             return
-        is_active_worker = member.registration.role == "worker" and self._state.started
+        is_active_worker = member.role == "worker" and self._state.started
         match message:
             case protocol.Heartbeat(sent, _):
                 self._send(member, protocol.Heartbeat(sent, time.monotonic_ns()) if sent else protocol.Heartbeat())
@@ -199,13 +193,11 @@ class Scheduler:
                 if self._state.started:  # it has reconnected
                     self._send_again(member)
             case protocol.Collective() if is_active_worker:
-                answer = self._state.add(member.rank, message)
-                if answer is not None:
+                if (answer := self._state.add(member.rank, message)) is not None:
                     self._send(member, answer)
                 self._complete_collectives()
             case protocol.Withdraw(number) if is_active_worker:
-                answer = self._state.withdraw(member.rank, number)
-                if answer is not None:
+                if (answer := self._state.withdraw(member.rank, number)) is not None:
                     self._send(member, answer)
             case protocol.Join(number, data) if is_active_worker:
                 if self._state.join_result is not None and number < self._state.join_result.number:
@@ -229,7 +221,7 @@ class Scheduler:
                 self._send(member, protocol.ViewRequested(enters, text))
                 self._advance_views()
             case protocol.ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
-                self._state.views.answer(member.registration.role, member.rank, number, begun)
+                self._state.views.answer(member.role, member.rank, number, begun)
                 self._advance_views()
             case protocol.SilenceQuery(seconds):
                 since = time.monotonic() - seconds
@@ -271,17 +263,15 @@ class Scheduler:
         self._send_to_others(new, self._back(new))
 
     def _back(self, member: Member) -> protocol.MemberBack:
-        registration = member.registration
-        return protocol.MemberBack(registration.role, member.rank, self._state.view, registration.address)
+        return protocol.MemberBack(member.role, member.rank, self._state.view, member.registration.address)
 
     def _set_away(self, member: Member, why: str) -> None:
         """Wait for the restart of a member that has died, instead of failing the others."""
         self._state.restarts -= 1
         member.away, member.away_since = why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
-        self._send_to_others(member, protocol.MemberAway(member.registration.role, member.rank, why, member.identity))
-        # If it goes on, it reads this:
-        self._send(member, protocol.MemberGone(member.registration.role, member.rank, why))
+        self._send_to_others(member, _away(member))
+        self._send(member, protocol.MemberGone(member.role, member.rank, why))  # it reads this if it goes on
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""
@@ -295,7 +285,7 @@ class Scheduler:
     def _registered(self, member: Member) -> protocol.Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         state = self._state
-        views = [] if state.views is None else state.views.known_to(member.registration.role)
+        views = [] if state.views is None else state.views.known_to(member.role)
         workers = state.workers if state.views is None else state.views.most
         return protocol.Registered(
             *(member.rank, state.view, workers, addresses, self._heartbeat, self._limit),
@@ -311,18 +301,18 @@ class Scheduler:
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
-        if self._state.views is not None and self._state.views.asked and member.registration.role == "worker":
+        if self._state.views is not None and self._state.views.asked and member.role == "worker":
             self._send(member, protocol.ViewQuery(self._state.views.asked))
         for one in self._state.replaced.values():
-            self._send(member, protocol.MemberAway(one.registration.role, one.rank, one.away, one.identity))
+            self._send(member, _away(one))
         for other in self._state.members.values():
             if other.is_restarted:
                 self._send(member, self._back(other))
             if other.gone is not None:
-                self._send(member, protocol.MemberGone(other.registration.role, other.rank, other.gone))
+                self._send(member, protocol.MemberGone(other.role, other.rank, other.gone))
             elif other.away:
-                self._send(member, protocol.MemberAway(other.registration.role, other.rank, other.away, other.identity))
-        if member.registration.role == "server":
+                self._send(member, _away(other))
+        if member.role == "server":
             self._send(member, self._waiting_message())
             if self._over_since:
                 self._send(member, protocol.JobOver())
@@ -428,7 +418,7 @@ class Scheduler:
         return f"{what} for {self._limit:g} s"
 
     def _remove(self, member: Member, why: str) -> None:
-        if self._state.views is not None and member.registration.role == "worker":
+        if self._state.views is not None and member.role == "worker":
             self._state.views.forget(member.rank)
             if why and self._state.started and not self._state.views.has_part(member.rank):
                 _log.warning("%s %s; the others go on without it", member.name, why)
@@ -439,9 +429,8 @@ class Scheduler:
         if self._state.started:
             if why:  # the others end with an error, and their restart would be of no use
                 self._state.restarts = 0
-            if why:  # before the others learn of it
-                self._tell_launcher(LOST)
-            self._send_to_others(member, protocol.MemberGone(member.registration.role, member.rank, why))
+                self._tell_launcher(LOST)  # before the others learn of it
+            self._send_to_others(member, protocol.MemberGone(member.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()
             self._advance_views()
@@ -493,6 +482,10 @@ class Scheduler:
         # it has died, or does not read and will exceed the heartbeat limit
         if not self._listener.send(member.identity, [protocol.pack(message)]):
             member.disconnected_at = member.disconnected_at or time.monotonic()
+
+
+def _away(member: Member) -> protocol.MemberAway:
+    return protocol.MemberAway(member.role, member.rank, member.away, member.identity)
 
 
 def main() -> int:

@@ -12,15 +12,7 @@ class Views:
 
     The next view is agreed on in two steps (docs/protocol.md, Elastic workers): the workers of the newest view answer
     which step they have begun; then the servers confirm the view that follows from it. Until they have, workers do not
-    get it.
-
-    Args:
-        least: number of workers below which none may leave.
-        most: number of workers above which none may join.
-        workers: number of workers at the start.
-
-    Raises:
-        ValueError: if the job begins with fewer or more workers.
+    get it. There are ``workers`` at the start; none may leave below ``least`` or join above ``most``.
     """
 
     def __init__(self, least: int, most: int, workers: int) -> None:

@@ -65,11 +65,7 @@ class Record:
         return [(self._words[at], self._words[at + 1]) for at in (1, 4) if self._words[at + 1]]
 
     def read(self) -> bytes:
-        """Return the content; b"" if there is none yet.
-
-        Raises:
-            OSError: if its checksum is wrong.
-        """
+        """Return the content; b"" if there is none yet. OSError if its checksum is wrong."""
         version = self._words[0]
         if not version:
             return b""
@@ -194,12 +190,9 @@ class Settings:
 
 
 class KeptMemory:
-    """Memory of a server that outlives its process.
+    """Memory of a server that outlives its process; OSError if it cannot be mapped, or is damaged.
 
     Updates of an interrupted process are undone when it is opened; `restore` then gives its shards.
-
-    Raises:
-        OSError: if it cannot be mapped, or is damaged.
     """
 
     def __init__(self, descriptor: int) -> None:

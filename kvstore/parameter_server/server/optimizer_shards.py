@@ -40,11 +40,7 @@ class Definition:
 
     @classmethod
     def read(cls, packed: Sequence[Any]) -> Definition:
-        """Read an item of `protocol.Define`, whose types have been checked.
-
-        Raises:
-            ProtocolError: if the key is neither str nor int, or rows do not divide the shape.
-        """
+        """Read an item of `protocol.Define` of checked types; ProtocolError if key or rows are not valid."""
         number, dtype, shape, width, key, begin, is_whole = packed
         try:
             key = msgpack.unpackb(key)
@@ -63,11 +59,7 @@ class Definition:
 
 
 def pack_spec(spec: OptimizerSpec) -> bytes:
-    """Serialise an optimizer.
-
-    Raises:
-        ValueError: if its class is not of torch.optim: servers import nothing by a name received over the network.
-    """
+    """Serialise an optimizer of torch.optim: servers import nothing by a name received over the network."""
     if not spec.is_known_class:
         raise ValueError(
             f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
@@ -80,11 +72,7 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
 
 
 def read_spec(payload: bytes) -> OptimizerSpec:
-    """Read the result of `pack_spec`.
-
-    Raises:
-        ValueError, TypeError: if the payload is not a valid optimizer.
-    """
+    """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
     name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
     ours = {"lr_mult": lr_mult, "wd_mult": wd_mult}
     factors = {argument: value if isinstance(value, str) else dict(value) for argument, value in ours.items() if value}
@@ -111,11 +99,7 @@ class ShardOptimizers:
         return self._spec.clip_global_norm is not None
 
     def apply(self, shard: Shard, total: Tensor | RowSparse, learning_rate: float | None) -> None:
-        """Update a shard by the sum of a round; with ``clip_global_norm``, keep the sum for `update_kept`.
-
-        Raises:
-            ValueError: if the optimizer does not support such a gradient or shard.
-        """
+        """Update a shard by the sum of a round; with ``clip_global_norm``, keep the sum for `update_kept`."""
         if not self.keeps_sums:
             self._update(shard, total, learning_rate)
             return
@@ -186,11 +170,7 @@ class ShardOptimizers:
         return bytes(msgpack.packb(header)), _joined(state.tensors.values())
 
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> None:
-        """Replace the state by a result of `split_state`.
-
-        Raises:
-            ValueError: if the state is of another optimizer or does not fit.
-        """
+        """Replace the state by a result of `split_state`; ValueError if it does not fit."""
         name, plain, described = msgpack.unpackb(payload)
         state = OptimizerState(name, 0.0, 0.0, {}, dict(_tensors(described, datas)), plain)
         for shard in shards.values():
@@ -243,11 +223,7 @@ def merge_states(
 def split_state(
     spec: OptimizerSpec, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]], servers: int
 ) -> list[tuple[bytes, list[Tensor]]]:
-    """Return payload and tensors of the "load" command for each server, from a state of whole keys.
-
-    Raises:
-        ValueError: if the state is of another optimizer, or has an unknown key or a tensor of a wrong shape.
-    """
+    """Return payload and tensors of the "load" command for each server, from a state of whole keys."""
     state.check(spec.name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     plain: list[dict[str, Any]] = [{} for _ in range(servers)]
     described: list[list[Any]] = [[] for _ in range(servers)]
@@ -286,11 +262,7 @@ def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _tensors(
     described: Sequence[tuple[str, str, Sequence[int]]], datas: Iterable[Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each ``[name, dtype, shape]`` from what `_joined` returned.
-
-    Raises:
-        ValueError: if there are fewer bytes than described.
-    """
+    """Yield name and tensor of each ``[name, dtype, shape]`` from what `_joined` returned; ValueError if bytes lack."""
     following = iter(datas)
     data = torch.empty(0, dtype=torch.uint8, device="cpu")
     for path, name, shape in described:

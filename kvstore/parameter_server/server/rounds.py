@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,7 +18,6 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
-from gangline.collectives.timeline.recorder import Timeline
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
@@ -32,11 +32,7 @@ _BLOCKED_SECONDS = 0.05
 class ShardRounds:
     """State of all shards of a server, without its sockets and memory.
 
-    Args:
-        workers: number of workers.
-        thread_pool: sums and updates.
-        send_value: called for a waiter that gets the current value.
-        fail: called for a waiter that gets an error, as `Sessions.fail`.
+    ``send_value`` is called for a waiter that gets the current value, ``fail`` for one that gets an error.
     """
 
     def __init__(
@@ -133,9 +129,8 @@ class ShardRounds:
     def awaited(self, blocked: Collection[int]) -> set[int]:
         """Return the workers that others wait for, in a collective or for a round that they have not pushed.
 
-        Args:
-            blocked: workers that cannot push now, since they are far ahead of others in some key; they wait for what
-                is missing in the rounds that they have pushed. Two workers may be ahead of each other.
+        Workers that are ``blocked``, far ahead of others in some key, cannot push now: they wait for what is missing in
+        the rounds that they have pushed. Two workers may be ahead of each other.
         """
         ranks = self.ranks()
         found = set(ranks) if self.in_collectives else set()
@@ -239,57 +234,48 @@ class ShardRounds:
                 table.index_add_(0, total.indices, total.values.to(table.dtype))
             elif not into_stored:  # without an optimizer, async mode adds to the value
                 shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
-            if self.faults is not None:
-                self.faults.reach("update")
 
-        def final_update() -> None:
-            assert kept is not None
-            kept.begin(shard)
-            try:
-                update()
-            except Exception as error:
-                self._note_problem(shard, this, f"{type(error).__name__}: {error}")
-                raise
-            finally:
-                kept.commit(shard, shard.closed + 1, optimizers)
+        def work() -> None:
+            timeline = recorder.current
+            with nullcontext() if timeline is None else timeline.span(f"update of {shard.key!r}"):
+                self._change(shard, shard.closed + 1, update, partial(self._note_problem, shard, this))
 
         def then(problem: str) -> None:
             self._note_problem(shard, this, problem)
             self._closed(shard, this)
 
-        work = update if kept is None else final_update
-        if recorder.current is not None:
-            work = _recorded(work, f"update of {shard.key!r}", recorder.current)
         self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
+
+    def _change(
+        self, shard: Shard, closed: int, update: Callable[[], None], note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Update a shard, in its thread; where memory outlives this process, completely or not at all."""
+        kept = self.kept
+        if kept is not None:
+            kept.begin(shard)
+        try:
+            update()
+            if self.faults is not None:
+                self.faults.reach("update")
+        except Exception as error:
+            note(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if kept is not None:
+                kept.commit(shard, closed, self.optimizers)
 
     def can_update(self) -> bool:
         """Return whether no worker reads a value that `update` would change."""
         return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
 
     def update(self, factor: float, learning_rate: float) -> None:
-        """Update the shards with their kept sums times a factor; no worker may be reading them.
-
-        Raises:
-            ValueError: if the optimizer fails for a shard.
-        """
+        """Update the shards with their kept sums times a factor; no worker may be reading them."""
         optimizers = self.optimizers
         assert optimizers is not None
         problems: list[str] = []
-        kept = self.kept
-
-        def update(shard: Shard) -> None:
-            if kept is not None:
-                kept.begin(shard)
-            try:
-                optimizers.update_kept(shard, factor, learning_rate)
-                if self.faults is not None:
-                    self.faults.reach("update")
-            finally:
-                if kept is not None:
-                    kept.commit(shard, shard.closed, optimizers)
-
         for shard in optimizers.kept:
-            work = partial(update, shard)
+            update = partial(optimizers.update_kept, shard, factor, learning_rate)
+            work = partial(self._change, shard, shard.closed, update)
             self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
         self._thread_pool.drain()
         if any(problems):
@@ -487,13 +473,3 @@ def _mixed(shard: Shard, this: Round) -> str:
         f"key {shard.key!r} is pushed by push on {ranks[True]} and by push_weighted on {ranks[False]}; expected one of "
         "the two on all workers"
     )
-
-
-def _recorded(work: Callable[[], None], name: str, timeline: Timeline) -> Callable[[], None]:
-    """Return work that records itself as a span."""
-
-    def recorded() -> None:
-        with timeline.span(name):
-            work()
-
-    return recorded

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import msgpack
 import torch
@@ -23,7 +24,7 @@ from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
-from gangline.kvstore.parameter_server.protocol import CODED, DENSE, REFUSED, Message
+from gangline.kvstore.parameter_server.protocol import CODED, REFUSED, Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
@@ -45,36 +46,17 @@ _PER_MESSAGE = 8
 """A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
 
 
-class _RegionUse:
-    """Use count of a message's shared-memory region; releases it when all its entries have been used."""
-
-    def __init__(self, count: int, release: Callable[[], None]) -> None:
-        self._count = count
-        self._release = release
-
-    def release(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._release()
-
-
 class Server:
     """Server of one job."""
 
     def __init__(
-        self,
-        scheduler: SchedulerClient,
-        listener: Listener,
-        thread_pool: ThreadPool,
-        kept: KeptMemory | None = None,
+        self, scheduler: SchedulerClient, listener: Listener, thread_pool: ThreadPool, kept: KeptMemory | None = None
     ) -> None:
         self._scheduler = scheduler
         self._listener = listener
         self._thread_pool = thread_pool
         self._sessions = Sessions(
-            listener,
-            lambda shards: self._rounds.mark_changed(shards),
-            lambda blocked: self._rounds.awaited(blocked),
+            listener, lambda shards: self._rounds.mark_changed(shards), lambda blocked: self._rounds.awaited(blocked)
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._rounds.faults = scheduler.faults
@@ -154,16 +136,16 @@ class Server:
             if self._pool is not None:
                 self._pool.close()
 
-    @property
-    def must_restart(self) -> bool:
-        """True if the job goes on without this process, which was paused and counts as dead, or lost the scheduler."""
-        return bool(self._scheduler.lost) and not self._scheduler.is_over and self._scheduler.allows_restarts
+    def exit_code(self, *, is_supervised: bool) -> int:
+        """Return 1 if the scheduler was lost before the job was over, or another process has died.
 
-    @property
-    def has_failed(self) -> bool:
-        """True if the scheduler was lost before the job was over, or another process has died."""
+        Under a launcher the codes of the workers are those of the job: 1 says there that this process must be started
+        again, since the job goes on without it. It was paused and counts as dead, or lost the scheduler.
+        """
         is_lost = bool(self._scheduler.lost) and not self._scheduler.is_over
-        return is_lost or any(self._scheduler.gone.values())
+        if is_supervised:
+            return int(is_lost and self._scheduler.allows_restarts)
+        return int(is_lost or any(self._scheduler.gone.values()))
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
@@ -271,19 +253,19 @@ class Server:
         self._sessions.send(identity, protocol.Welcome(worker.memory is not None, handle))
 
     def _memory_of(self, hello: protocol.Hello) -> Segment | None:
-        if hello.memory:
-            try:
-                return open_offered(hello.memory)
-            except OSError as error:
-                _log.info("server %d and worker %d share no memory: %s", self._scheduler.rank, hello.rank, error)
-        return None
+        try:
+            return open_offered(hello.memory) if hello.memory else None
+        except OSError as error:
+            _log.info("server %d and worker %d share no memory: %s", self._scheduler.rank, hello.rank, error)
+            return None
 
     def _handle(self, worker: WorkerSession, message: Message, frames: list[memoryview]) -> None:
         match message:
             case protocol.Push():
                 self._push(worker, message, frames)
             case protocol.Pull(sequence, entries, has_rows, region):
-                datas = self._data(worker, entries, region, frames) if has_rows else [None] * len(entries)
+                sizes = [entry[3] for entry in entries]
+                datas = self._data(worker, sizes, region, frames) if has_rows else [None] * len(entries)
                 shards = [self._shard(entry[0]) for entry in entries]
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
@@ -291,9 +273,9 @@ class Server:
             case protocol.ValuesRead(numbers):
                 for number in numbers:
                     self._sessions.end_read(worker.rank, number)
-            case protocol.Define(sequence, definitions, region):
+            case protocol.Define(sequence):
                 if sequence not in worker.handled:
-                    self._define(worker, definitions, region, frames)
+                    self._define(worker, message, frames)
                     self._mark_handled(worker, sequence)
                 self._sessions.acknowledge(worker, [sequence])
             case protocol.Command():
@@ -309,18 +291,13 @@ class Server:
             self._rounds.wait(shard, waiter)
 
     def _data(
-        self,
-        worker: WorkerSession,
-        entries: Sequence[Sequence[int]],
-        region: Sequence[int] | None,
-        frames: list[memoryview],
+        self, worker: WorkerSession, sizes: list[int], region: Sequence[int] | None, frames: list[memoryview]
     ) -> list[Tensor]:
         """Return the data of each entry as uint8 tensors."""
-        sizes = [entry[3] for entry in entries]
         if region is None:
             if [len(frame) for frame in frames] != sizes:
                 raise ProtocolError(
-                    f"received {len(frames)} data frames for {len(entries)} entries, or frames of other sizes"
+                    f"received {len(frames)} data frames for {len(sizes)} entries, or frames of other sizes"
                 )
             return [tensor_of(frame) for frame in frames]
         if worker.memory is None:
@@ -329,26 +306,16 @@ class Server:
             whole = region_of(worker.memory, region[0], sum(map(aligned, sizes)))
         except ValueError as error:
             raise ProtocolError(str(error)) from None
-        datas = []
-        begin = 0
-        for size in sizes:
-            datas.append(whole[begin : begin + size])
-            begin += aligned(size)
-        return datas
+        begins = accumulate(map(aligned, sizes), initial=0)
+        return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
-    def _define(
-        self,
-        worker: WorkerSession,
-        packed: Sequence[Sequence[object]],
-        region: Sequence[int] | None,
-        frames: list[memoryview],
-    ) -> None:
+    def _define(self, worker: WorkerSession, message: protocol.Define, frames: list[memoryview]) -> None:
         """Create shards, or overwrite the values of existing ones."""
         if worker.rank != 0:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
-        definitions = [optimizer_shards.Definition.read(one) for one in packed]
-        datas = self._data(worker, [[one.number, 0, DENSE, one.nbytes] for one in definitions], region, frames)
+        definitions = [optimizer_shards.Definition.read(one) for one in message.shards]
+        datas = self._data(worker, [one.nbytes for one in definitions], message.region, frames)
         new = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
@@ -386,26 +353,24 @@ class Server:
         return shard
 
     def _push(self, worker: WorkerSession, push: protocol.Push, frames: list[memoryview]) -> None:
-        datas = self._data(worker, push.entries, push.region, frames)
+        datas = self._data(worker, [entry[3] for entry in push.entries], push.region, frames)
         self._received_bytes += sum(data.nbytes for data in datas)
         shards = [self._shard(entry[0]) for entry in push.entries]
         release = _do_nothing
         # A repeated message is released with its first copy.
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
-            worker.in_use.add(push.sequence)
+            worker.in_use[push.sequence] = len(shards)
             release = partial(self._sessions.release, worker, push.sequence)
-        use = _RegionUse(len(shards), release)
         lost = ""
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
             why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
-            if why:
-                lost = lost or why
+            lost = lost or why
             before = self._rounds.before(worker.rank)
             if why or not add_push(shard.pushed, shard.ahead, worker.rank, number, before):
-                use.release()  # the round cannot close, or the push is a repeat
+                release()  # the round cannot close, or the push is a repeat
             else:
-                value = self._read(shard, worker, push, entry[2], data, use)
+                value = self._read(shard, worker, push, entry[2], data, release)
                 self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
                 self._wait(shard, Waiter(worker.rank, push.sequence, number))
@@ -416,39 +381,49 @@ class Server:
         self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
 
     def _read(
-        self, shard: Shard, worker: WorkerSession, push: protocol.Push, kind: int, data: Tensor, use: _RegionUse
+        self,
+        shard: Shard,
+        worker: WorkerSession,
+        push: protocol.Push,
+        kind: int,
+        data: Tensor,
+        release: Callable[[], None],
     ) -> PushedValue:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
             value = shard.read(kind, data, decode)
         except Exception as error:  # noqa: BLE001  the round closes with this error for all its workers
             text = f"the push of worker {worker.rank} for key {shard.key!r} {error}"
-            return PushedValue(None, push.weight, self._release_early(use), text, kind == REFUSED)
+            return PushedValue(None, push.weight, self._release_early(release), text, kind == REFUSED)
         if value is None:
-            return PushedValue(value, push.weight, self._release_early(use))
-        if kind == CODED and push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
-            value.mul_(self._scheduler.num_workers)
-        release = self._release_early(use) if kind == CODED else use.release  # it is decoded into memory of the server
-        nbytes = shard.flat.nbytes if kind == CODED else data.nbytes
+            return PushedValue(value, push.weight, self._release_early(release))
+        nbytes = data.nbytes
+        if kind == CODED:  # it is decoded into memory of the server
+            nbytes, release = shard.flat.nbytes, self._release_early(release)
+            if push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
+                value.mul_(self._scheduler.num_workers)
         return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
 
-    def _release_early(self, use: _RegionUse) -> Callable[[], None]:
-        """Release a region that is not read any more, unless it must last until the round is final."""
+    def _release_early(self, release: Callable[[], None]) -> Callable[[], None]:
+        """Release an entry that is not read any more, unless it must last until the round is final."""
         if self._kept is not None:
-            return use.release
-        use.release()
+            return release
+        release()
         return _do_nothing
 
     def _fence_dead_workers(self) -> None:
         """End the sessions of workers that have died and may be started again."""
         for identity in self._scheduler.fenced - self._fenced:
             self._fenced.add(identity)
-            worker = self._sessions.drop(identity)
-            if self._kept is not None:
-                self._kept.settings.handled.pop(identity, None)
+            worker = self._end_session(identity)
             if worker is not None:
                 self._commands = [one for one in self._commands if one[0] is not worker]
                 self._rounds.drop_waiters(worker.rank)
+
+    def _end_session(self, identity: bytes) -> WorkerSession | None:
+        if self._kept is not None:
+            self._kept.settings.handled.pop(identity, None)
+        return self._sessions.drop(identity)
 
     def _greet_early_workers(self) -> None:
         """Greet restarted workers that the scheduler has told of by now."""
@@ -477,9 +452,7 @@ class Server:
             if self._scheduler.views:  # its rank is never given again
                 worker = self._sessions.of_rank(rank)
                 if worker is not None:
-                    self._sessions.drop(worker.identity)
-                    if self._kept is not None:
-                        self._kept.settings.handled.pop(worker.identity, None)
+                    self._end_session(worker.identity)
         if self._rounds.is_broken:  # rounds may never close, so withheld acknowledgements would wait for ever
             self._sessions.max_backlog = math.inf
 
@@ -610,15 +583,11 @@ def _do_nothing() -> None:
 
 
 def serve(job: environment.ServerJob) -> int:
-    """Run a server until its job ends; return its exit code.
-
-    Under a launcher the codes of the workers are those of the job. A server that has lost the scheduler ends with 1
-    there only if it is started again.
-    """
+    """Run a server until its job ends; return its exit code."""
     torch.set_num_threads(1)  # per thread of the pool: work split over cores would wait for those that workers use
     with open_server(job) as server:
         server.run()
-        return int(server.must_restart if job.is_supervised else server.has_failed)
+        return server.exit_code(is_supervised=job.is_supervised)
 
 
 @contextmanager

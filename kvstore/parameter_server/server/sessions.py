@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby, takewhile
 
 from torch import Tensor
@@ -51,8 +50,8 @@ class WorkerSession:
     backlog: int = 0
     """Bytes pushed for rounds that are still open."""
     releases: list[int] = field(default_factory=list)
-    in_use: set[int] = field(default_factory=set)
-    """Messages whose memory is still read."""
+    in_use: dict[int, int] = field(default_factory=dict)
+    """Number of entries whose memory is still read, by message."""
     handled: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Last messages that must not be handled twice."""
     ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
@@ -63,11 +62,12 @@ class WorkerSession:
     def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
         """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
         self.backlog += nbytes
-        return partial(self._subtract, nbytes, release)
 
-    def _subtract(self, nbytes: int, release: Callable[[], None]) -> None:
-        self.backlog -= nbytes
-        release()
+        def subtract() -> None:
+            self.backlog -= nbytes
+            release()
+
+        return subtract
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ class Sessions:
     Args:
         listener: sends the messages.
         mark_changed: called with shards that are no longer read.
-        awaited: returns the ranks for whose pushes others wait; its argument are the ranks that are blocked because
-            their acknowledgements are withheld.
+        awaited: returns the ranks for whose pushes others wait, given those whose acknowledgements are withheld.
     """
 
     def __init__(
@@ -175,10 +174,13 @@ class Sessions:
         return worker.rank not in self._awaited
 
     def release(self, worker: WorkerSession, sequence: int) -> None:
-        """Release a message's region with the next flush; the worker may then overwrite it."""
-        worker.in_use.discard(sequence)
-        worker.releases.append(sequence)
-        self._due[worker] = None
+        """Release an entry of a message; after the last one the worker is told that it may overwrite its memory."""
+        left = worker.in_use.pop(sequence, 1) - 1
+        if left:
+            worker.in_use[sequence] = left
+        else:
+            worker.releases.append(sequence)
+            self._due[worker] = None
 
     def send_value(self, waiter: Waiter, shard: Shard) -> None:
         """Send the current value of a shard to a waiter with the next `flush`."""
@@ -243,19 +245,22 @@ class Sessions:
             if not worker.acks:
                 self._deferred.pop(worker, None)
         codec = self.pull_codec
-        in_place: list[tuple[Waiter, Shard]] = []
+        shards: list[Shard] = []  # whose values are read in place
         others: list[tuple[Waiter, Shard]] = []
-        for pair in ready:
-            waiter, shard = pair
+        for waiter, shard in ready:
             is_coded = codec is not None and shard.flat.is_floating_point()
-            is_in_place = waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded
-            (in_place if is_in_place else others).append(pair)
-        if in_place:
+            if waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded:
+                shards.append(shard)
+            else:
+                others.append((waiter, shard))
+        if shards:
             self._number += 1
-            shards = [shard for _, shard in in_place]
             self.sent_bytes += sum(shard.flat.nbytes for shard in shards)
-            self._end_lost_reads(worker.rank, sequence, shards)
-            for shard in shards:
+            lost = {(worker.rank, number) for number in self._reads_of.get((worker.rank, sequence), ())}
+            for (
+                shard
+            ) in shards:  # earlier reads of a request that is answered again end: the new number replaces theirs
+                shard.readers -= lost
                 shard.readers.add((worker.rank, self._number))
             self._reads[self._number] = _Read(worker.rank, sequence, shards)
             self._reads_of.setdefault((worker.rank, sequence), []).append(self._number)
@@ -310,20 +315,10 @@ class Sessions:
             if most is None or number <= most:
                 self.end_read(rank, number)
 
-    def _end_lost_reads(self, rank: int, sequence: int, shards: Sequence[Shard]) -> None:
-        """End earlier reads of a request that is answered again: the new number replaces theirs."""
-        for number in self._reads_of.get((rank, sequence), ()):
-            for shard in shards:
-                shard.readers.discard((rank, number))
-
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:
-        """Send an error to a waiter.
+        """Send an error to a waiter of a request.
 
-        Args:
-            waiter: one waiter of a request.
-            error: name of the error's class.
-            text: text of the error.
-            once: the error is known here only, so keep it until the worker confirms it.
+        With ``once`` it is known here only, so it is kept until the worker confirms it.
         """
         failed = Failed(waiter.sequence, error, text)
         if once:

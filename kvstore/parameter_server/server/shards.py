@@ -110,15 +110,12 @@ class Shard:
     def read(
         self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None
     ) -> Tensor | RowSparse | None:
-        """Return the pushed value in an entry's data; None for ABSENT.
+        """Return the pushed value in an entry's uint8 data; None for ABSENT. ValueError if they do not fit the shard.
 
         Args:
             kind: DENSE, ROWS, CODED, ABSENT or REFUSED.
-            data: uint8.
+            data: of the entry.
             decode: decoder of the compression that is set; None: no compression.
-
-        Raises:
-            ValueError: if the data do not fit the shard.
         """
         if kind == ABSENT:
             return None
@@ -161,9 +158,7 @@ class Shard:
     def stall_warning(self, needed: Collection[int], before: float) -> str:
         """Return a stall warning naming missing and present ranks, at most once per round.
 
-        Args:
-            needed: ranks whose pushes the round needs.
-            before: `time.monotonic` seconds; "" is returned if nobody has waited since before then.
+        It is "" if nobody has waited since ``before``, in `time.monotonic` seconds.
         """
         waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters.values())
         if not waits or self.warned > self.closed:

@@ -33,9 +33,8 @@ Frames = Sequence[bytes | memoryview]
 class Channel(Protocol):
     """Connection that is re-established when it is lost; the caller resends messages that were lost with it."""
 
-    @property
-    def disconnected_at(self) -> float:
-        """`time.monotonic` seconds since when there is no connection; 0: there is one."""
+    disconnected_at: float
+    """`time.monotonic` seconds since when there is no connection; 0: there is one."""
 
     @property
     def problem(self) -> str:
@@ -67,12 +66,8 @@ class Channel(Protocol):
 def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
     """Connect over the fastest transport that works.
 
-    Args:
-        address: "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
-            server "process://ID" besides.
-        context: for ZeroMQ sockets.
-        identity: of this process.
-        poller: reports the channel.
+    The address is "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
+    server "process://ID" besides.
     """
     words = dict(word.split("://", 1) for word in address.split())
     if "unix" in words and ("tcp" not in words or os.environ.get("GANGLINE_TRANSPORT") != "tcp"):
@@ -94,6 +89,8 @@ def scheduler_address(endpoint: str) -> str:
 class SocketChannel:
     """ZeroMQ DEALER, which reconnects by itself."""
 
+    is_full = False  # ZeroMQ's I/O thread sends what is queued
+
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")
@@ -101,14 +98,10 @@ class SocketChannel:
         self._handshakes = Handshakes(endpoint, key)
         self._poller = poller
         self._socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, -1),
-            (zmq.IPV6, int("[" in endpoint)),
-        ):
-            self._socket.setsockopt(option, value)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._socket.setsockopt(zmq.IDENTITY, identity)
         limit_loopback_buffers(self._socket, host)
         close_cut_connections(self._socket, limits().heartbeat_limit)
@@ -122,10 +115,6 @@ class SocketChannel:
     @property
     def problem(self) -> str:  # noqa: D102  see Channel, also below
         return self._handshakes.problem
-
-    @property
-    def is_full(self) -> bool:  # noqa: D102  ZeroMQ's I/O thread sends what is queued
-        return False
 
     def reconnected(self, events: Set[Source]) -> bool:  # noqa: D102  see Channel, also below
         is_new = False

@@ -163,10 +163,7 @@ class Listener:
     def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:
         """Send a message; it is lost if the peer is not connected, which returns False.
 
-        Args:
-            identity: of the peer.
-            frames: header and data.
-            in_place: the caller keeps the frames unchanged until the peer confirms them, so they need no copy.
+        With ``in_place`` the caller keeps the frames unchanged until the peer confirms them, so they need no copy.
         """
         descriptor = self._descriptors.get(identity)
         if descriptor is not None:

@@ -46,10 +46,7 @@ class Poller:
     ) -> Set[Source]:
         """Wait until a source is ready and return the ready ones; spurious empty results are possible.
 
-        Args:
-            timeout_ms: maximum time to sleep, in milliseconds.
-            spin_seconds: time to poll and yield the CPU before sleeping.
-            before_sleep: called if nothing was ready while spinning.
+        Poll and yield the CPU for ``spin_seconds``; then call ``before_sleep`` and sleep for the timeout at most.
         """
         # A ZeroMQ descriptor is edge-triggered: messages from before the last read of EVENTS do not make it readable.
         ready: set[Source] = {socket for socket in self._sockets.values() if _is_readable(socket)}

@@ -26,22 +26,16 @@ ALIGNMENT = 64
 """Bytes: alignment of every allocation, so that it can be viewed as any dtype."""
 
 
-class SharedMemoryPool:
+class SharedMemoryPool(Offer):
     """First-fit allocator over one segment as large as the machine's memory; only touched pages are committed.
 
     Allocations take the lowest free offset, so that committed pages are reused first. Pages that were not needed for a
-    while are returned to the system.
-
-    Args:
-        descriptor: memfd to use, as of `segments.Offer`; None: a new one.
-
-    Raises:
-        OSError: if the system cannot create the segment.
+    while are returned to the system. The segment is the memfd ``descriptor``, or a new one.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._offer = Offer(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), descriptor)
-        self._nbytes = self._offer.segment.nbytes
+        super().__init__(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), descriptor)
+        self._nbytes = self.segment.nbytes
         self._free: list[tuple[int, int]] = [(0, self._nbytes)]  # (begin, end), ascending
         self._allocated: dict[int, int] = {}
         self._lock = threading.Lock()  # allocate and free run in different threads
@@ -50,27 +44,13 @@ class SharedMemoryPool:
         self._needed = 0  # highest end of an allocation in this period
 
     @property
-    def segment(self) -> Segment:
-        """The memory."""
-        return self._offer.segment
-
-    @property
-    def handle(self) -> bytes:
-        """Handle by which processes of the same host and user map the segment."""
-        return self._offer.handle
-
-    @property
     def in_use(self) -> int:
         """Allocated bytes."""
         with self._lock:
             return sum(end - begin for begin, end in self._allocated.items())
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate memory and return its offset.
-
-        Raises:
-            MemoryError: if no free range is large enough.
-        """
+        """Allocate memory and return its offset; MemoryError if no free range is large enough."""
         needed = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             for index, (begin, end) in enumerate(self._free):
@@ -120,24 +100,16 @@ class SharedMemoryPool:
         for first, last in self._free:
             begin = -(-max(first, least) // page) * page
             nbytes = min(last, self._committed) // page * page - begin
-            if nbytes > 0 and _libc.madvise(self._offer.segment.address + begin, nbytes, mmap.MADV_REMOVE):
+            if nbytes > 0 and _libc.madvise(self.segment.address + begin, nbytes, mmap.MADV_REMOVE):
                 _log.debug("unused shared memory stays in use: %s", os.strerror(ctypes.get_errno()))
 
     def tensor_at(self, offset: int, nbytes: int) -> Tensor:
         """Return a uint8 view of a range."""
-        return self._offer.segment.tensor(offset, nbytes)
-
-    def close(self) -> None:
-        """Prevent further processes from mapping the segment; existing mappings stay valid. Idempotent."""
-        self._offer.close()
+        return self.segment.tensor(offset, nbytes)
 
 
 def region_of(segment: Segment, offset: int, nbytes: int) -> Tensor:
-    """Return a read-only uint8 view of a range of another process's segment.
-
-    Raises:
-        ValueError: if the offset is not aligned or the range exceeds the segment.
-    """
+    """Return a read-only uint8 view of a range of another process's segment; ValueError if it is not aligned."""
     if offset % ALIGNMENT or offset + nbytes > segment.nbytes:
         raise ValueError(
             f"bytes {offset} to {offset + nbytes} are not an aligned range of {segment.nbytes} bytes of shared memory"

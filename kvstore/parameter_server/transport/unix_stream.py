@@ -37,10 +37,7 @@ def _head(count: int) -> struct.Struct:
 class UnixStream:
     """One end of a connection. Bytes that the kernel does not take at once are queued until `flush`.
 
-    Args:
-        connection: connected socket; closed with the stream.
-        poller: reports the stream when it is readable, and writable while bytes are queued; None: no poller.
-        limit: maximum bytes of a message that is received.
+    A poller reports the stream when it is readable, and writable while bytes are queued.
     """
 
     def __init__(self, connection: socket.socket, poller: Poller | None = None, limit: int = MAX_SHARD) -> None:
@@ -67,11 +64,7 @@ class UnixStream:
         return bool(self._queue)
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a message; the frames may be modified afterwards.
-
-        Raises:
-            ConnectionError: if the peer has closed the connection.
-        """
+        """Send a message; the frames may be modified afterwards. ConnectionError if the peer has closed it."""
         sizes = list(map(len, frames))
         head = _head(len(frames)).pack(_MAGIC, len(frames), *sizes)
         if not self._queue and sum(sizes) < _READ:  # fast path: one system call, which nearly always takes it all
@@ -89,11 +82,7 @@ class UnixStream:
         self.flush()
 
     def flush(self) -> None:
-        """Send queued bytes until the kernel takes no more.
-
-        Raises:
-            ConnectionError: if the peer has closed the connection.
-        """
+        """Send queued bytes until the kernel takes no more; ConnectionError if the peer has closed the connection."""
         while self._queue:
             chunk = self._queue[0]
             try:
@@ -181,11 +170,7 @@ def _message_at(data: bytearray | memoryview, begin: int, limit: int) -> tuple[l
 
 
 class UnixListener:
-    """Listening Unix socket that accepts processes of the same user.
-
-    Raises:
-        OSError: if the name is in use.
-    """
+    """Listening Unix socket that accepts processes of the same user; OSError if the name is in use."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or f"gangline-server-{secrets.token_hex(16)}"
@@ -199,8 +184,7 @@ class UnixListener:
     def accept(self, poller: Poller | None = None, limit: int = MAX_SHARD) -> UnixStream | None:
         """Return the next connection, or None; arguments as of `UnixStream`.
 
-        Raises:
-            PermissionError: if a process of another user has connected; its connection is closed.
+        PermissionError if a process of another user has connected; its connection is closed.
         """
         try:
             connection = self._socket.accept()[0]
@@ -219,9 +203,5 @@ class UnixListener:
 
 
 def connect(name: str, poller: Poller | None = None) -> UnixStream:
-    """Connect to a `UnixListener` of this host.
-
-    Raises:
-        OSError: if nobody listens at the name or the listener belongs to another user.
-    """
+    """Connect to a `UnixListener` of this host; OSError if nobody of this user listens at the name."""
     return UnixStream(unix_sockets.connect(name), poller)

@@ -72,9 +72,8 @@ def test_a_request_that_cannot_be_packed_fails_alone() -> None:
             with PendingRequests(work, "command") as pending:
                 request = Request(
                     0,
-                    lambda sequence, payload=payload: Command(sequence, "norms", payload),  # type: ignore[misc]
+                    Command(0, "norms", payload),  # type: ignore[arg-type]
                     "command",
-                    wants_values=True,
                 )
                 pending.submit([request], kv._servers)
         with pytest.raises(TypeError, match="object"):
@@ -89,7 +88,7 @@ def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:
         kv._servers.close()
         work = Work("late")
         with PendingRequests(work, "late") as pending:
-            pending.submit([Request(0, lambda sequence: Command(sequence, "norms", b""), "late")] * 3, kv._servers)
+            pending.submit([Request(0, Command(0, "norms", b""), "late")] * 3, kv._servers)
         with pytest.raises(RuntimeError, match="the store is closed"):
             work.wait(LIMIT)
 

@@ -108,7 +108,7 @@ def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
     entries = [[number, 1, protocol.DENSE, 4]]
     return Request(
         0,
-        lambda sequence: Push(sequence, entries, None, None, False, None),
+        Push(0, entries, None, None, False, None),
         f"push {number}",
         nbytes=nbytes,
         frames=[bytes(4)],

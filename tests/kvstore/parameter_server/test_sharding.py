@@ -234,7 +234,7 @@ def test_unaligned_bytes_are_copied_before_they_are_viewed() -> None:
 
 def committed(pool: SharedMemoryPool) -> int:
     """Return the bytes of a pool's pages in memory."""
-    return os.fstat(pool._offer._descriptor).st_blocks * 512
+    return os.fstat(pool._descriptor).st_blocks * 512
 
 
 def test_pages_that_are_not_needed_any_more_are_returned() -> None:
