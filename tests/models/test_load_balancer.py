@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, plain_loop, replicas_are_equal
+from measure import distance, in_backward, plain_loop, replicas_are_equal
 from simulated_time import simulated_time
 from torch import nn
 
@@ -159,23 +159,6 @@ def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path)
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-class _Fits(torch.autograd.Function):
-    """Identity that raises an out-of-memory error in forward or in backward if requested."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:
-        ctx.fails = in_backward
-        if in_forward:
-            raise torch.OutOfMemoryError("no memory left for the outputs")
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if ctx.fails:
-            raise torch.OutOfMemoryError("no memory left for the gradients")
-        return gradients[0], None, None
-
-
 class Small(nn.Module):
     """Network with batch statistics, two linear layers, and between them a layer with a limit on samples.
 
@@ -197,7 +180,14 @@ class Small(nn.Module):
         hidden = data if self.statistics is None else self.statistics(data)
         hidden = self.dropout(self.first(hidden))
         too_many = self.training and len(data) > self.limit
-        hidden = _Fits.apply(hidden, too_many and self.strikes_in == "forward", too_many)
+
+        def strike() -> None:
+            if too_many:
+                raise torch.OutOfMemoryError("no memory left")
+
+        if self.strikes_in == "forward":
+            strike()
+        hidden = in_backward(hidden, strike)
         if self.training and not too_many:
             self.ran.append(len(data))
         output: torch.Tensor = self.last(hidden)

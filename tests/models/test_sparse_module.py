@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, replicas_are_equal
+from measure import Watch, distance, replicas_are_equal
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module, cpu
 from gangline.kvstore import create
@@ -130,26 +129,15 @@ class Wide(nn.Module):
         return output
 
 
-class Elements(TorchDispatchMode):
-    """Records the most elements of a tensor that an operation of this thread has created or written.
+def elements(func: Any, out: Any) -> list[int]:
+    """Return the numbers of elements that an operation has created or written.
 
     A view counts as none. Copied rows and sparse tensors count by the values that they hold.
     """
-
-    ROW_WRITES = ("index_copy_", "index_add_")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
-            for one in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(one, torch.Tensor):
-                    sparse = one.layout == torch.sparse_coo
-                    self.most = max(self.most, one._values().numel() if sparse else one.numel())
-        return out
+    if func.is_view or func.overloadpacket.__name__ in ("index_copy_", "index_add_"):
+        return []
+    tensors = [one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor)]
+    return [(one._values() if one.layout == torch.sparse_coo else one).numel() for one in tensors]
 
 
 def batch(step: int) -> Batch:
@@ -175,10 +163,11 @@ def test_the_cost_of_a_step_grows_with_the_rows_used_not_with_the_table(optimize
                 gradient = replica.network.get_parameter("table.weight").grad
                 assert gradient is not None
                 assert gradient._values().numel() <= 16 * LENGTH * WIDE
-            with Elements() as counted:  # everything runs in the caller's thread
+            counts: list[int] = []
+            with Watch(lambda func, _, out, counts=counts: counts.extend(elements(func, out))):  # all in this thread
                 module.update()
             if step >= 2:  # the first step creates state, then buckets
-                assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
+                assert 0 < max(counts) <= 2 * 16 * LENGTH * WIDE
         for table in tables_of(module):
             written = set(table.any(1).nonzero().flatten().tolist())
             assert written == named
