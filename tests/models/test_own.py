@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import gangline_command
+from command import Run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -311,11 +311,11 @@ def loaders():
 """
 
 
-def command(capsys: pytest.CaptureFixture[str], network: str, dataset: str, *flags: str) -> tuple[int, str, str]:
-    """Run `gangline train` on a network and data of "own_package.command"; return exit code, stdout and stderr."""
+def command(run: Run, network: str, dataset: str, *flags: str, code: int = 0) -> tuple[str, str]:
+    """Run `gangline train` on a network and data of "own_package.command"; return stdout and stderr."""
     Path("own_package/command.py").write_text(COMMAND)
     names = [name if name in ("mlp", "digits") else f"own_package.command:{name}" for name in (network, dataset)]
-    return gangline_command(capsys, "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags)
+    return run("train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags, code=code)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,8 @@ def command(capsys: pytest.CaptureFixture[str], network: str, dataset: str, *fla
         ("build", "digits", ["--num-epochs", "3", "--image-shape", "1,6,6"]),
     ],
 )
-def test_the_command_trains_them(
-    network: str, dataset: str, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = command(capsys, network, dataset, *flags)
-    assert code == 0, err
+def test_the_command_trains_them(network: str, dataset: str, flags: list[str], run: Run) -> None:
+    out, _ = command(run, network, dataset, *flags)
     assert float(out.removeprefix("Validation-accuracy=")) > 0.6
 
 
@@ -348,10 +345,10 @@ def test_the_command_trains_them(
     ],
 )
 def test_the_command_refuses_mismatched_data_before_training(
-    network: str, dataset: str, message: str, capsys: pytest.CaptureFixture[str]
+    network: str, dataset: str, message: str, run: Run
 ) -> None:
-    code, out, err = command(capsys, network, dataset)
-    assert (code, out) == (2, "")
+    out, err = command(run, network, dataset, code=2)
+    assert out == ""
     assert err.splitlines()[-1].startswith("gangline: ")
     assert message in err
     assert "Epoch[" not in err
