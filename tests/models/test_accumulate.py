@@ -46,9 +46,6 @@ def classes(valid: Sequence[int], size: int = 6) -> Batches:
 IGNORING = nn.CrossEntropyLoss(ignore_index=-1)
 
 
-# -- the gradient ---------------------------------------------------------------------------------------------------
-
-
 @counts
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 def test_an_update_without_a_valid_label_has_a_nan_loss_and_changes_nothing(count: int, grad_req: str) -> None:
@@ -118,9 +115,6 @@ def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_fir
         module.forward(data, label)
         module.backward(None if given_first else grads)
         module.update()
-
-
-# -- fit ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

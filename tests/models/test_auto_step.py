@@ -184,9 +184,6 @@ def test_a_worker_that_restarts_keeps_the_step_of_all_workers_exact() -> None:
         assert distance(params, expected) <= 1e-12
 
 
-# -- forward and backward in one task -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loads", ["auto", [1, 1]])
 def test_a_replica_begins_backward_while_another_is_in_forward(loads: Any) -> None:
     came = threading.Event()
@@ -234,9 +231,6 @@ def test_a_loss_that_depends_on_nothing_trained_is_an_error() -> None:
         Detached.detached = True
         with pytest.raises(RuntimeError, match="depends on no parameter"):
             module.forward_backward_update(*batch(1))
-
-
-# -- interrupts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loads", ["auto", [1, 1]])

@@ -70,9 +70,6 @@ def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
     return [(int(one["epoch"]), int(one["begin"]), int(one["end"]), float(one["accuracy"])) for one in matches]
 
 
-# -- Speedometer ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "counts", "expected"),
     [
@@ -161,9 +158,6 @@ def test_a_speedometer_leaves_the_epochs_own_value_whole(caplog: pytest.LogCaptu
         assert sum("Speed" in line for line in caplog.messages) == (4 if callback else 0)
     assert len(found[0]) == 2
     assert found[0] == found[1]
-
-
-# -- ProgressBar ----------------------------------------------------------------------------------------------------
 
 
 def written(text: str) -> list[str]:
@@ -273,9 +267,6 @@ def test_nothing_is_left_of_the_bar_when_fit_is_over(
     assert open_bars() == []
 
 
-# -- Checkpoint -----------------------------------------------------------------------------------------------------
-
-
 def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -321,9 +312,6 @@ def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, stat
         module.fit(arrays(), batch_size=5, num_epoch=3, epoch_end_callback=saves)
     assert saved(tmp_path) == names(2)
     assert (checkpoint.read(tmp_path / "net", 2).optimizer_state is not None) == bool(states)
-
-
-# -- arguments of callbacks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])

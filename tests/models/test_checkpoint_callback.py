@@ -72,9 +72,6 @@ class Clock:
         return self.now
 
 
-# -- when -----------------------------------------------------------------------------------------------------------
-
-
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the module's step and the checkpoint's number at each save."""
     found: list[Any] = []
@@ -115,9 +112,6 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
     first, second = spawn(with_clocks_of_their_own, 2, str(tmp_path / "net"))
     assert first == second
     assert first
-
-
-# -- which are kept -------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
@@ -243,9 +237,6 @@ def test_a_best_of_a_metric_that_validation_lacks_is_refused_before_training(tmp
     with pytest.raises(ValueError, match=r"Checkpoint needs 'accuracy', but validation computes \['loss'\]"):
         fitted(tmp_path / "net", 1, keep_best="accuracy", eval_data=arrays())
     assert not list(tmp_path.iterdir())
-
-
-# -- corrupt ones ---------------------------------------------------------------------------------------------------
 
 
 def damage(path: Path, how: str) -> None:

@@ -57,9 +57,6 @@ def test_a_network_trains_through_topk_and_its_replicas_stay_equal() -> None:
         assert module.compression_residuals().keys() == names
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------
-
-
 def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     data, label = clusters(8)
     found = []
@@ -74,9 +71,6 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-# -- what cannot be compressed ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", sorted(STEPS))
@@ -105,9 +99,6 @@ def test_a_nan_gradient_is_an_error_by_key_and_changes_neither_its_step_nor_the_
                 STEPS[how](module, data, label)
             found.append(module.get_params())
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-
-
-# -- end to end -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

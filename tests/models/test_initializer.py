@@ -45,9 +45,6 @@ def is_normal(values: torch.Tensor, sigma: float) -> bool:
     )
 
 
-# -- each name ------------------------------------------------------------------------------------------------------
-
-
 def is_constant(values: torch.Tensor, expected: float) -> bool:
     return bool((values == expected).all())
 
@@ -139,9 +136,6 @@ def test_a_users_function_gets_only_the_weights() -> None:
     assert shapes == [(3, 2), (4, 3)]
 
 
-# -- parameters that are left unchanged -----------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
     """Layer with parameters of other names."""
 
@@ -217,9 +211,6 @@ def test_torchs_seed_makes_values_repeat(spec: Any) -> None:
     assert not torch.equal(filled(1), filled(2))
 
 
-# -- wrong input ----------------------------------------------------------------------------------------------------
-
-
 class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -256,9 +247,6 @@ def test_a_wrong_initialiser_is_refused() -> None:
     for spec, error, message in REFUSED:
         with pytest.raises(error, match=message):
             initialise(nn.Sequential(nn.Linear(2, 3), Gain()), spec)
-
-
-# -- through Module -------------------------------------------------------------------------------------------------
 
 
 def test_every_replica_gets_the_same_values() -> None:

@@ -58,9 +58,6 @@ def share_of_first(module: Module, size: int = 32) -> int:
     return split_batch(size, module.work_load_list)[0].stop
 
 
-# -- speeds ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("seconds", "shares"),
     [
@@ -113,9 +110,6 @@ def test_the_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert all(line.endswith("contexts on one device stay equal unless one is much slower") for line in lines)
 
 
-# -- equal to plain torch -------------------------------------------------------------------------------------------
-
-
 def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
     data = [*batches(8, 24), *batches(1, 7)]
     with waiting([2e-4, 2e-3]) as module:
@@ -125,9 +119,6 @@ def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
         assert len(splits) > 1
         assert distance(module.get_params(), plain_loop(reference, data * 3, **RATE)) <= 1e-9
         replicas_are_equal(module)
-
-
-# -- arguments and checkpoints --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_the_split(tmp_path: Path) -> None:
@@ -154,9 +145,6 @@ def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path)
             module.resume(checkpoint.read(tmp_path / "net", 1))
             assert module.work_load_list == ([0.5, 0.5] if resumed == "auto" else [3, 1])
             assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):

@@ -73,9 +73,6 @@ def whole(batches: Batches) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(outputs), np.concatenate(labels)
 
 
-# -- the formulas, in numpy -----------------------------------------------------------------------------------------
-
-
 def accuracy(outputs: np.ndarray, labels: np.ndarray, top_k: int = 1) -> float:
     best = np.argsort(-outputs, axis=1)[:, :top_k]
     return float(np.mean([label in row for row, label in zip(best, labels, strict=True)]))
@@ -98,9 +95,6 @@ BY_NUMBER: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mse": lambda o, y: float(((o - y) ** 2).mean()),
     "rmse": lambda o, y: math.sqrt(((o - y) ** 2).mean()),
 }
-
-
-# -- names and values -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -150,9 +144,6 @@ def test_class_numbers_as_outputs_are_compared_as_they_are() -> None:
 
 def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
     assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
-
-
-# -- outputs by kind of loss ----------------------------------------------------------------------------------------
 
 
 def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -222,9 +213,6 @@ def test_probabilities_in_a_column_match_flat_labels() -> None:
     assert value("acc", [(outputs, labels)]) == 0.75
 
 
-# -- the loss itself ------------------------------------------------------------------------------------------------
-
-
 def test_loss_is_the_mean_over_all_samples_whatever_the_batches() -> None:
     logits, label = torch.randn(10, CLASSES), torch.randint(CLASSES, (10,))
     weight = torch.arange(1.0, CLASSES + 1)
@@ -244,9 +232,6 @@ def test_loss_with_ignored_labels_counts_the_others() -> None:
         assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
 
 
-# -- NaN and infinity -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
 def test_nan_outputs_of_one_batch_are_seen(name: str) -> None:
     batches = of_classes(CLASSES) if name in BY_CLASS else of_numbers()
@@ -262,9 +247,6 @@ def test_a_loss_that_became_nan_is_seen() -> None:
 
 def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
     assert value("perplexity", [(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))], nn.CrossEntropyLoss()) == math.inf
-
-
-# -- lists, torchmetrics' objects, functions ------------------------------------------------------------------------
 
 
 def test_a_list_reports_each_in_order() -> None:
@@ -392,8 +374,6 @@ def test_counts_of_several_devices_are_combined() -> None:
         assert len(metric._global) == 2  # type: ignore[attr-defined]
         assert metric.get_name_value()[0][1] == pytest.approx(value(spec, batches, nn.CrossEntropyLoss()), rel=1e-6)
 
-
-# -- wrong input ----------------------------------------------------------------------------------------------------
 
 LIST = "".join(f"(?=.*'{name}')" for name in NAMES if name != "ACC")
 

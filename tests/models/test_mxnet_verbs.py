@@ -42,9 +42,6 @@ def module_of(network: nn.Module | None = None) -> Module:
     return Module(network or classifier(), nn.CrossEntropyLoss(), CONTEXTS)
 
 
-# -- steps ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_data_batch_equals_its_data_and_label() -> None:
     data, label = batch()
     found = []
@@ -96,9 +93,6 @@ def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
     assert names == ["weight", "weight_grad", "bias", "bias_grad"]
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------
-
-
 def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     with module_of() as module:
@@ -136,9 +130,6 @@ def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None
     with module_of() as module:
         module.init_optimizer()
         assert module.params_initialized
-
-
-# -- fit ------------------------------------------------------------------------------------------------------------
 
 
 def test_fit_initializes_parameters() -> None:
@@ -201,9 +192,6 @@ def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
         assert all(torch.equal(value, params[name]) for name, value in loaded.get_params().items())
     with pytest.raises(RuntimeError, match=r"has no module; pass it to fit\(\)"):
         do_checkpoint(prefix)(0)
-
-
-# -- logged lines ---------------------------------------------------------------------------------------------------
 
 
 def test_repr_shows_network_contexts_loads_store_and_optimizer() -> None:

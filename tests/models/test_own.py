@@ -85,9 +85,6 @@ def write_data(text: str) -> None:
     Path("own_data.py").write_text(f"import torch\n{text}")
 
 
-# -- networks ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "outputs"),
     [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)],
@@ -187,8 +184,6 @@ def test_the_current_folder_is_searched_once_and_first() -> None:
     assert sys.path[0] == str(Path.cwd())
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
-
 ARRAYS = "pair = torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)\n"
 
 
@@ -274,8 +269,6 @@ def test_data_with_batches_are_distinguished_from_data_with_samples() -> None:
     assert import_by_name.has_batches([(torch.zeros(4, 3), torch.zeros(4))])
     assert import_by_name.has_batches(Stream())
 
-
-# -- gangline train ---------------------------------------------------------------------------------------------------
 
 COMMAND = """\
 import torch

@@ -46,9 +46,6 @@ def state_of(module: Module) -> dict[str, torch.Tensor]:
     return module.get_params() | {f"state {name}": value for name, value in module.optimizer_state().tensors.items()}
 
 
-# -- types ----------------------------------------------------------------------------------------------------------
-
-
 @halves
 @counts
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

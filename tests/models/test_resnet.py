@@ -90,9 +90,6 @@ def reference(name: str, state: dict[str, torch.Tensor], images: torch.Tensor) -
     return F.linear(value.mean((2, 3)), state["fc.weight"], state["fc.bias"])
 
 
-# -- names and shapes -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", DEPTHS)
 def test_names_shapes_and_strides_are_torchvisions_in_its_order(name: str) -> None:
     with torch.device("meta"):
@@ -123,9 +120,6 @@ def test_weights_written_under_torchvisions_names_are_loaded(tmp_path: Path) -> 
     assert all(torch.equal(value, state[key]) for key, value in network.state_dict().items())
 
 
-# -- initial weights ------------------------------------------------------------------------------------------------
-
-
 def test_initial_weights_are_he_normal_by_fan_out() -> None:
     torch.manual_seed(0)
     network = zoo.create("resnet18")
@@ -151,9 +145,6 @@ def test_blocks_can_begin_as_the_identity(name: str, last: str) -> None:
     block = network.layer2[1]
     features = torch.rand(2, block.conv1.in_channels, 4, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(block(features), features)
-
-
-# -- outputs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 45)], ids=str)

@@ -34,9 +34,6 @@ def made(spec: Any, epochs: int = 10, batches: int | None = 4, base: float = 0.8
     return schedule(spec, base, epochs, batches)
 
 
-# -- closed forms ---------------------------------------------------------------------------------------------------
-
-
 def test_constant_stays() -> None:
     assert set(rates_of(made("constant"), 10, 4)) == {0.8}
 
@@ -111,9 +108,6 @@ def test_a_warm_up_by_batches_needs_their_number_and_torchs_schedulers_steps_or_
         TorchScheduler(one_cycle, "step")
 
 
-# -- in fit ---------------------------------------------------------------------------------------------------------
-
-
 def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
     """Return the rate after each update of 3 epochs of 4 batches, and the weights."""
     rates: list[float] = []
@@ -167,9 +161,6 @@ def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
         assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
         for name, value in by_torch(rates).items():
             torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
-
-
-# -- torch's schedulers ---------------------------------------------------------------------------------------------
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

@@ -29,9 +29,6 @@ def tables_of(module: Module) -> list[torch.Tensor]:
     return [replica.network.get_parameter("table.weight").detach() for replica in module.bound.replicas.all]
 
 
-# -- momentum and decay, lazily -------------------------------------------------------------------------------------
-
-
 def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> None:
     network = nn.Sequential(nn.Embedding(10, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2))
     module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
@@ -40,9 +37,6 @@ def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> 
     with Module(network, nn.CrossEntropyLoss(), cpu(0)) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1})
         module.forward_backward_update(torch.randint(10, (4, 2)), torch.randint(2, (4,)))
-
-
-# -- shares with few rows or none -----------------------------------------------------------------------------------
 
 
 class Asked(nn.Module):
@@ -112,8 +106,6 @@ class TablesPadded(nn.Module):
         output: torch.Tensor = self.table(words).sum(1)
         return output
 
-
-# -- cost of a step -------------------------------------------------------------------------------------------------
 
 VOCABULARY, WIDE = 1_000_000, 8
 

@@ -187,9 +187,6 @@ def test_a_change_of_speed_in_mid_training_is_followed(factor: float, noise: flo
     assert job.epochs(4).to_best <= 1.05
 
 
-# -- contexts that idle ---------------------------------------------------------------------------------------------
-
-
 def test_an_idle_context_that_became_fast_works_again() -> None:
     job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(2)
     job.costs = [(0, 1e-3), (0, 1e-3)]
@@ -208,9 +205,6 @@ def test_trials_of_an_idle_context_cost_little() -> None:
             job.batch(job.size)
     assert tried > 0
     assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
-
-
-# -- recorded steps, and when loads are computed --------------------------------------------------------------------
 
 
 def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
@@ -282,9 +276,6 @@ def test_nothing_measured_at_all_leaves_the_loads_equal() -> None:
     assert auto.loads == [0.5, 0.5]
 
 
-# -- limits, and totals of many batches -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("caps", "counts"),
     [
@@ -331,9 +322,6 @@ def test_ranks_that_were_not_measured_count_as_average_and_the_caller_logs(caplo
     assert auto.rates(64) == pytest.approx([1000, 333.3], rel=0.05)
     assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
     assert not caplog.messages
-
-
-# -- loads, log and state -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [7, 64, 333, 2000])

@@ -157,9 +157,6 @@ def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each
     assert exchanges["stream", 12] - exchanges["stream", 4] == 1 + 2  # the eighth update; every four batches
 
 
-# Data for rank 0 alone do not reach the other workers
-
-
 ROWS, INPUTS, HIDDEN = 2_000, 8, 5_000
 
 

@@ -301,9 +301,6 @@ def test_a_signal_that_ends_the_data_workers_as_they_start_is_reported_as_a_sign
     assert "training was stopped by SIGTERM after 0 of 1 epochs" in err
 
 
-# Training on the real digits
-
-
 def weights(prefix: Path, epoch: int) -> dict[str, torch.Tensor]:
     return checkpoint.read(prefix, epoch).params
 

@@ -133,9 +133,6 @@ def check_samples(found: Sequence[dict[str, Any]], epochs: int) -> None:
         assert sorted(itertools.chain(*batches[6 * epoch : 6 * epoch + 6])) == list(range(SAMPLES))
 
 
-# -- the split ------------------------------------------------------------------------------------------------------
-
-
 def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
     """Train in many ways as one of two workers; return what each showed."""
     data, label = samples()
@@ -257,9 +254,6 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 
 
-# -- messages -------------------------------------------------------------------------------------------------------
-
-
 def counted(comm: Communicator, words: str | None) -> int:
     calls = 0
     original = WorkerGroup.all_gather
@@ -279,9 +273,6 @@ def counted(comm: Communicator, words: str | None) -> int:
 def test_measuring_costs_one_message_at_each_epochs_start(two: list[dict[str, Any]]) -> None:
     fixed, auto = two[0]["messages"]
     assert auto == fixed + 3
-
-
-# -- logs and pages -------------------------------------------------------------------------------------------------
 
 
 def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[dict[str, Any]]) -> None:
@@ -335,9 +326,6 @@ def test_the_page_shows_the_split_and_how_it_moved(two: list[dict[str, Any]]) ->
         assert re.fullmatch(r"computed \S+ s, waited \S+ s", data["settings"][f"worker {rank}, last epoch"])
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
 def checkpointed(comm: Communicator, prefix: str, epochs: int, resumes: bool, stop_at: int | None) -> dict[str, Any]:
     def stop(param: BatchEndParam) -> bool:
         return (param.epoch, param.nbatch) == (epochs - 1, stop_at)
@@ -374,9 +362,6 @@ def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
             assert resumed[0]["loads"][0][0] > 0.6
         if count == 3:
             assert max(resumed[0]["loads"][0]) < 0.5
-
-
-# -- errors and warnings --------------------------------------------------------------------------------------------
 
 
 def refused(comm: Communicator, words: list[str]) -> str:

@@ -273,9 +273,6 @@ def test_a_failed_worker_ends_the_others_waits(two: list[dict[str, Any]]) -> Non
     assert "rank 1" in first
 
 
-# Context "parallel": all processes of a job, by the store that the environment offers
-
-
 def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     data = torch.randn(24, 5, dtype=torch.float64)

@@ -32,9 +32,6 @@ def count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-# -- the networks ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("classes", [10, 3])
 def test_lenet_has_mxnets_layers(classes: int) -> None:
     network = zoo.create("lenet", classes)
@@ -70,9 +67,6 @@ def test_each_call_builds_a_network_of_its_own() -> None:
     assert not {id(parameter) for parameter in first.parameters()} & {id(one) for one in second.parameters()}
 
 
-# -- the registry ---------------------------------------------------------------------------------------------------
-
-
 def test_a_users_network_can_be_registered() -> None:
     @zoo.register("test-linear", image_shape=(1, 2, 3))
     def build(num_classes: int = 10, bias: bool = True) -> nn.Module:
@@ -102,9 +96,6 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
         with pytest.raises(ValueError, match="network 'nowhere' is unknown; expected one of") as caught:
             ask("nowhere")
         assert str(zoo.names()) in str(caught.value)
-
-
-# -- weights --------------------------------------------------------------------------------------------------------
 
 
 def small() -> nn.Module:
