@@ -33,23 +33,12 @@ CLIPPED: dict[str, Any] = {
 }
 
 
-class Normalized(nn.Module):
-    """A network with statistics of batches, dropout, and a layer that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(10, 20)
-        self.norm = nn.BatchNorm1d(20, momentum=0.3)
-        self.last = nn.Linear(20, CLASSES)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return self.last(nn.functional.dropout(torch.tanh(self.norm(self.frozen(data))), 0.3, self.training))
-
-
 def normalized() -> nn.Module:
+    """Return a network with statistics of batches, dropout, and a layer that is not trained."""
     torch.manual_seed(3)
-    return Normalized().double()
+    layers = [nn.Linear(10, 20), nn.BatchNorm1d(20, momentum=0.3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(20, CLASSES)]
+    layers[0].requires_grad_(False)
+    return nn.Sequential(*layers).double()
 
 
 def data_of(make: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,13 +168,7 @@ def step_by_step(store: Any) -> Any:
     """Train by gradients of the outputs; return the weights."""
     is_whole = store == "local"
     begin, end = (0, 12) if is_whole else [(0, 7), (7, 12), (12, 12)][store.rank]
-    with Module(
-        mlp(),
-        nn.CrossEntropyLoss(),
-        context=cpu(),
-        shard=None if is_whole else "weights",
-        memory="auto" if is_whole else [3, 1, 1],
-    ) as module:
+    with module_of(mlp, store, "auto" if is_whole else [3, 1, 1]) as module:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
         data, _ = data_of(mlp)
         for step in range(20):
@@ -452,25 +435,12 @@ def test_all_workers_hear_of_an_error_and_can_go_on(two: Found) -> None:
     assert all(value.isfinite().all() for value in params.values())
 
 
-class Slow(nn.Module):
-    """A network of which a worker computes few samples a second."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, CLASSES))
-        self.seconds = seconds
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds * len(data))
-        output: torch.Tensor = self.layers(data)
-        return output
-
-
 def measures(store: Any) -> Any:
-    with Module(Slow([0.002, 0.008][store.rank]), nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
-        data, label = data_of(mlp)
-        module.fit((data.float(), label), num_epoch=6, batch_size=30, kvstore=store, **ADAM)
+    """Train a network of which worker 1 computes few samples a second; return the loads."""
+    network, seconds = mlp(), [0.002, 0.008][store.rank]
+    network.register_forward_pre_hook(lambda _, data: time.sleep(seconds * len(data[0])))
+    with Module(network, nn.CrossEntropyLoss(), context=cpu(), shard="weights") as module:
+        module.fit(data_of(mlp), num_epoch=6, batch_size=30, kvstore=store, **ADAM)
         return module.workers.loads
 
 
