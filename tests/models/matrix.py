@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, cast
 
@@ -184,6 +185,15 @@ class Case:
     def is_summed(self) -> bool:
         """True if gradients are those of a sum; Trainer divides them by the number of samples."""
         return self.reduction == "sum" and self.road != "Trainer"
+
+    @property
+    def own_clip(self) -> dict[str, float]:
+        """Return the option of an optimizer of gangline that clips."""
+        return {self.clip: THRESHOLDS[self.clip]} if self.clip else {}
+
+    def memory(self, holders: int) -> list[int] | str:
+        """Return an unequal memory for each holder of a shard."""
+        return [*range(1, 1 + holders)] if self.shard else "auto"
 
     def arguments(self) -> dict[str, Any]:
         """Return the optimizer's arguments; a summed loss needs a smaller learning rate, or training diverges."""
@@ -375,14 +385,12 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
     normalizer = None
     if "inplace" in case.features:
         loss, normalizer = case.loss_of, case.count
+    kinds = islice(cycle(case.devices), len(case.loads[rank]))
     holders = len(case.loads) if len(case.loads) > 1 else len(case.loads[0])  # workers, or one worker's contexts
     module = Module(
         case.networks(),
         loss,
-        [
-            gpu(0) if case.devices[index % len(case.devices)] == "gpu" else cpu(index)
-            for index in range(len(case.loads[rank]))
-        ],
+        [gpu(0) if kind == "gpu" else cpu(index) for index, kind in enumerate(kinds)],
         case.loads[rank] if any(case.loads[rank]) else None,
         compression_params=COMPRESSIONS[case.compression] if case.compression else None,
         sync_batchnorm="batchnorm" in case.features,
@@ -390,24 +398,18 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
         autocast=torch.float16 if case.half else None,
         random="sample" if "dropout" in case.features else "context",
         shard=case.shard,
-        memory=[*range(1, 1 + holders)] if case.shard else "auto",
+        memory=case.memory(holders),
     )
     with module, pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", ",".join(map(str, case.by_worker)))
-        clip = {case.clip: THRESHOLDS[case.clip]} if case.clip else {}
-        how: Any = (OPTIMIZERS[case.optimizer][0], {**case.arguments(), **clip})
+        how: dict[str, Any] = {"kvstore": store, "optimizer": OPTIMIZERS[case.optimizer][0]}
+        how |= {"optimizer_params": case.arguments() | case.own_clip}
         if case.way == "fit":
-            options: dict[str, Any] = dict(zip(("optimizer", "optimizer_params"), how, strict=True))
-            options |= {
-                "kvstore": store,
-                "num_epoch": case.epochs,
-                "batch_size": case.batch,
-                "accumulate": case.accumulate,
-            }
-            module.fit(case.arrays(), shuffle=False, eval_metric=lambda *_: 0.0, **options)
+            how |= {"num_epoch": case.epochs, "batch_size": case.batch, "accumulate": case.accumulate}
+            module.fit(case.arrays(), shuffle=False, eval_metric=lambda *_: 0.0, **how)
         else:
             module.bind((case.batch, FEATURES), grad_req="add" if case.accumulate > 1 else "write")
-            module.init_optimizer(store, *how)
+            module.init_optimizer(**how)
         for window in case.windows() if case.way != "fit" else ():
             for number, batch in enumerate(window, 1):
                 data, label = share_of(case, rank, *batch)
@@ -430,15 +432,14 @@ def trained(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def by_trainer(case: Case, store: str | KVStore, rank: int) -> State:
     networks = case.networks()
-    clip = {case.clip: THRESHOLDS[case.clip]} if case.clip else {}
     trainer = Trainer(
         networks,
         OPTIMIZERS[case.optimizer][0],
-        {**case.arguments(), **clip},
+        case.arguments() | case.own_clip,
         store,
         loss_reduction="sum" if case.reduction == "sum" else "mean",
         shard=case.shard,
-        memory=[*range(1, 1 + len(case.loads))] if case.shard else "auto",
+        memory=case.memory(len(case.loads)),
     )
     if case.compression:
         trainer.kvstore.set_gradient_compression(COMPRESSIONS[case.compression])
@@ -479,7 +480,7 @@ def by_distributed_optimizer(case: Case, store: str | KVStore, rank: int) -> Sta
         case.torch_optimizer(networks.parameters()),
         store,
         shard=case.shard,
-        memory=[*range(1, 1 + len(case.loads))] if case.shard else "auto",
+        memory=case.memory(len(case.loads)),
         network=networks,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=case.half)
@@ -620,15 +621,7 @@ def serve(communicator: Communicator, folder: str) -> None:
         while (case := pickle.loads(connection.recv_bytes())) is not None:
             try:
                 result: Any = {name: value.detach().clone() for name, value in train(case, communicator).items()}
-            except (
-                ArithmeticError,
-                AssertionError,
-                LookupError,
-                OSError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except Exception as error:  # noqa: BLE001  the parent raises it
                 result = error
             connection.send_bytes(pickle.dumps(result))
     dist.destroy_process_group()

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import Told, labelled
+from measure import Cut, Told, labelled
 from torch import nn
 
 from gangline import Module, cpu
@@ -41,23 +42,24 @@ OF_FIT = {"batch_end_callback", "eval_data", "resume", "validation_metric"}
 
 
 def fitted(
-    prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
+    prefix: Path,
+    num_epoch: int,
+    *,
+    store: Any = "local",
+    by_batches: bool = False,
+    values: list[float] | None = None,
+    **options: Any,
 ) -> tuple[Module, Checkpoint]:
-    """Train with 3 batches per epoch and a Checkpoint with these options."""
+    """Train with 3 batches per epoch and a Checkpoint with these options, which keeps the best of such values."""
     fit = {name: options.pop(name) for name in OF_FIT & options.keys()}
+    if values is not None:
+        fit |= {"eval_data": arrays(), "validation_metric": Told(values, batches=3)}
+        options |= {"keep_best": "custom"}
+    fit |= {"optimizer_params": {"learning_rate": 0.1, "momentum": 0.9}, "eval_metric": "loss", "kvstore": store}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = Checkpoint(module, prefix, **options)
         where = "batch_end_callback" if by_batches else "epoch_end_callback"
-        module.fit(
-            arrays(),
-            num_epoch=num_epoch,
-            batch_size=4,
-            kvstore=store,
-            eval_metric="loss",
-            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
-            **{where: saves},
-            **fit,
-        )
+        module.fit(arrays(), num_epoch=num_epoch, batch_size=4, **{where: saves}, **fit)
         return module, saves
 
 
@@ -116,8 +118,7 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
 
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5, 0.9, 0.1, 0.3], batches=3)
-    _, saves = fitted(prefix, 6, keep=2, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    _, saves = fitted(prefix, 6, keep=2, values=[0.2, 0.9, 0.5, 0.9, 0.1, 0.3])
     assert epochs(prefix) == [5, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"net-{number}{suffix}"
@@ -130,8 +131,7 @@ def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
 
 def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5], batches=3)
-    fitted(prefix, 3, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    fitted(prefix, 3, values=[0.2, 0.9, 0.5])
     best = Module.load(prefix, "best", network=network())
     second = checkpoint.read(prefix, 2).params
     assert all(torch.equal(value, second[name]) for name, value in best.get_params().items())
@@ -142,10 +142,8 @@ def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None
 
 
 def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
-    prefix = tmp_path / "net"
-    values = Told([0.2, 0.1, float("nan"), 0.5], batches=3)
-    fitted(prefix, 4, keep_best="custom", mode="min", eval_data=arrays(), validation_metric=values)
-    assert checkpoint.read(prefix, "best").position["epoch"] == 2
+    fitted(tmp_path / "net", 4, values=[0.2, 0.1, float("nan"), 0.5], mode="min")
+    assert checkpoint.read(tmp_path / "net", "best").position["epoch"] == 2
 
 
 def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
@@ -155,8 +153,7 @@ def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
     prefix = tmp_path / "net"
 
     def run(num_epoch: int, values: list[float], before: list[Any], resume: Any, **options: Any) -> Checkpoint:
-        options |= {"eval_data": arrays(), "validation_metric": Told(values, batches=3)}
-        return fitted(prefix, num_epoch, keep_best="custom", batch_end_callback=before, resume=resume, **options)[1]
+        return fitted(prefix, num_epoch, values=values, batch_end_callback=before, resume=resume, **options)[1]
 
     run(2, [0.2, 0.9], [], None)
     for resume in ("auto", (prefix, 1)):
@@ -180,17 +177,11 @@ def test_a_removal_cut_off_anywhere_leaves_the_newest_whole(
 ) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 3)
-    calls = 0
-    unlink = Path.unlink
-
-    class Cut(BaseException):
-        pass
+    calls, unlink = count(), Path.unlink
 
     def cut(path: Path, **options: Any) -> None:
-        nonlocal calls
-        if calls == step:
+        if next(calls) == step:
             raise Cut
-        calls += 1
         unlink(path, **options)
 
     with monkeypatch.context() as patched:

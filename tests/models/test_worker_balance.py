@@ -116,11 +116,9 @@ def on_servers(name: str, *arguments: Any) -> dict[str, Any]:
         return run(store, *arguments)
 
 
-def alone(epochs: int, accumulate: int = 1) -> Any:
+def alone(epochs: int, **options: Any) -> Any:
     with module([0.0]) as made:
-        made.fit(
-            samples(), num_epoch=epochs, batch_size=BATCH, optimizer_params=RATE, kvstore=None, accumulate=accumulate
-        )
+        made.fit(samples(), num_epoch=epochs, batch_size=BATCH, optimizer_params=RATE, kvstore=None, **options)
         return made.get_params()
 
 
@@ -292,23 +290,22 @@ def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[d
     assert len(epochs) == 4
 
 
-def page_in_a_job(comm: Communicator, path: str) -> Path:
+@contextmanager
+def unequal_worker(comm: Communicator) -> Iterator[tuple[KVStore, Module]]:
     with (
         simulated_time(),
         variable("auto"),
         create("allreduce", communicator=comm) as store,
         module(UNEQUAL[comm.rank]) as made,
     ):
+        yield store, made
+
+
+def page_in_a_job(comm: Communicator, path: str) -> Path:
+    with unequal_worker(comm) as (store, made):
         progress = TrainingProgress(made, f"{path}/{comm.rank}.html")
-        made.fit(
-            samples(),
-            num_epoch=4,
-            batch_size=BATCH,
-            kvstore=store,
-            optimizer_params=RATE,
-            batch_end_callback=progress,
-            epoch_end_callback=progress,
-        )
+        options = {"batch_end_callback": progress, "epoch_end_callback": progress, "optimizer_params": RATE}
+        made.fit(samples(), num_epoch=4, batch_size=BATCH, kvstore=store, **options)
     return Path(f"{path}/{comm.rank}.html")
 
 
@@ -399,12 +396,7 @@ def test_batches_of_a_workers_own_are_not_split_which_is_said_once(two: list[dic
 
 def own_loop(comm: Communicator) -> Any:
     data, label = samples()
-    with (
-        simulated_time(),
-        variable("auto"),
-        create("allreduce", communicator=comm) as store,
-        module(UNEQUAL[comm.rank]) as made,
-    ):
+    with unequal_worker(comm) as (store, made):
         made.init_optimizer(store, "sgd", RATE)
         for _ in range(4):
             made.begin_epoch()
@@ -419,6 +411,4 @@ def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch(two: list[dict[str, 
     [(loads, params), (same, _)] = of_both(two, "own loop")
     assert loads == same
     assert loads[0] > 0.7
-    with module([0.0]) as made:
-        made.fit(samples(), num_epoch=4, batch_size=BATCH, shuffle=False, kvstore=None, optimizer_params=RATE)
-        assert distance(params, made.get_params()) <= 1e-11
+    assert distance(params, alone(4, shuffle=False)) <= 1e-11
