@@ -397,11 +397,7 @@ def test_wrong_arguments_are_refused() -> None:
             (lambda: hvd.allreduce_(torch.eye(2).to_sparse()), ValueError, "sparse_allreduce_async"),
             (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1"),
             (lambda: hvd.alltoall(torch.ones(2), splits=[1]), ValueError, r"splits are \[1\]"),
-            (
-                lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])),
-                ValueError,
-                "of torch.float32",
-            ),
+            (lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])), ValueError, "of torch.float32"),
             (lambda: hvd.reducescatter(torch.ones(())), ValueError, "is a scalar"),
             (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), ValueError, "expected one of them"),
             (lambda: hvd.add_process_set([0, 1]), ValueError, r"ranks \[0, 1\]"),

@@ -78,10 +78,7 @@ LOSSES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "weighted": (nn.CrossEntropyLoss, {"ignore_index": -1, "weight": CLASS_WEIGHTS}),
     "sum": (nn.CrossEntropyLoss, {"reduction": "sum"}),
     "smoothed": (nn.CrossEntropyLoss, {"ignore_index": -1, "label_smoothing": 0.2}),
-    "weighted, smoothed": (
-        nn.CrossEntropyLoss,
-        {"ignore_index": -1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS},
-    ),
+    "weighted, smoothed": (nn.CrossEntropyLoss, {"ignore_index": -1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS}),
     "margin": (nn.MultiMarginLoss, {}),
     "probabilities": (nn.CrossEntropyLoss, {}),
     "divergence": (nn.KLDivLoss, {"reduction": "batchmean"}),

@@ -118,8 +118,7 @@ def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_fir
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "ends"),
-    [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])],
+    ("accumulate", "ends"), [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])]
 )
 def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
     seen: list[tuple[int, int]] = []
@@ -134,13 +133,7 @@ def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends
         weights.append(param.locals["module"].get_params()["0.weight"])
 
     with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
-        module.fit(
-            batches,
-            num_epoch=2,
-            optimizer_params={"lr": 0.1},
-            batch_end_callback=note,
-            accumulate=accumulate,
-        )
+        module.fit(batches, num_epoch=2, optimizer_params={"lr": 0.1}, batch_end_callback=note, accumulate=accumulate)
     assert seen == [(epoch, end) for epoch in range(2) for end in ends]
     assert all(torch.equal(label, batches[end][1]) for label, end in zip(labels, 2 * ends, strict=True))
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(weights))

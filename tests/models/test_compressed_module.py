@@ -34,10 +34,7 @@ def step_by_verbs(module: Module, data: Any, label: Any) -> None:
     module.update()
 
 
-STEPS: dict[str, Callable[[Module, Any, Any], None]] = {
-    "eager": Module.forward_backward_update,
-    "verbs": step_by_verbs,
-}
+STEPS: dict[str, Callable[[Module, Any, Any], None]] = {"eager": Module.forward_backward_update, "verbs": step_by_verbs}
 
 
 def test_a_network_trains_through_topk_and_its_replicas_stay_equal() -> None:

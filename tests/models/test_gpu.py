@@ -203,9 +203,7 @@ class Spin(nn.Module):
         return data
 
 
-def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_auto_measures_a_gpus_own_time_and_not_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()
     batches = [(torch.randn(32, 12).double(), torch.randint(CLASSES, (32,))) for _ in range(6)]
     expected = plain_loop(network, batches * 3, lr=0.05)
@@ -238,10 +236,7 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
     network = nn.Sequential(*layers, nn.Linear(1 << 14, CLASSES))
     data, label = torch.randn(2048, 1 << 14), torch.randint(CLASSES, (2048,))
     expected = plain_loop(network, [(data, label)] * 2, lr=0.01)
-    with (
-        caplog.at_level(logging.INFO, "gangline"),
-        Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module,
-    ):
+    with caplog.at_level(logging.INFO, "gangline"), Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module:
         module.init_optimizer(None, "sgd", {"lr": 0.01})
         for _ in range(2):
             module.forward_backward_update(data, label)

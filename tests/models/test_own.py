@@ -86,8 +86,7 @@ def write_data(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "outputs"),
-    [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)],
+    ("name", "outputs"), [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)]
 )
 def test_a_builder_gets_num_classes_if_it_has_that_parameter(name: str, outputs: int) -> None:
     network = zoo.create(f"own_package.nets:{name}", num_classes=5)

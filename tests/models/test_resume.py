@@ -318,8 +318,7 @@ def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")],
+    ("change", "message"), [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")]
 )
 def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     Job(loads=[1]).run(tmp_path / "net", cut=7)
@@ -328,10 +327,7 @@ def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change
         pytest.raises(ValueError, match=f"middle of an epoch.*{message}"),
     ):
         module.fit(
-            arrays(),
-            num_epoch=3,
-            resume=tmp_path / "net",
-            **{"batch_size": 6, "seed": 5, "shuffle": True, **change},
+            arrays(), num_epoch=3, resume=tmp_path / "net", **{"batch_size": 6, "seed": 5, "shuffle": True, **change}
         )
 
 

@@ -374,10 +374,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["automatic"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is 'automatic'; expected one number per worker, "),
     (["AUTO"] * 2, "such as 3,1, or auto"),
     (["3,1,1"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is '3,1,1', which has 3 entries for 2 workers"),
-    (
-        ["3,1", "auto"],
-        "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1",
-    ),
+    (["3,1", "auto"], "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1"),
 ]
 
 
