@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -113,6 +114,13 @@ def plain_loop(
         loss(network(data), label).backward()
         own.step()
     return network.state_dict()
+
+
+def spin(seconds: float) -> None:
+    """Compute for some time."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
+from measure import spin
 
 from gangline import Context, cpu
 from gangline.models.executor.device_threads import DeviceThreads
@@ -35,12 +35,6 @@ def pair() -> Iterator[DeviceThreads]:
 
 def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]]]:
     return [(0, function), (1, function)]
-
-
-def spin(seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
 
 
 def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
