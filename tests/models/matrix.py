@@ -237,16 +237,11 @@ class Case:
         batches = list(zip(data.split(self.batch), label.split(self.batch), strict=True))
         return [batches[i : i + self.accumulate] for i in range(0, len(batches), self.accumulate)] * self.epochs
 
-    def loss_of(self, output: Tensor, label: Tensor) -> Tensor:
+    def loss_of(self, output: Tensor, label: Tensor, reduction: str | None = None) -> Tensor:
         """Return the loss as the user writes it; with in-place outputs, of an output that it divides."""
         if "inplace" in self.features:
             output /= 2
-        return cast("Tensor", self.criterion(self.reduction)(output, label))
-
-    def sum_of(self, output: Tensor, label: Tensor) -> Tensor:
-        if "inplace" in self.features:
-            output /= 2
-        return cast("Tensor", self.criterion("sum")(output, label))
+        return cast("Tensor", self.criterion(reduction or self.reduction)(output, label))
 
     def criterion(self, reduction: str) -> nn.Module:
         make, arguments = LOSSES[self.loss]
@@ -333,7 +328,7 @@ def plainly(case: Case) -> State:
                     if part.start == part.stop:
                         continue
                     with SampleDropout(key, part.start, part.stop - part.start), autocast(case):
-                        loss = case.sum_of(networks(data[part]), label[part])
+                        loss = case.loss_of(networks(data[part]), label[part], "sum")
                     (loss / (divisor / scale)).backward()
             of_senders.append([one.grad if one.grad is None else one.grad * (own / total) for one in parameters])
         step += len(window)
@@ -464,7 +459,7 @@ def _loss_of_share(case: Case, networks: nn.Module, data: Tensor, label: Tensor,
         output = networks(torch.zeros(1, FEATURES, dtype=case.dtype))
         return cast("Tensor", output.to(case.dtype).sum() * 0)  # in float16 a scale of 65536 would be infinite
     if weight:
-        return case.sum_of(networks(data), label) / weight
+        return case.loss_of(networks(data), label, "sum") / weight
     return case.loss_of(networks(data), label)
 
 
@@ -557,7 +552,7 @@ def by_wrapper(case: Case) -> State:
                         output = data
                         for model in models:
                             output = model(output)
-                        loss = case.sum_of(output, label) / ((case.count(label) or 1.0) * size)
+                        loss = case.loss_of(output, label, "sum") / ((case.count(label) or 1.0) * size)
                     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 if is_last:
                     scaler.unscale_(optimizer)

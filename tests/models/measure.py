@@ -153,6 +153,15 @@ def same_bits(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> bo
     return ours.keys() == reference.keys() and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
+def step_of(module: Module, early: bool, data: Any, label: Any) -> None:
+    """Take a step whose gradients leave while backward runs, or after it."""
+    if early:
+        module.forward_backward_update(data, label)
+    else:
+        module.forward_backward(data, label)
+        module.update()
+
+
 def replicas_are_equal(module: Module) -> None:
     """Check that all replicas have the same bits, in parameters and buffers."""
     first, *others = [replica.network.state_dict() for replica in module.bound.replicas.all]

@@ -15,7 +15,7 @@ from measure import Cut, contexts, distance
 from torch import nn
 from torch.nn import functional as F
 
-from gangline import Module, cpu
+from gangline import Module
 from gangline.callback import Checkpoint, Speedometer
 from gangline.models.checkpoint import checkpoint
 
@@ -242,12 +242,3 @@ def test_grad_req_is_as_it_was_after_fit(grad_req: str) -> None:
         with pytest.raises(Cut):
             module.fit(Interrupted(classes([6, 6, 6])), num_epoch=1, accumulate=2)
         assert module.grad_req == grad_req
-
-
-@pytest.mark.parametrize("value", ["null", "Add", None, 1])
-def test_a_wrong_grad_req_is_named(value: Any) -> None:
-    with (
-        Module(perceptron(), nn.CrossEntropyLoss(), cpu()) as module,
-        pytest.raises(ValueError, match=f"grad_req is {value!r}; expected 'write' or 'add'"),
-    ):
-        module.bind((6, FEATURES), grad_req=value)

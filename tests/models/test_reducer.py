@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from measure import Branches, Watch, contexts, distance, in_backward, replicas_are_equal, same_bits
+from measure import Branches, Watch, contexts, distance, in_backward, replicas_are_equal, same_bits, step_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -166,14 +166,6 @@ class Plain:
 
     def distance(self, module: Module) -> float:
         return distance(module.get_params(), self.network.state_dict())
-
-
-def step_of(module: Module, early: bool, data: torch.Tensor, label: torch.Tensor) -> None:
-    if early:
-        module.forward_backward_update(data, label)
-    else:
-        module.forward_backward(data, label)
-        module.update()
 
 
 def agree(module: Module, store: KVStore | None = None) -> None:

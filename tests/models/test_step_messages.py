@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Branches
+from measure import Branches, step_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -54,11 +54,7 @@ def steps(store: KVStore, rank: int, calls: Counter[str]) -> tuple[list[dict[str
         found = []
         for number, (data, label) in enumerate(batches(rank)):
             calls.clear()
-            if number % 2:
-                module.forward_backward_update(data, label)
-            else:
-                module.forward_backward(data, label)
-                module.update()
+            step_of(module, bool(number % 2), data, label)
             found.append(dict(calls))
         return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[union-attr]
 
