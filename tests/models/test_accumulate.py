@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, contexts, distance
+from measure import Cut, contexts, distance, same_bits
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,7 +62,7 @@ def test_an_update_without_a_valid_label_has_a_nan_loss_and_changes_nothing(coun
             assert moved == [counted] * len(moved)
             if not counted:
                 assert module.normalizer == 0.0
-                assert all(torch.equal(value, state[name]) for name, value in module.optimizer_state().tensors.items())
+                assert same_bits(module.optimizer_state().tensors, state)
 
 
 @counts
@@ -222,7 +222,7 @@ def test_a_fit_cut_off_within_an_update_leaves_nothing_to_the_next(again: int, c
                     module.fit(Interrupted(batches), num_epoch=1, accumulate=4)
             module.fit(batches, num_epoch=1, accumulate=again)
             found.append(module.get_params())
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert same_bits(*found)
 
 
 @pytest.mark.parametrize("grad_req", ["write", "add"])

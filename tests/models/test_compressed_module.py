@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command import Run
-from measure import contexts, mlp, replicas_are_equal, step_of
+from measure import contexts, mlp, replicas_are_equal, same_bits, step_of
 from torch import nn
 
 from gangline import Module, cpu
@@ -58,7 +58,7 @@ def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureF
             found.append(module.get_params())
             said = ["a single context sends no gradients, so compression_params has no effect"]
             assert caplog.messages == (said if params else [])
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert same_bits(*found)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -86,7 +86,7 @@ def test_a_nan_gradient_is_an_error_by_key_and_changes_neither_its_step_nor_the_
             for _ in range(3):
                 step_of(module, early, data, label)
             found.append(module.get_params())
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert same_bits(*found)
 
 
 @pytest.mark.slow

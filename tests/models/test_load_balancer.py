@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, in_backward, plain_loop, replicas_are_equal
+from measure import distance, in_backward, plain_loop, replicas_are_equal, same_bits
 from simulated_time import simulated_time
 from torch import nn
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path)
         with waiting([0.0, 0.0], resumed) as module:
             module.resume(checkpoint.read(tmp_path / "net", 1))
             assert module.work_load_list == ([0.5, 0.5] if resumed == "auto" else [3, 1])
-            assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
+            assert same_bits(weights, module.get_params())
 
 
 class Small(nn.Module):
@@ -282,5 +282,5 @@ def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str
             return module.get_params()
 
     failing = run(True)
-    assert all(torch.equal(failing[name], value) for name, value in run(False).items())
-    assert all(torch.equal(failing[name], value) for name, value in run(True).items())
+    assert same_bits(failing, run(False))
+    assert same_bits(failing, run(True))

@@ -166,12 +166,17 @@ def test_a_resumed_epoch_reads_each_sample_once_with_another_number_of_ranks(glo
     assert sorted(seen) == list(range(SAMPLES))
 
 
+def made() -> tuple[nn.Module, torch.optim.Optimizer, gangline.BalancedLoader]:
+    model = DistributedDataParallel(network())
+    loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
+    return model, optimizer_of(model), loader
+
+
 def resumed_weights(stop: int) -> dict[str, Tensor]:
     """Train two epochs; after ``stop`` batches go on with a new model and loader, made of their saved states."""
     torch.manual_seed(7)
-    model = DistributedDataParallel(network())
-    loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
-    optimizer, done = optimizer_of(model), 0
+    model, optimizer, loader = made()
+    done = 0
     while loader.epoch < 2:
         for features, labels, _ in loader:
             optimizer.zero_grad()
@@ -181,11 +186,9 @@ def resumed_weights(stop: int) -> dict[str, Tensor]:
             if done == stop:
                 break
         if done == stop:
-            states = (model.state_dict(), optimizer.state_dict(), loader.state_dict())
+            states = [part.state_dict() for part in (model, optimizer, loader)]
             random_state = torch.get_rng_state()
-            model = DistributedDataParallel(network())
-            optimizer = optimizer_of(model)
-            loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
+            model, optimizer, loader = made()
             for part, state in zip((model, optimizer, loader), states, strict=True):
                 part.load_state_dict(state)
             torch.set_rng_state(random_state)

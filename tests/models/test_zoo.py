@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -118,7 +119,7 @@ def write(params: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def is_untouched(network: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    return same_bits(network.state_dict(), before)
 
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
