@@ -55,10 +55,7 @@ def test_wrong_usage_says_what_is_expected(tmp_path: Path) -> None:
         (["--batch", "8", "--speeds", "3,0"], "expected a number above 0 for each rank"),
         (["--batch", "8", "--speeds", "3,1", "--memory", "24"], "--memory is '24', 1 number; expected 2"),
         (["--batch", "8", "--speeds", "3,1", "--sample-memory", "1"], "--sample-memory is given without --memory"),
-        (
-            ["--batch", "8", "--measured", str(tmp_path / "not.json")],
-            "is not a file that `gangline plan MODULE:F",
-        ),
+        (["--batch", "8", "--measured", str(tmp_path / "not.json")], "is not a file that `gangline plan MODULE:F"),
     ):
         done = CliRunner().invoke(app, ["plan", *words])
         assert done.exit_code != 0

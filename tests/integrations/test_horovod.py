@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,23 @@ SyncBatchNorm elastic
 """The public names of horovod.torch 0.28."""
 
 
-def in_job(comm: Communicator, play: Callable[[int, int], object], port: int) -> object:
-    os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    hvd.init()
-    try:
-        return play(hvd.rank(), hvd.size())
-    finally:
-        hvd.shutdown()
+def in_job(comm: Communicator, plays: list[Callable[[int, int], Any]], ports: list[int]) -> list[Any]:
+    os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1")
+    results = []
+    for play, port in zip(plays, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        hvd.init()
+        try:
+            results.append(play(hvd.rank(), hvd.size()))
+        finally:
+            hvd.shutdown()
+    return results
 
 
-def played(play: Callable[[int, int], object], ranks: int) -> list[object]:
-    return spawn(in_job, ranks, play, *free_ports(1), threads=1)
+def played(ranks: int, *plays: Callable[[int, int], Any]) -> list[Any]:
+    """Run functions one after another on so many ranks; return for each function the results of all ranks."""
+    of_ranks = spawn(in_job, ranks, list(plays), free_ports(len(plays)), threads=1)
+    return list(zip(*of_ranks, strict=True))
 
 
 def test_all_names_exist() -> None:
@@ -171,13 +178,14 @@ def _different_calls(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("play", [_reductions, _moves, _gradients, _joins, _different_calls])
-def test_calls(play: Callable[[int, int], object], ranks: int) -> None:
-    played(play, ranks)
+def test_calls(ranks: int) -> None:
+    played(ranks, _reductions, _moves, _gradients, _joins, _different_calls)
 
 
-def test_process_sets() -> None:
-    played(_process_sets, 3)
+def test_process_sets_and_an_optimizer_of_one() -> None:
+    """A rank outside of the optimizer's set trains alone."""
+    _, gradients = played(3, _process_sets, _trains_in_one_of_two_sets)
+    assert gradients == (1, 1, 1)
 
 
 DATA = torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), torch.randn(48, 2, generator=torch.Generator())
@@ -229,29 +237,21 @@ def _trains(rank: int, size: int, *, op: int = hvd.Average, passes: int = 1, com
         alone.step()
         scheduler.step()
         alone.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    return differences(expected, model)
+
+
+def differences(expected: nn.Module, model: nn.Module) -> list[float]:
     pairs = zip(expected.parameters(), model.parameters(), strict=True)
     return [float((own - theirs).detach().abs().max()) for own, theirs in pairs]
 
 
-def _trains_on_the_sum(rank: int, size: int) -> list[float]:
-    return _trains(rank, size, op=hvd.Sum)
-
-
-def _accumulates(rank: int, size: int) -> list[float]:
-    return _trains(rank, size, passes=2)
-
-
-def _trains_with_halves(rank: int, size: int) -> list[float]:
-    return _trains(rank, size, compression=hvd.Compression.fp16)  # a clipped step makes the difference larger
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("play", [_trains, _trains_on_the_sum, _accumulates, _trains_with_halves])
-def test_ranks_train_as_one_process(play: Callable[[int, int], list[float]], ranks: int) -> None:
-    limit = 2e-3 if play is _trains_with_halves else 1e-6
-    for distances in played(play, ranks):
-        assert max(distances) < limit
-        assert ranks == 1 or play is not _trains_with_halves or max(distances) > 1e-6  # halves were sent
+def test_ranks_train_as_one_process(ranks: int) -> None:
+    halves = partial(_trains, compression=hvd.Compression.fp16)  # a clipped step makes the difference larger
+    *exact, rounded = played(ranks, _trains, partial(_trains, op=hvd.Sum), partial(_trains, passes=2), halves)
+    assert max(max(found) for of_ranks in exact for found in of_ranks) < 1e-6
+    for found in rounded:
+        assert (1e-6 if ranks > 1 else -1) < max(found) < 2e-3  # halves were sent
 
 
 def _joins_while_others_train(rank: int, size: int) -> list[float]:
@@ -271,12 +271,12 @@ def _joins_while_others_train(rank: int, size: int) -> list[float]:
             if step < 2 + other:
                 (loss_of(expected, samples[other]) / size).backward()
         alone.step()
-    pairs = zip(expected.parameters(), model.parameters(), strict=True)
-    return [float((own - theirs).detach().abs().max()) for own, theirs in pairs]
+    return differences(expected, model)
 
 
 def test_ranks_that_joined_add_zeros_to_gradients() -> None:
-    assert max(map(max, played(_joins_while_others_train, 3))) < 1e-6
+    [found] = played(3, _joins_while_others_train)
+    assert max(map(max, found)) < 1e-6
 
 
 class _Embedding(nn.Module):
@@ -314,8 +314,9 @@ def _sparse_gradients(rank: int, size: int) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sparse_gradients_are_reduced(ranks: int) -> None:
-    for of_rank in played(_sparse_gradients, ranks):
-        for options, found in zip(SPARSE_CASES, of_rank, strict=True):  # type: ignore[call-overload]
+    [of_ranks] = played(ranks, _sparse_gradients)
+    for of_rank in of_ranks:
+        for options, found in zip(SPARSE_CASES, of_rank, strict=True):
             expected = torch.zeros(8, 3)
             expected[:ranks] = 1 if options.get("op") == hvd.Sum else 1 / ranks
             expected[7] = ranks if options.get("op") == hvd.Sum else 1
@@ -334,11 +335,13 @@ def _joins_while_others_look_rows_up(rank: int, size: int) -> list[list[float]]:
     return (before - hvd.broadcast(model.rows.weight.detach(), size - 1)).tolist()
 
 
-def test_ranks_that_joined_add_no_rows_to_sparse_gradients() -> None:
-    for changed in played(_joins_while_others_look_rows_up, 2):
+def test_ranks_that_joined_add_no_rows_to_sparse_gradients_and_integers_are_scaled_in_float64() -> None:
+    joined, integers = played(2, _joins_while_others_look_rows_up, _large_integers)
+    for changed in joined:
         expected = torch.zeros(8, 3)
         expected[0], expected[1] = 1, 0.5  # the mean counts the rank that joined
         torch.testing.assert_close(torch.tensor(changed), expected)
+    assert integers == ([2**40 + 1, 2**41 + 2],) * 2
 
 
 def _trains_in_one_of_two_sets(rank: int, size: int) -> float:
@@ -353,22 +356,10 @@ def _trains_in_one_of_two_sets(rank: int, size: int) -> float:
     return float(model.weight.grad[0, 0])  # type: ignore[index]
 
 
-def test_a_rank_outside_of_the_optimizers_set_trains_alone() -> None:
-    assert played(_trains_in_one_of_two_sets, 3) == [1, 1, 1]
-
-
 def _large_integers(rank: int, size: int) -> list[int]:
     large = torch.tensor([2**40 + 1])
-    found = [
-        hvd.allreduce(large, op=hvd.Sum, postscale_factor=0.5),
-        hvd.allreduce(large, op=hvd.Max, prescale_factor=2),
-    ]
-    return [int(one) for one in found]
-
-
-@pytest.mark.slow
-def test_integers_are_scaled_in_float64() -> None:
-    assert played(_large_integers, 2) == [[2**40 + 1, 2**41 + 2]] * 2
+    halved = hvd.allreduce(large, op=hvd.Sum, postscale_factor=0.5)
+    return [int(halved), int(hvd.allreduce(large, op=hvd.Max, prescale_factor=2))]
 
 
 def test_the_version_of_nccl_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,11 +397,7 @@ def test_wrong_arguments_are_refused() -> None:
             (lambda: hvd.allreduce_(torch.eye(2).to_sparse()), ValueError, "sparse_allreduce_async"),
             (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1"),
             (lambda: hvd.alltoall(torch.ones(2), splits=[1]), ValueError, r"splits are \[1\]"),
-            (
-                lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])),
-                ValueError,
-                "of torch.float32",
-            ),
+            (lambda: hvd.alltoall(torch.ones(2), splits=torch.tensor([2.0])), ValueError, "of torch.float32"),
             (lambda: hvd.reducescatter(torch.ones(())), ValueError, "is a scalar"),
             (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), ValueError, "expected one of them"),
             (lambda: hvd.add_process_set([0, 1]), ValueError, r"ranks \[0, 1\]"),

@@ -60,10 +60,10 @@ def cluster() -> Iterator[str]:
     assert wait_until_gone(mark) == []
 
 
-def wait_until_gone(mark: str) -> list[str]:
-    """Return the names of processes with this mark that do not end in time, beside this one."""
+def wait_until_gone(mark: str, words: str = "") -> list[str]:
+    """Return the names of processes with this mark and words that do not end in time, beside this one."""
     deadline = time.monotonic() + 30
-    while (left := names_of(mark)) and time.monotonic() < deadline:
+    while (left := [name for name in names_of(mark) if words in name]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
@@ -225,10 +225,7 @@ def test_a_signal_stops_all_processes(cluster: str, number: signal.Signals) -> N
         _, errors = job.process.communicate(timeout=60)
         assert job.process.returncode == 128 + number
         assert f"gangline: {number.name}; stopping all processes" in errors.decode()
-    deadline = time.monotonic() + 30
-    while any("time.sleep(60)" in one for one in names_of(os.environ[MARK])) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any("time.sleep(60)" in one for one in names_of(os.environ[MARK]))
+    assert wait_until_gone(os.environ[MARK], "time.sleep(60)") == []
 
 
 def train_loop(config: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from gangline.models.balance.prepared_loader import unprepared
 from tests.collectives.processes import Processes, Rank
-
-
-def need(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f'needs {package}: pip install ".[test]"')
 
 
 class Stream(IterableDataset[int]):
@@ -35,7 +29,7 @@ def prepared(loader: DataLoader[Any], **options: Any) -> Any:
 
 
 def test_a_loader_of_accelerate_is_taken_apart() -> None:
-    need("accelerate")
+    pytest.importorskip("accelerate")
     plain = DataLoader(range(10), 4, shuffle=True, drop_last=True)
     assert unprepared(plain) is None
     found = unprepared(prepared(plain))
@@ -52,7 +46,7 @@ def test_a_loader_of_accelerate_is_taken_apart() -> None:
 
 
 def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -> None:
-    need("accelerate")
+    pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match=r"DataLoaderDispatcher.*dispatch_batches=False"):
         unprepared(prepared(DataLoader(Stream(), 4), dispatch_batches=True, put_on_device=True))
     own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))
@@ -90,7 +84,7 @@ def refusals_of_trainers(rank: Rank, folder: str) -> None:
 
 @pytest.mark.slow
 def test_trainers_that_normalize_or_cut_on_their_own_are_refused(tmp_path: Any) -> None:
-    need("transformers")
+    pytest.importorskip("transformers")
     with Processes(refusals_of_trainers, 1, str(tmp_path)) as processes:
         [texts] = processes.all_heard()
     assert texts[0] == "TypeError: trainer is a Linear; expected a transformers.Trainer"

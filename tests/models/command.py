@@ -1,24 +1,16 @@
-"""The `gangline` command, run in this process."""
+"""The `gangline` command, run in this process by the fixture `run`, and images for it."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
-import pytest
 from PIL import Image
 
-from gangline.cli.main import main
 from gangline.models.data.datasets import raw_digits
 
-
-def gangline_command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Run `gangline` with these arguments; return exit code, stdout and stderr."""
-    with patch.object(sys, "argv", ["gangline", *map(str, words)]), pytest.raises(SystemExit) as end:
-        main()
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+Run = Callable[..., tuple[str, str]]
+"""Runs `gangline` with these arguments; checks that the exit code is ``code``, or 0; returns stdout and stderr."""
 
 
 def write_digits(folder: Path, classes: int = 3, images: int = 60) -> list[Path]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from command import Run
 
+from gangline.cli.main import main
 from gangline.collectives.processes import process_pool
 from gangline.models.balance import speed_model
 
@@ -21,3 +24,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*words: object, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["gangline", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert int(end.value.code or 0) == code, err
+        return out, err
+
+    return run

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, cast
 
@@ -77,10 +78,7 @@ LOSSES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "weighted": (nn.CrossEntropyLoss, {"ignore_index": -1, "weight": CLASS_WEIGHTS}),
     "sum": (nn.CrossEntropyLoss, {"reduction": "sum"}),
     "smoothed": (nn.CrossEntropyLoss, {"ignore_index": -1, "label_smoothing": 0.2}),
-    "weighted, smoothed": (
-        nn.CrossEntropyLoss,
-        {"ignore_index": -1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS},
-    ),
+    "weighted, smoothed": (nn.CrossEntropyLoss, {"ignore_index": -1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS}),
     "margin": (nn.MultiMarginLoss, {}),
     "probabilities": (nn.CrossEntropyLoss, {}),
     "divergence": (nn.KLDivLoss, {"reduction": "batchmean"}),
@@ -185,6 +183,15 @@ class Case:
         """True if gradients are those of a sum; Trainer divides them by the number of samples."""
         return self.reduction == "sum" and self.road != "Trainer"
 
+    @property
+    def own_clip(self) -> dict[str, float]:
+        """Return the option of an optimizer of gangline that clips."""
+        return {self.clip: THRESHOLDS[self.clip]} if self.clip else {}
+
+    def memory(self, holders: int) -> list[int] | str:
+        """Return an unequal memory for each holder of a shard."""
+        return [*range(1, 1 + holders)] if self.shard else "auto"
+
     def arguments(self) -> dict[str, Any]:
         """Return the optimizer's arguments; a summed loss needs a smaller learning rate, or training diverges."""
         arguments = dict(OPTIMIZERS[self.optimizer][1])
@@ -230,16 +237,11 @@ class Case:
         batches = list(zip(data.split(self.batch), label.split(self.batch), strict=True))
         return [batches[i : i + self.accumulate] for i in range(0, len(batches), self.accumulate)] * self.epochs
 
-    def loss_of(self, output: Tensor, label: Tensor) -> Tensor:
+    def loss_of(self, output: Tensor, label: Tensor, reduction: str | None = None) -> Tensor:
         """Return the loss as the user writes it; with in-place outputs, of an output that it divides."""
         if "inplace" in self.features:
             output /= 2
-        return cast("Tensor", self.criterion(self.reduction)(output, label))
-
-    def sum_of(self, output: Tensor, label: Tensor) -> Tensor:
-        if "inplace" in self.features:
-            output /= 2
-        return cast("Tensor", self.criterion("sum")(output, label))
+        return cast("Tensor", self.criterion(reduction or self.reduction)(output, label))
 
     def criterion(self, reduction: str) -> nn.Module:
         make, arguments = LOSSES[self.loss]
@@ -326,7 +328,7 @@ def plainly(case: Case) -> State:
                     if part.start == part.stop:
                         continue
                     with SampleDropout(key, part.start, part.stop - part.start), autocast(case):
-                        loss = case.sum_of(networks(data[part]), label[part])
+                        loss = case.loss_of(networks(data[part]), label[part], "sum")
                     (loss / (divisor / scale)).backward()
             of_senders.append([one.grad if one.grad is None else one.grad * (own / total) for one in parameters])
         step += len(window)
@@ -375,14 +377,12 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
     normalizer = None
     if "inplace" in case.features:
         loss, normalizer = case.loss_of, case.count
+    kinds = islice(cycle(case.devices), len(case.loads[rank]))
     holders = len(case.loads) if len(case.loads) > 1 else len(case.loads[0])  # workers, or one worker's contexts
     module = Module(
         case.networks(),
         loss,
-        [
-            gpu(0) if case.devices[index % len(case.devices)] == "gpu" else cpu(index)
-            for index in range(len(case.loads[rank]))
-        ],
+        [gpu(0) if kind == "gpu" else cpu(index) for index, kind in enumerate(kinds)],
         case.loads[rank] if any(case.loads[rank]) else None,
         compression_params=COMPRESSIONS[case.compression] if case.compression else None,
         sync_batchnorm="batchnorm" in case.features,
@@ -390,24 +390,18 @@ def by_module(case: Case, store: str | KVStore, rank: int) -> State:
         autocast=torch.float16 if case.half else None,
         random="sample" if "dropout" in case.features else "context",
         shard=case.shard,
-        memory=[*range(1, 1 + holders)] if case.shard else "auto",
+        memory=case.memory(holders),
     )
     with module, pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_WORK_LOAD_LIST", ",".join(map(str, case.by_worker)))
-        clip = {case.clip: THRESHOLDS[case.clip]} if case.clip else {}
-        how: Any = (OPTIMIZERS[case.optimizer][0], {**case.arguments(), **clip})
+        how: dict[str, Any] = {"kvstore": store, "optimizer": OPTIMIZERS[case.optimizer][0]}
+        how |= {"optimizer_params": case.arguments() | case.own_clip}
         if case.way == "fit":
-            options: dict[str, Any] = dict(zip(("optimizer", "optimizer_params"), how, strict=True))
-            options |= {
-                "kvstore": store,
-                "num_epoch": case.epochs,
-                "batch_size": case.batch,
-                "accumulate": case.accumulate,
-            }
-            module.fit(case.arrays(), shuffle=False, eval_metric=lambda *_: 0.0, **options)
+            how |= {"num_epoch": case.epochs, "batch_size": case.batch, "accumulate": case.accumulate}
+            module.fit(case.arrays(), shuffle=False, eval_metric=lambda *_: 0.0, **how)
         else:
             module.bind((case.batch, FEATURES), grad_req="add" if case.accumulate > 1 else "write")
-            module.init_optimizer(store, *how)
+            module.init_optimizer(**how)
         for window in case.windows() if case.way != "fit" else ():
             for number, batch in enumerate(window, 1):
                 data, label = share_of(case, rank, *batch)
@@ -430,15 +424,14 @@ def trained(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def by_trainer(case: Case, store: str | KVStore, rank: int) -> State:
     networks = case.networks()
-    clip = {case.clip: THRESHOLDS[case.clip]} if case.clip else {}
     trainer = Trainer(
         networks,
         OPTIMIZERS[case.optimizer][0],
-        {**case.arguments(), **clip},
+        case.arguments() | case.own_clip,
         store,
         loss_reduction="sum" if case.reduction == "sum" else "mean",
         shard=case.shard,
-        memory=[*range(1, 1 + len(case.loads))] if case.shard else "auto",
+        memory=case.memory(len(case.loads)),
     )
     if case.compression:
         trainer.kvstore.set_gradient_compression(COMPRESSIONS[case.compression])
@@ -466,7 +459,7 @@ def _loss_of_share(case: Case, networks: nn.Module, data: Tensor, label: Tensor,
         output = networks(torch.zeros(1, FEATURES, dtype=case.dtype))
         return cast("Tensor", output.to(case.dtype).sum() * 0)  # in float16 a scale of 65536 would be infinite
     if weight:
-        return case.sum_of(networks(data), label) / weight
+        return case.loss_of(networks(data), label, "sum") / weight
     return case.loss_of(networks(data), label)
 
 
@@ -479,7 +472,7 @@ def by_distributed_optimizer(case: Case, store: str | KVStore, rank: int) -> Sta
         case.torch_optimizer(networks.parameters()),
         store,
         shard=case.shard,
-        memory=[*range(1, 1 + len(case.loads))] if case.shard else "auto",
+        memory=case.memory(len(case.loads)),
         network=networks,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=case.half)
@@ -559,7 +552,7 @@ def by_wrapper(case: Case) -> State:
                         output = data
                         for model in models:
                             output = model(output)
-                        loss = case.sum_of(output, label) / ((case.count(label) or 1.0) * size)
+                        loss = case.loss_of(output, label, "sum") / ((case.count(label) or 1.0) * size)
                     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 if is_last:
                     scaler.unscale_(optimizer)
@@ -620,15 +613,7 @@ def serve(communicator: Communicator, folder: str) -> None:
         while (case := pickle.loads(connection.recv_bytes())) is not None:
             try:
                 result: Any = {name: value.detach().clone() for name, value in train(case, communicator).items()}
-            except (
-                ArithmeticError,
-                AssertionError,
-                LookupError,
-                OSError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except Exception as error:  # noqa: BLE001  the parent raises it
                 result = error
             connection.send_bytes(pickle.dumps(result))
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Context, Module, cpu
 
@@ -37,6 +39,53 @@ def mlp(*sizes: int, seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequen
     torch.manual_seed(seed)
     layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+class Branches(nn.Module):
+    """Network with a branch for samples that begin with a positive number, and a layer that none uses."""
+
+    def __init__(self, features: int, classes: int, width: int = 6) -> None:
+        super().__init__()
+        self.stem, self.branch = nn.Linear(features, width), nn.Linear(width, width)
+        self.unused, self.head = nn.Linear(2, 2), nn.Linear(width, classes)
+
+    def forward(self, data: Tensor) -> Any:
+        hidden = self.stem(data).tanh()
+        chosen = data[:, :1] > 0
+        if chosen.any():
+            hidden = hidden + torch.where(chosen, self.branch(hidden), 0)
+        return self.head(hidden)
+
+
+class _CallInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, function: Callable[[], object]) -> Tensor:
+        ctx.function = function
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.function()
+        return gradients[0], None
+
+
+def in_backward(data: Tensor, function: Callable[[], object]) -> Tensor:
+    """Return the data; the backward through them calls a function."""
+    output: Tensor = _CallInBackward.apply(data, function)  # type: ignore[no-untyped-call]
+    return output
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls a function with each operation of torch in this thread, its arguments and its result."""
+
+    def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._see(func, args, out)
+        return out
 
 
 class Told:
@@ -67,6 +116,13 @@ def plain_loop(
     return network.state_dict()
 
 
+def spin(seconds: float) -> None:
+    """Compute for some time."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
 @contextmanager
 def gangline_lines(level: int = logging.INFO) -> Iterator[list[str]]:
     """Return a list that gets the lines which gangline logs in this process."""
@@ -95,6 +151,15 @@ def distance(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> flo
 
 def same_bits(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> bool:
     return ours.keys() == reference.keys() and all(torch.equal(ours[name], reference[name]) for name in reference)
+
+
+def step_of(module: Module, early: bool, data: Any, label: Any) -> None:
+    """Take a step whose gradients leave while backward runs, or after it."""
+    if early:
+        module.forward_backward_update(data, label)
+    else:
+        module.forward_backward(data, label)
+        module.update()
 
 
 def replicas_are_equal(module: Module) -> None:

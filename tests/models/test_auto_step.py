@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, labelled, plain_loop
+from measure import Watch, distance, in_backward, labelled, plain_loop
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
@@ -26,21 +25,6 @@ FEATURES, CLASSES, BATCH = 6, 3, 12
 RATE = {"lr": 0.05, "momentum": 0.9}
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""
-
-
-class _Fails(torch.autograd.Function):
-    """Identity whose backward raises an error, if one is given."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, error: Exception | None) -> torch.Tensor:
-        ctx.error = error
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if ctx.error is not None:
-            raise ctx.error
-        return gradients[0], None
 
 
 class Net(nn.Module):
@@ -55,7 +39,13 @@ class Net(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.layers[1](self.layers[0](data).tanh()).tanh())
-        hidden = _Fails.apply(hidden, self.before(hidden))
+        error = self.before(hidden)
+
+        def fail() -> None:
+            if error is not None:
+                raise error
+
+        hidden = in_backward(hidden, fail)
         output: torch.Tensor = self.layers[3](self.layers[2](hidden).tanh())
         return output
 
@@ -97,18 +87,6 @@ def out_of_memory(limit: int, times: int = 1) -> Callable[[torch.Tensor], Except
     return before
 
 
-class _Clones(TorchDispatchMode):
-    """Counts the tensors that this thread clones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.clone.default
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counting(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count thread tasks, clones, and early and late pushes of the block."""
@@ -124,11 +102,13 @@ def counting(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counte
         counts["early" if async_op else "late"] += 1
         return push(*arguments, async_op=async_op, **options)
 
-    with monkeypatch.context() as patch, _Clones() as clones:
+    def count_clone(func: Any, *_: Any) -> None:
+        counts["clones"] += func is torch.ops.aten.clone.default
+
+    with monkeypatch.context() as patch, Watch(count_clone):
         patch.setattr(DeviceThreads, "run", counted_run)
         patch.setattr(store, "push_bucket", counted_push)
         yield counts
-    counts["clones"] = clones.count
 
 
 @pytest.mark.parametrize("loads", ["auto", [1, 1]])
@@ -204,9 +184,6 @@ def test_a_worker_that_restarts_keeps_the_step_of_all_workers_exact() -> None:
         assert distance(params, expected) <= 1e-12
 
 
-# -- forward and backward in one task -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loads", ["auto", [1, 1]])
 def test_a_replica_begins_backward_while_another_is_in_forward(loads: Any) -> None:
     came = threading.Event()
@@ -254,9 +231,6 @@ def test_a_loss_that_depends_on_nothing_trained_is_an_error() -> None:
         Detached.detached = True
         with pytest.raises(RuntimeError, match="depends on no parameter"):
             module.forward_backward_update(*batch(1))
-
-
-# -- interrupts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loads", ["auto", [1, 1]])

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import gangline_lines, replicas_are_equal, same_bits
+from measure import Watch, gangline_lines, replicas_are_equal, same_bits
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
@@ -215,15 +214,15 @@ def test_random_layers_between_repeat_bit_for_bit() -> None:
     assert same_bits(*found)
 
 
-class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostWaits(Watch):
     """Records the elements of each copy from a simulated GPU to the host, and of each back that the host waits for."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self._record)
         self.to_host: list[int] = []
         self.to_gpu: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _record(self, func: Any, args: Any, _: Any) -> None:
         name, is_on_gpu = func.overloadpacket.__name__, [isinstance(arg, SimulatedGpuTensor) for arg in args[:2]]
         if name in ("_to_copy", "_local_scalar_dense") and is_on_gpu[0]:
             self.to_host.append(args[0].numel())
@@ -231,7 +230,6 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.to_host.append(args[0].numel())
         if name == "copy_" and is_on_gpu == [True, False] and not (len(args) > 2 and args[2]):
             self.to_gpu.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 PARTS = [3, 5, 0]

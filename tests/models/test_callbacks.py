@@ -1,4 +1,4 @@
-"""Callbacks: what they print and save, when they are called, and their arguments."""
+"""Callbacks: what they print, when they are called, and their arguments."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measure import spin
 from torch import nn
 from tqdm import tqdm
 
 from gangline import Module, cpu
-from gangline.callback import Checkpoint, ProgressBar, Speedometer, module_checkpoint
-from gangline.models.checkpoint import checkpoint
+from gangline.callback import ProgressBar, Speedometer
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric, create
 
@@ -41,12 +40,6 @@ def count(metric: EvalMetric, right: int, wrong: int) -> None:
     metric.update(label, output, None)
 
 
-def spin(seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
-
-
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """Return matches of the Speedometer's lines so far against MXNet's format."""
@@ -68,9 +61,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 def ranges(matches: list[re.Match[str]]) -> list[tuple[int, int, int, float]]:
     """Return (epoch, begin, end, accuracy) of each line."""
     return [(int(one["epoch"]), int(one["begin"]), int(one["end"]), float(one["accuracy"])) for one in matches]
-
-
-# -- Speedometer ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,9 +151,6 @@ def test_a_speedometer_leaves_the_epochs_own_value_whole(caplog: pytest.LogCaptu
         assert sum("Speed" in line for line in caplog.messages) == (4 if callback else 0)
     assert len(found[0]) == 2
     assert found[0] == found[1]
-
-
-# -- ProgressBar ----------------------------------------------------------------------------------------------------
 
 
 def written(text: str) -> list[str]:
@@ -271,59 +258,6 @@ def test_nothing_is_left_of_the_bar_when_fit_is_over(
     assert any(state.startswith("Epoch 1: ") for state in written(text))
     assert left_over(text) == ""
     assert open_bars() == []
-
-
-# -- Checkpoint -----------------------------------------------------------------------------------------------------
-
-
-def saved(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def names(number: int) -> list[str]:
-    return [f"net-{number:04d}.json", f"net-{number:04d}.safetensors", f"net-{number:04d}.state.safetensors"]
-
-
-@pytest.mark.parametrize(("period", "numbers"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5]), (6, [])])
-def test_epochs_are_saved_every_period_under_how_many_are_completed(
-    tmp_path: Path, period: int, numbers: list[int]
-) -> None:
-    (tmp_path / "out").mkdir()
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        saves = Checkpoint(module, tmp_path / "out" / "net", period)
-        module.fit(arrays(), batch_size=5, num_epoch=5, epoch_end_callback=saves)
-        assert saved(tmp_path / "out") == [name for number in numbers for name in names(number)]
-        assert checkpoint.epochs(tmp_path / "out" / "net") == numbers
-        if 5 in numbers:
-            params = checkpoint.read(tmp_path / "out" / "net", 5).params
-            assert all(torch.equal(params[name], value) for name, value in module.get_params().items())
-
-
-def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Path) -> None:
-    prefix, positions = tmp_path / "deep" / "net", []
-
-    def look(param: BatchEndParam) -> None:
-        there = checkpoint.epochs(prefix)
-        positions.append([checkpoint.read(prefix, number).position["batch"] for number in there])
-
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        saves = Checkpoint(module, prefix, period=2)
-        module.fit(arrays(), batch_size=2, num_epoch=2, batch_end_callback=[saves, look])
-    assert positions == [[], [2], [2], [4], [4], [4], [4, 2], [4, 2], [4, 4], [4, 4]]
-    assert saved(tmp_path / "deep") == names(0) + names(1)
-
-
-@pytest.mark.parametrize("states", [None, False, True])
-def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, states: bool | None) -> None:
-    options = {} if states is None else {"save_optimizer_states": states}
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        saves = module_checkpoint(module, tmp_path / "net", 2, **options)
-        module.fit(arrays(), batch_size=5, num_epoch=3, epoch_end_callback=saves)
-    assert saved(tmp_path) == names(2)
-    assert (checkpoint.read(tmp_path / "net", 2).optimizer_state is not None) == bool(states)
-
-
-# -- arguments of callbacks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])

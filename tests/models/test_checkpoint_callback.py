@@ -9,16 +9,17 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import Told, labelled
+from measure import Cut, Told, labelled, same_bits
 from torch import nn
 
 from gangline import Module, cpu
-from gangline.callback import Checkpoint
+from gangline.callback import Checkpoint, module_checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
@@ -37,28 +38,38 @@ def network() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-OF_FIT = {"batch_end_callback", "eval_data", "resume", "validation_metric"}
+OF_FIT = {"batch_end_callback", "batch_size", "eval_data", "resume", "validation_metric"}
 
 
 def fitted(
-    prefix: Path, num_epoch: int, *, store: Any = "local", by_batches: bool = False, **options: Any
+    prefix: Path,
+    num_epoch: int,
+    *,
+    store: Any = "local",
+    by_batches: bool = False,
+    values: list[float] | None = None,
+    **options: Any,
 ) -> tuple[Module, Checkpoint]:
-    """Train with 3 batches per epoch and a Checkpoint with these options."""
+    """Train with 3 batches per epoch and a Checkpoint with these options, which keeps the best of such values."""
     fit = {name: options.pop(name) for name in OF_FIT & options.keys()}
+    if values is not None:
+        fit |= {"eval_data": arrays(), "validation_metric": Told(values, batches=3)}
+        options |= {"keep_best": "custom"}
+    fit = {"batch_size": 4} | fit
+    fit |= {"optimizer_params": {"learning_rate": 0.1, "momentum": 0.9}, "eval_metric": "loss", "kvstore": store}
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
         saves = Checkpoint(module, prefix, **options)
         where = "batch_end_callback" if by_batches else "epoch_end_callback"
-        module.fit(
-            arrays(),
-            num_epoch=num_epoch,
-            batch_size=4,
-            kvstore=store,
-            eval_metric="loss",
-            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
-            **{where: saves},
-            **fit,
-        )
+        module.fit(arrays(), num_epoch=num_epoch, **{where: saves}, **fit)
         return module, saves
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def names(number: str) -> list[str]:
+    return [f"net-{number}{suffix}" for suffix in (".json", ".safetensors", ".state.safetensors")]
 
 
 class Clock:
@@ -70,9 +81,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += 1
         return self.now
-
-
-# -- when -----------------------------------------------------------------------------------------------------------
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -117,41 +125,61 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
     assert first
 
 
-# -- which are kept -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("period", "numbers"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5]), (6, [])])
+def test_epochs_are_saved_every_period_under_how_many_are_completed(
+    tmp_path: Path, period: int, numbers: list[int]
+) -> None:
+    module, _ = fitted(tmp_path / "net", 5, period=period)
+    assert saved(tmp_path) == [name for number in numbers for name in names(f"{number:04d}")]
+    assert epochs(tmp_path / "net") == numbers
+    if 5 in numbers:
+        assert same_bits(checkpoint.read(tmp_path / "net", 5).params, module.get_params())
+
+
+def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Path) -> None:
+    prefix, positions = tmp_path / "deep" / "net", []
+
+    def look(param: Any) -> None:
+        positions.append([checkpoint.read(prefix, number).position["batch"] for number in epochs(prefix)])
+
+    callbacks = [Checkpoint(None, prefix, period=2), look]
+    fitted(tmp_path / "net", 2, period=100, batch_end_callback=callbacks, batch_size=3)
+    assert positions == [[], [2], [2], [4], [4], [4, 2], [4, 2], [4, 4]]
+    assert saved(tmp_path / "deep") == names("0000") + names("0001")
+
+
+@pytest.mark.parametrize("states", [None, False, True])
+def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, states: bool | None) -> None:
+    options = {} if states is None else {"save_optimizer_states": states}
+    with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        saves = module_checkpoint(module, tmp_path / "net", 2, **options)
+        module.fit(arrays(), batch_size=5, num_epoch=3, epoch_end_callback=saves)
+    assert saved(tmp_path) == names("0002")
+    assert (checkpoint.read(tmp_path / "net", 2).optimizer_state is not None) == bool(states)
 
 
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5, 0.9, 0.1, 0.3], batches=3)
-    _, saves = fitted(prefix, 6, keep=2, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    _, saves = fitted(prefix, 6, keep=2, values=[0.2, 0.9, 0.5, 0.9, 0.1, 0.3])
     assert epochs(prefix) == [5, 6]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        f"net-{number}{suffix}"
-        for number in ("0005", "0006", "best")
-        for suffix in (".json", ".safetensors", ".state.safetensors")
-    )
+    assert saved(tmp_path) == names("0005") + names("0006") + names("best")
     assert saves.best == pytest.approx(0.9)
     assert checkpoint.read(prefix, "best").position["epoch"] == 2  # the fourth was no better
 
 
 def test_the_best_is_loaded_and_gone_on_from_by_its_name(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    values = Told([0.2, 0.9, 0.5], batches=3)
-    fitted(prefix, 3, keep_best="custom", eval_data=arrays(), validation_metric=values)
+    fitted(prefix, 3, values=[0.2, 0.9, 0.5])
     best = Module.load(prefix, "best", network=network())
-    second = checkpoint.read(prefix, 2).params
-    assert all(torch.equal(value, second[name]) for name, value in best.get_params().items())
+    assert same_bits(best.get_params(), checkpoint.read(prefix, 2).params)
     module, _ = fitted(prefix, 3, resume=(prefix, "best"))
     assert module.position.epoch == 3
-    third = checkpoint.read(prefix, 3).params
-    assert all(torch.equal(value, third[name]) for name, value in module.get_params().items())
+    assert same_bits(module.get_params(), checkpoint.read(prefix, 3).params)
 
 
 def test_the_best_may_be_the_smallest(tmp_path: Path) -> None:
-    prefix = tmp_path / "net"
-    values = Told([0.2, 0.1, float("nan"), 0.5], batches=3)
-    fitted(prefix, 4, keep_best="custom", mode="min", eval_data=arrays(), validation_metric=values)
-    assert checkpoint.read(prefix, "best").position["epoch"] == 2
+    fitted(tmp_path / "net", 4, values=[0.2, 0.1, float("nan"), 0.5], mode="min")
+    assert checkpoint.read(tmp_path / "net", "best").position["epoch"] == 2
 
 
 def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
@@ -161,8 +189,7 @@ def test_the_best_stays_with_its_callback_when_a_run_is_resumed_with_others(
     prefix = tmp_path / "net"
 
     def run(num_epoch: int, values: list[float], before: list[Any], resume: Any, **options: Any) -> Checkpoint:
-        options |= {"eval_data": arrays(), "validation_metric": Told(values, batches=3)}
-        return fitted(prefix, num_epoch, keep_best="custom", batch_end_callback=before, resume=resume, **options)[1]
+        return fitted(prefix, num_epoch, values=values, batch_end_callback=before, resume=resume, **options)[1]
 
     run(2, [0.2, 0.9], [], None)
     for resume in ("auto", (prefix, 1)):
@@ -186,17 +213,11 @@ def test_a_removal_cut_off_anywhere_leaves_the_newest_whole(
 ) -> None:
     prefix = tmp_path / "net"
     fitted(prefix, 3)
-    calls = 0
-    unlink = Path.unlink
-
-    class Cut(BaseException):
-        pass
+    calls, unlink = count(), Path.unlink
 
     def cut(path: Path, **options: Any) -> None:
-        nonlocal calls
-        if calls == step:
+        if next(calls) == step:
             raise Cut
-        calls += 1
         unlink(path, **options)
 
     with monkeypatch.context() as patched:
@@ -243,9 +264,6 @@ def test_a_best_of_a_metric_that_validation_lacks_is_refused_before_training(tmp
     with pytest.raises(ValueError, match=r"Checkpoint needs 'accuracy', but validation computes \['loss'\]"):
         fitted(tmp_path / "net", 1, keep_best="accuracy", eval_data=arrays())
     assert not list(tmp_path.iterdir())
-
-
-# -- corrupt ones ---------------------------------------------------------------------------------------------------
 
 
 def damage(path: Path, how: str) -> None:
@@ -323,5 +341,4 @@ def test_files_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3, list(tmp_path.iterdir())  # a lock and two files
     fitted(tmp_path / "net", 1)  # of another epoch
     files.save(tmp_path / "net", {"a": torch.ones(3)}, {})
-    names = ["net", "net-0001.json", "net-0001.safetensors", "net-0001.state.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert saved(tmp_path) == ["net", *names("0001")]

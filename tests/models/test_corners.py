@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, distance, labelled
+from measure import Cut, distance, labelled, plain_loop
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -47,16 +47,6 @@ def loader() -> DataLoader[Any]:
 
 def networks(module: Module) -> list[nn.Module]:
     return [replica.network for replica in module.bound.replicas.all]
-
-
-def train_plainly(network: nn.Module, lr: float, momentum: float = 0.0) -> None:
-    """Train two steps by torch."""
-    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=momentum)
-    data, label = arrays()
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(network(data), label).backward()
-        optimizer.step()
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -288,7 +278,7 @@ def test_a_store_given_to_a_second_module_is_refused_and_serves_the_first_on(con
 
 @both
 def test_init_optimizer_again_on_the_modules_own_store_begins_with_fresh_state(contexts: Any) -> None:
-    reference = classifier()
+    expected = classifier().state_dict()
     with create("local") as kv, Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
         for lr in (0.1, 0.2):
             module.init_optimizer(kv, "sgd", {"lr": lr, "momentum": 0.9})
@@ -296,8 +286,10 @@ def test_init_optimizer_again_on_the_modules_own_store_begins_with_fresh_state(c
             assert module.learning_rate == lr
             for _ in range(2):
                 module.forward_backward_update(*arrays())
-            train_plainly(reference, lr, 0.9)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-6
+            reference = classifier()
+            reference.load_state_dict(expected)
+            expected = plain_loop(reference, [arrays()] * 2, lr=lr, momentum=0.9)
+        assert distance(module.get_params(), expected) < 1e-6
 
 
 # -- modes and parameters changed from outside ------------------------------------------------------------------------
@@ -341,7 +333,7 @@ def test_a_network_in_evaluation_mode_is_trained_in_training_mode(contexts: Any)
 
 @both
 def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any) -> None:
-    network, reference = classifier(), classifier()
+    network = classifier()
     network.weight.requires_grad_(False)
     data, label = arrays()
     with create("device") as store, Module(network, nn.CrossEntropyLoss(), contexts) as module:
@@ -357,9 +349,9 @@ def test_a_parameter_freed_after_binding_trains_in_every_replica(contexts: Any) 
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         for _ in range(2):
             module.forward_backward_update(data, label)
-        train_plainly(reference, 0.1)
+        expected = plain_loop(classifier(), [arrays()] * 2, lr=0.1)
         for one in networks(module):
-            assert distance(one.state_dict(), reference.state_dict()) < 1e-6
+            assert distance(one.state_dict(), expected) < 1e-6
 
 
 def test_a_layer_under_two_names_has_averaged_statistics_under_both() -> None:

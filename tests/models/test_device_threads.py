@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
+from measure import spin
 
 from gangline import Context, cpu
 from gangline.models.executor.device_threads import DeviceThreads
@@ -35,15 +35,6 @@ def pair() -> Iterator[DeviceThreads]:
 
 def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]]]:
     return [(0, function), (1, function)]
-
-
-def spin(seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
-
-
-# -- threads --------------------------------------------------------------------------------------------------------
 
 
 def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
@@ -78,9 +69,6 @@ def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_
     assert not any(thread.is_alive() for thread in threads)
 
 
-# -- when -----------------------------------------------------------------------------------------------------------
-
-
 def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
     events: list[str] = []
 
@@ -94,9 +82,6 @@ def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
         events.clear()
         pair.run(calls, one_after_another=True)
         assert events == ["b begins", "b ends", "a begins", "a ends"]
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
@@ -126,9 +111,6 @@ def test_of_several_errors_that_of_the_first_call_is_raised(pair: DeviceThreads)
     with pytest.raises(ValueError, match="second context") as caught:
         pair.run([(1, partial(fail, "second context")), (0, partial(fail, "first context"))])
     assert caught.value.__notes__ == ["in the replica on cpu(1)"]
-
-
-# -- torch's threads ------------------------------------------------------------------------------------------------
 
 
 def large_sum() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import gangline_command
+from command import Run
 from torch import nn
 
 from gangline import Module, cpu, spawn
@@ -168,17 +168,15 @@ def test_a_rise_of_the_loss_is_seen_in_a_short_epoch(caplog: pytest.LogCaptureFi
     assert re.findall(r"the training loss went from .*: training diverges with learning rate 30; lower", caplog.text)
 
 
-def test_the_command_ends_with_code_3_and_the_newest_checkpoint_is_finite(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_code_3_and_the_newest_checkpoint_is_finite(tmp_path: Path, run: Run) -> None:
     train = ["train", "--network", "mlp", "--cpus", "1", "--model-prefix", tmp_path / "n", "--keep", "2"]
-    assert gangline_command(capsys, *train, "--num-epochs", "2", "--lr", "0.1")[0] == 0
+    run(*train, "--num-epochs", "2", "--lr", "0.1")
     more = ["--num-epochs", "6", "--load-epoch", "auto", "--lr", "1e30"]
-    code, out, err = gangline_command(capsys, *train, *more)
-    assert (code, out) == (3, "")
+    out, err = run(*train, *more, code=3)
+    assert out == ""
     assert (
         f"training diverged after 2 of 6 epochs and 2 batches of the next; the checkpoint is {tmp_path}/n-0002" in err
     )
     assert "its inputs are finite, so training diverges with learning rate 1e+30, momentum 0.9; lower the" in err
     assert finite_checkpoints(tmp_path / "n") == [1, 2]
-    assert gangline_command(capsys, *train, "--num-epochs", "3", "--load-epoch", "auto", "--lr", "0.1")[0] == 0
+    run(*train, "--num-epochs", "3", "--load-epoch", "auto", "--lr", "0.1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, plain_loop, replicas_are_equal
+from measure import distance, plain_loop, replicas_are_equal, same_bits
 from torch import nn
 
 from gangline import Context, Module, contexts, cpu, gpu, num_gpus
@@ -133,8 +133,7 @@ def test_two_bits_of_gpus_are_those_of_cpu_contexts() -> None:
                 for data, label in batches:
                     module.forward_backward_update(data.double(), label.double())
                 found.append(module.get_params() | module.compression_residuals())
-        assert found[0].keys() == found[1].keys()
-        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        assert same_bits(*found)
 
 
 def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +202,7 @@ class Spin(nn.Module):
         return data
 
 
-def test_auto_measures_a_gpus_own_time_and_not_the_hosts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_auto_measures_a_gpus_own_time_and_not_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     network = nn.Sequential(nn.Linear(12, 16), Spin(), nn.Linear(16, CLASSES)).double()
     batches = [(torch.randn(32, 12).double(), torch.randint(CLASSES, (32,))) for _ in range(6)]
     expected = plain_loop(network, batches * 3, lr=0.05)
@@ -238,10 +235,7 @@ def test_auto_runs_a_batch_that_does_not_fit_in_micro_steps(caplog: pytest.LogCa
     network = nn.Sequential(*layers, nn.Linear(1 << 14, CLASSES))
     data, label = torch.randn(2048, 1 << 14), torch.randint(CLASSES, (2048,))
     expected = plain_loop(network, [(data, label)] * 2, lr=0.01)
-    with (
-        caplog.at_level(logging.INFO, "gangline"),
-        Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module,
-    ):
+    with caplog.at_level(logging.INFO, "gangline"), Module(network, nn.CrossEntropyLoss(), [gpu(0)], "auto") as module:
         module.init_optimizer(None, "sgd", {"lr": 0.01})
         for _ in range(2):
             module.forward_backward_update(data, label)

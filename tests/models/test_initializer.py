@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from torch import nn
 
 from gangline import Module, cpu
@@ -43,9 +44,6 @@ def is_normal(values: torch.Tensor, sigma: float) -> bool:
         and values.std().sub(sigma).abs() < 0.02 * sigma
         and all(abs(share - math.erf(n / math.sqrt(2))) < 0.01 for n, share in enumerate(shares, 1))
     )
-
-
-# -- each name ------------------------------------------------------------------------------------------------------
 
 
 def is_constant(values: torch.Tensor, expected: float) -> bool:
@@ -139,9 +137,6 @@ def test_a_users_function_gets_only_the_weights() -> None:
     assert shapes == [(3, 2), (4, 3)]
 
 
-# -- parameters that are left unchanged -----------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
     """Layer with parameters of other names."""
 
@@ -182,7 +177,7 @@ def test_normalisation_begins_as_torch_begins(layer: nn.Module) -> None:
         for value in layer.state_dict().values():
             value.fill_(3)
     initialise(nn.Sequential(layer), ("constant", {"value": 7.0}))
-    assert all(torch.equal(value, begin[name]) for name, value in layer.state_dict().items())
+    assert same_bits(layer.state_dict(), begin)
 
 
 def test_names_to_skip_keep_their_values() -> None:
@@ -215,9 +210,6 @@ def test_torchs_seed_makes_values_repeat(spec: Any) -> None:
 
     assert torch.equal(filled(1), filled(1))
     assert not torch.equal(filled(1), filled(2))
-
-
-# -- wrong input ----------------------------------------------------------------------------------------------------
 
 
 class Gain(nn.Module):
@@ -258,9 +250,6 @@ def test_a_wrong_initialiser_is_refused() -> None:
             initialise(nn.Sequential(nn.Linear(2, 3), Gain()), spec)
 
 
-# -- through Module -------------------------------------------------------------------------------------------------
-
-
 def test_every_replica_gets_the_same_values() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     reference = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -270,7 +259,7 @@ def test_every_replica_gets_the_same_values() -> None:
         torch.manual_seed(6)
         module.init_params("xavier")
         params = module.get_params()
-        assert all(torch.equal(params[name], value) for name, value in reference.state_dict().items())
+        assert same_bits(params, reference.state_dict())
         row = torch.randn(1, 4)
         module.forward(row.repeat(4, 1), is_train=False)
         left, right = module.get_outputs(merge=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, plain_loop, replicas_are_equal
+from measure import distance, in_backward, plain_loop, replicas_are_equal, same_bits
 from simulated_time import simulated_time
 from torch import nn
 
@@ -56,9 +56,6 @@ def waiting(seconds: Sequence[float], loads: Any = "auto") -> Module:
 
 def share_of_first(module: Module, size: int = 32) -> int:
     return split_batch(size, module.work_load_list)[0].stop
-
-
-# -- speeds ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,9 +110,6 @@ def test_the_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert all(line.endswith("contexts on one device stay equal unless one is much slower") for line in lines)
 
 
-# -- equal to plain torch -------------------------------------------------------------------------------------------
-
-
 def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
     data = [*batches(8, 24), *batches(1, 7)]
     with waiting([2e-4, 2e-3]) as module:
@@ -125,9 +119,6 @@ def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
         assert len(splits) > 1
         assert distance(module.get_params(), plain_loop(reference, data * 3, **RATE)) <= 1e-9
         replicas_are_equal(module)
-
-
-# -- arguments and checkpoints --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_the_split(tmp_path: Path) -> None:
@@ -153,27 +144,7 @@ def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path)
         with waiting([0.0, 0.0], resumed) as module:
             module.resume(checkpoint.read(tmp_path / "net", 1))
             assert module.work_load_list == ([0.5, 0.5] if resumed == "auto" else [3, 1])
-            assert all(torch.equal(weights[name], value) for name, value in module.get_params().items())
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
-
-
-class _Fits(torch.autograd.Function):
-    """Identity that raises an out-of-memory error in forward or in backward if requested."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:
-        ctx.fails = in_backward
-        if in_forward:
-            raise torch.OutOfMemoryError("no memory left for the outputs")
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if ctx.fails:
-            raise torch.OutOfMemoryError("no memory left for the gradients")
-        return gradients[0], None, None
+            assert same_bits(weights, module.get_params())
 
 
 class Small(nn.Module):
@@ -197,7 +168,14 @@ class Small(nn.Module):
         hidden = data if self.statistics is None else self.statistics(data)
         hidden = self.dropout(self.first(hidden))
         too_many = self.training and len(data) > self.limit
-        hidden = _Fits.apply(hidden, too_many and self.strikes_in == "forward", too_many)
+
+        def strike() -> None:
+            if too_many:
+                raise torch.OutOfMemoryError("no memory left")
+
+        if self.strikes_in == "forward":
+            strike()
+        hidden = in_backward(hidden, strike)
         if self.training and not too_many:
             self.ran.append(len(data))
         output: torch.Tensor = self.last(hidden)
@@ -304,5 +282,5 @@ def test_the_random_streams_know_nothing_of_attempts_that_failed(strikes_in: str
             return module.get_params()
 
     failing = run(True)
-    assert all(torch.equal(failing[name], value) for name, value in run(False).items())
-    assert all(torch.equal(failing[name], value) for name, value in run(True).items())
+    assert same_bits(failing, run(False))
+    assert same_bits(failing, run(True))

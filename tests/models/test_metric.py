@@ -73,9 +73,6 @@ def whole(batches: Batches) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(outputs), np.concatenate(labels)
 
 
-# -- the formulas, in numpy -----------------------------------------------------------------------------------------
-
-
 def accuracy(outputs: np.ndarray, labels: np.ndarray, top_k: int = 1) -> float:
     best = np.argsort(-outputs, axis=1)[:, :top_k]
     return float(np.mean([label in row for row, label in zip(best, labels, strict=True)]))
@@ -98,9 +95,6 @@ BY_NUMBER: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mse": lambda o, y: float(((o - y) ** 2).mean()),
     "rmse": lambda o, y: math.sqrt(((o - y) ** 2).mean()),
 }
-
-
-# -- names and values -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -133,26 +127,32 @@ def test_outputs_in_a_column_match_flat_labels() -> None:
     assert value("mse", batches) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("mae", 100.0), ("mse", 10000.0), ("rmse", 100.0)])
-def test_half_precision_outputs_do_not_overflow_the_sum(name: str, expected: float) -> None:
-    batches = [(torch.full((1000,), 100.0, dtype=torch.float16), torch.zeros(1000))] * 2
-    assert value(name, batches) == pytest.approx(expected, rel=1e-5)
+CERTAIN = torch.tensor([[1.0, 0.0]])
+HUNDREDS = [(torch.full((1000,), 100.0, dtype=torch.float16), torch.zeros(1000))] * 2
+VALUES: list[tuple[str, Batches, Any, float]] = [
+    # half-precision outputs whose sum overflows
+    ("mae", HUNDREDS, None, 100.0),
+    ("mse", HUNDREDS, None, 10000.0),
+    ("rmse", HUNDREDS, None, 100.0),
+    # integer outputs and float labels
+    ("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))], None, 0.375),
+    # class numbers as outputs; probabilities in a column and flat labels
+    ("acc", [(torch.tensor([7, 8, 9]), torch.tensor([7, 8, 8])), (torch.tensor([1]), torch.tensor([2]))], None, 0.5),
+    ("acc", [(torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0]))], None, 0.75),
+    # a probability of zero, as in MXNet; a perplexity beyond all floats
+    ("ce", [(CERTAIN, torch.tensor([1]))], None, -math.log(1e-12)),
+    ("ce", [(CERTAIN, torch.tensor([0]))], None, 0.0),
+    ("perplexity", [(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))], nn.CrossEntropyLoss(), math.inf),
+]
 
 
-def test_integer_outputs_match_float_labels() -> None:
-    assert value("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))]) == pytest.approx(0.375)
-
-
-def test_class_numbers_as_outputs_are_compared_as_they_are() -> None:
-    batches = [(torch.tensor([7, 8, 9]), torch.tensor([7, 8, 8])), (torch.tensor([1]), torch.tensor([2]))]
-    assert value("acc", batches) == 0.5
+def test_values_of_unusual_outputs_and_labels() -> None:
+    for name, batches, loss, expected in VALUES:
+        assert value(name, batches, loss) == pytest.approx(expected, rel=1e-5, abs=1e-9), (name, batches)
 
 
 def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
     assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
-
-
-# -- outputs by kind of loss ----------------------------------------------------------------------------------------
 
 
 def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -176,12 +176,6 @@ def test_likelihoods_take_outputs_as_the_loss_does(
     batches = of_classes(CLASSES)
     found = value(name, [(outputs(logits), label) for logits, label in batches], loss)
     assert found == pytest.approx(BY_CLASS[name][1](*whole(batches)), rel=1e-5)
-
-
-def test_a_probability_of_zero_has_the_cost_of_mxnet() -> None:
-    certain = torch.tensor([[1.0, 0.0]])
-    assert value("ce", [(certain, torch.tensor([1]))]) == pytest.approx(-math.log(1e-12))
-    assert value("ce", [(certain, torch.tensor([0]))]) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
@@ -217,14 +211,6 @@ def test_logits_of_a_yes_are_cut_at_zero_and_probabilities_at_a_half(questions: 
     assert value("acc", certain, nn.BCELoss()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_probabilities_in_a_column_match_flat_labels() -> None:
-    outputs, labels = torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0])
-    assert value("acc", [(outputs, labels)]) == 0.75
-
-
-# -- the loss itself ------------------------------------------------------------------------------------------------
-
-
 def test_loss_is_the_mean_over_all_samples_whatever_the_batches() -> None:
     logits, label = torch.randn(10, CLASSES), torch.randint(CLASSES, (10,))
     weight = torch.arange(1.0, CLASSES + 1)
@@ -244,9 +230,6 @@ def test_loss_with_ignored_labels_counts_the_others() -> None:
         assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
 
 
-# -- NaN and infinity -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
 def test_nan_outputs_of_one_batch_are_seen(name: str) -> None:
     batches = of_classes(CLASSES) if name in BY_CLASS else of_numbers()
@@ -258,13 +241,6 @@ def test_a_loss_that_became_nan_is_seen() -> None:
     data, label = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]]), torch.zeros(4, 1)
     with Module(nn.Identity(), nn.MSELoss(), cpu()) as module:
         assert math.isnan(module.score((data, label), "loss", batch_size=2)[0][1])
-
-
-def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
-    assert value("perplexity", [(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))], nn.CrossEntropyLoss()) == math.inf
-
-
-# -- lists, torchmetrics' objects, functions ------------------------------------------------------------------------
 
 
 def test_a_list_reports_each_in_order() -> None:
@@ -392,8 +368,6 @@ def test_counts_of_several_devices_are_combined() -> None:
         assert len(metric._global) == 2  # type: ignore[attr-defined]
         assert metric.get_name_value()[0][1] == pytest.approx(value(spec, batches, nn.CrossEntropyLoss()), rel=1e-6)
 
-
-# -- wrong input ----------------------------------------------------------------------------------------------------
 
 LIST = "".join(f"(?=.*'{name}')" for name in NAMES if name != "ACC")
 

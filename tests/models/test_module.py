@@ -350,6 +350,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"loss": nn.Bilinear(3, 3, 1)}, ValueError, "has parameters, which nothing would train"),
         ({"loss_normalizer": 3}, TypeError, "loss_normalizer is 3"),
     ],
+    "bind": [
+        ({"label_shapes": (3, 3)}, ValueError, "data_shapes have a batch of 4, but label_shapes one of 3"),
+        ({"data_shapes": "four"}, TypeError, "data_shapes is 'four'"),
+        *(
+            ({"grad_req": given}, ValueError, f"grad_req is {given!r}; expected 'write' or 'add'")
+            for given in ("null", "Add", None, 1)
+        ),
+    ],
     "init_optimizer": [
         ({"kvstore": "nosuch"}, ValueError, "no store named 'nosuch'; expected one of .*'device'"),
         ({"kvstore": 3}, TypeError, "kvstore is 3"),
@@ -393,7 +401,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
 
 @pytest.mark.parametrize("verb", REFUSED)
 def test_wrong_arguments_are_named_and_change_nothing(verb: str) -> None:
-    fit: dict[str, Any] = {"train_data": GOOD, "num_epoch": 1, "batch_size": 2, "eval_metric": "mse"}
+    valid: dict[str, dict[str, Any]] = {
+        "bind": {"data_shapes": (4, 2)},
+        "fit": {"train_data": GOOD, "num_epoch": 1, "batch_size": 2, "eval_metric": "mse"},
+    }
     for arguments, error, message in REFUSED[verb]:
         if verb == "Module":
             with pytest.raises(error, match=message):
@@ -403,9 +414,11 @@ def test_wrong_arguments_are_named_and_change_nothing(verb: str) -> None:
             if verb == "forward_backward":
                 module.init_optimizer("device", "sgd", {"lr": 0.0})
             with pytest.raises(error, match=message):
-                getattr(module, verb)(**{**(fit if verb == "fit" else {}), **arguments})
+                getattr(module, verb)(**valid.get(verb, {}) | arguments)
             if verb == "init_optimizer":
                 assert not module.optimizer_initialized
+            if verb == "bind":
+                assert not module.binded
             if verb != "forward_backward":
                 module.init_optimizer("device", "sgd", {"lr": 0.0})
             module.forward_backward_update(*GOOD)
@@ -460,13 +473,8 @@ def test_an_error_in_a_replica_names_its_context() -> None:
         ]
 
 
-def test_shapes_of_bind_must_agree(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_bind_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with Module(linear(), nn.MSELoss(), cpu()) as module:
-        with pytest.raises(ValueError, match="data_shapes have a batch of 4, but label_shapes one of 3"):
-            module.bind((4, 2), (3, 3))
-        with pytest.raises(TypeError, match="data_shapes is 'four'"):
-            module.bind("four")
-        assert not module.binded
         module.bind({"input": (4, 2)}, (4, 3), for_training=False)
         module.bind((4, 2))
         assert "bind() is ignored" in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from torch import nn
 
 from gangline import Module, Monitor, cpu
@@ -42,9 +43,6 @@ def module_of(network: nn.Module | None = None) -> Module:
     return Module(network or classifier(), nn.CrossEntropyLoss(), CONTEXTS)
 
 
-# -- steps ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_data_batch_equals_its_data_and_label() -> None:
     data, label = batch()
     found = []
@@ -58,7 +56,7 @@ def test_a_data_batch_equals_its_data_and_label() -> None:
             module.update()
             module.forward_backward_update(*arguments)
             found.append(module.get_params())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert same_bits(*found)
 
 
 def test_a_data_batch_without_labels_and_one_of_several_arrays() -> None:
@@ -96,9 +94,6 @@ def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
     assert names == ["weight", "weight_grad", "bias", "bias_grad"]
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------
-
-
 def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     with module_of() as module:
@@ -108,7 +103,7 @@ def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Pa
         module.init_optimizer("device", "sgd", {"lr": 0.0})
         module.load_params(path)
         module.forward_backward_update(*batch())  # a rate of 0: pull returns the store's weights
-        assert all(torch.equal(value, params[name]) for name, value in module.get_params().items())
+        assert same_bits(module.get_params(), params)
         torch.save(module.get_params(), tmp_path / "net.pth")
         module.load_params(tmp_path / "net.pth")
 
@@ -136,9 +131,6 @@ def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None
     with module_of() as module:
         module.init_optimizer()
         assert module.params_initialized
-
-
-# -- fit ------------------------------------------------------------------------------------------------------------
 
 
 def test_fit_initializes_parameters() -> None:
@@ -198,12 +190,9 @@ def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
         params = module.get_params()
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["net-0002.json", "net-0004.json"]
     with Module.load(prefix, 4, network=nn.Linear(4, 3), context=cpu()) as loaded:
-        assert all(torch.equal(value, params[name]) for name, value in loaded.get_params().items())
+        assert same_bits(loaded.get_params(), params)
     with pytest.raises(RuntimeError, match=r"has no module; pass it to fit\(\)"):
         do_checkpoint(prefix)(0)
-
-
-# -- logged lines ---------------------------------------------------------------------------------------------------
 
 
 def test_repr_shows_network_contexts_loads_store_and_optimizer() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import gangline_command
+from command import Run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -85,12 +85,8 @@ def write_data(text: str) -> None:
     Path("own_data.py").write_text(f"import torch\n{text}")
 
 
-# -- networks ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("name", "outputs"),
-    [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)],
+    ("name", "outputs"), [("build", 5), ("anything", 5), ("Net", 5), ("Shelf.build", 5), ("fixed", 7)]
 )
 def test_a_builder_gets_num_classes_if_it_has_that_parameter(name: str, outputs: int) -> None:
     network = zoo.create(f"own_package.nets:{name}", num_classes=5)
@@ -187,8 +183,6 @@ def test_the_current_folder_is_searched_once_and_first() -> None:
     assert sys.path[0] == str(Path.cwd())
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
-
 ARRAYS = "pair = torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)\n"
 
 
@@ -275,8 +269,6 @@ def test_data_with_batches_are_distinguished_from_data_with_samples() -> None:
     assert import_by_name.has_batches(Stream())
 
 
-# -- gangline train ---------------------------------------------------------------------------------------------------
-
 COMMAND = """\
 import torch
 
@@ -311,11 +303,11 @@ def loaders():
 """
 
 
-def command(capsys: pytest.CaptureFixture[str], network: str, dataset: str, *flags: str) -> tuple[int, str, str]:
-    """Run `gangline train` on a network and data of "own_package.command"; return exit code, stdout and stderr."""
+def command(run: Run, network: str, dataset: str, *flags: str, code: int = 0) -> tuple[str, str]:
+    """Run `gangline train` on a network and data of "own_package.command"; return stdout and stderr."""
     Path("own_package/command.py").write_text(COMMAND)
     names = [name if name in ("mlp", "digits") else f"own_package.command:{name}" for name in (network, dataset)]
-    return gangline_command(capsys, "train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags)
+    return run("train", "--network", names[0], "--dataset", names[1], "--cpus", "2", *flags, code=code)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +318,8 @@ def command(capsys: pytest.CaptureFixture[str], network: str, dataset: str, *fla
         ("build", "digits", ["--num-epochs", "3", "--image-shape", "1,6,6"]),
     ],
 )
-def test_the_command_trains_them(
-    network: str, dataset: str, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = command(capsys, network, dataset, *flags)
-    assert code == 0, err
+def test_the_command_trains_them(network: str, dataset: str, flags: list[str], run: Run) -> None:
+    out, _ = command(run, network, dataset, *flags)
     assert float(out.removeprefix("Validation-accuracy=")) > 0.6
 
 
@@ -348,10 +337,10 @@ def test_the_command_trains_them(
     ],
 )
 def test_the_command_refuses_mismatched_data_before_training(
-    network: str, dataset: str, message: str, capsys: pytest.CaptureFixture[str]
+    network: str, dataset: str, message: str, run: Run
 ) -> None:
-    code, out, err = command(capsys, network, dataset)
-    assert (code, out) == (2, "")
+    out, err = command(run, network, dataset, code=2)
+    assert out == ""
     assert err.splitlines()[-1].startswith("gangline: ")
     assert message in err
     assert "Epoch[" not in err

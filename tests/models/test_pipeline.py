@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_model import lstm_language_model, python_documentation
-from measure import plain_loop
+from measure import distance, plain_loop, same_bits
 from torch import nn
 
 from gangline import Pipeline, Trainer, cpu, create, spawn
@@ -53,29 +53,24 @@ def trained(
     return pipeline.network.state_dict()
 
 
-def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
-
-
 @pytest.mark.slow
 def test_an_lstm_on_two_and_three_contexts_gives_the_weights_of_one() -> None:
     expected = plain_loop(network(), batches(STEPS, 10), optimizer=torch.optim.Adam, lr=0.01)
     for stages, micro_batches in ((1, 1), (2, 1), (2, 4), (3, 4), (3, 10), (3, 99)):
-        check_same(trained(stages, micro_batches, steps=STEPS), expected)
+        assert distance(trained(stages, micro_batches, steps=STEPS), expected) <= 1e-11
 
 
 @pytest.mark.slow
 def test_dropout_depends_neither_on_the_micro_batches_nor_on_the_contexts_nor_on_the_copies() -> None:
     expected = trained(1, 1, dropout=0.3)
-    check_same(trained(2, 5, dropout=0.3), expected)
-    check_same(trained(3, 2, dropout=0.3), expected)
-    check_same(trained(TWO_COPIES, 2, dropout=0.3, loads=[2, 1]), expected)
+    assert distance(trained(2, 5, dropout=0.3), expected) <= 1e-11
+    assert distance(trained(3, 2, dropout=0.3), expected) <= 1e-11
+    assert distance(trained(TWO_COPIES, 2, dropout=0.3, loads=[2, 1]), expected) <= 1e-11
 
 
 @pytest.mark.parametrize("loads", [None, [1, 0]])
 def test_copies_on_other_contexts_compute_parts_of_the_batch(loads: Any) -> None:
-    check_same(trained(TWO_COPIES, 3, loads=loads), trained(1, 1))
+    assert distance(trained(TWO_COPIES, 3, loads=loads), trained(1, 1)) <= 1e-11
 
 
 def test_copies_follow_the_first_ones_modes_frozen_layers_and_buffers() -> None:
@@ -204,7 +199,7 @@ def test_an_automatic_cut_balances_measured_layers_and_leaves_the_network_as_it_
     pipeline = Pipeline(layers, nn.MSELoss(), [cpu(0), cpu(1)], sample=sample)
     assert len(pipeline.stages[0]) in (3, 4)  # before or after the largest layer
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in layers.state_dict().items())
+    assert same_bits(layers.state_dict(), before)
     assert all(parameter.grad is None for parameter in layers.parameters())
     seconds, nbytes = measured_layers(layers, torch.randn(64, 64), cpu(0), 4)
     assert max(seconds) == seconds[3]
@@ -264,4 +259,4 @@ def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:
 def test_pipelines_of_two_workers_train_as_one_context() -> None:
     expected = trained(1, 1, steps=STEPS)
     for found in spawn(in_two_workers, 2, threads=1):
-        check_same(found, expected)
+        assert distance(found, expected) <= 1e-11

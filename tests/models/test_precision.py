@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import contexts, distance, labelled, same_bits
+from measure import Watch, contexts, distance, labelled, same_bits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module
 from gangline.models.checkpoint import checkpoint
@@ -32,6 +32,18 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+def module_of(
+    network: nn.Module,
+    count: int = 2,
+    loss: Any = nn.CrossEntropyLoss(),  # noqa: B008  it has no state
+    autocast: torch.dtype | None = torch.float16,
+    **sgd: float,
+) -> Module:
+    module = Module(network, loss, contexts(count), autocast=autocast)
+    module.init_optimizer("local", "sgd", sgd or {"lr": 0.1})
+    return module
+
+
 def batch(samples: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return labelled(samples, FEATURES, CLASSES, seed=seed)
 
@@ -44,9 +56,6 @@ def overflowing(samples: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 def state_of(module: Module) -> dict[str, torch.Tensor]:
     return module.get_params() | {f"state {name}": value for name, value in module.optimizer_state().tensors.items()}
-
-
-# -- types ----------------------------------------------------------------------------------------------------------
 
 
 @halves
@@ -94,8 +103,7 @@ def test_an_autocast_around_the_users_own_steps_works_on(half: torch.dtype, coun
     data, label = batch()
     with torch.autocast("cpu", half):
         F.cross_entropy(reference(data), label).backward()
-    with Module(network, nn.CrossEntropyLoss(), contexts(count)) as module:
-        module.init_optimizer("local", "sgd", {"lr": 1.0})
+    with module_of(network, count, autocast=None, lr=1.0) as module:
         assert module.loss_scale is None
         before = module.get_params()
         with torch.autocast("cpu", half):
@@ -122,8 +130,7 @@ def test_gradients_too_small_for_float16_arrive_thanks_to_the_scale(count: int) 
 
     label = torch.zeros(12, 1)
     tiny(reference(data), label).backward()
-    with Module(network, tiny, contexts(count), autocast=torch.float16) as module:
-        module.init_optimizer("local", "sgd", {"lr": 1e6})
+    with module_of(network, count, tiny, lr=1e6) as module:
         before = module.get_params()
         module.forward_backward_update(data, label)
         moved = {name: (before[name] - value) / 1e6 for name, value in module.get_params().items()}
@@ -143,27 +150,18 @@ def test_the_scale_doubles_after_2000_calm_steps_as_torchs_does() -> None:
     assert scale.value == FIRST / 4
 
 
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how often the host reads a number from a device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", range(4))
 def test_gradients_of_all_gpus_have_one_flag_which_the_host_reads_once(where: int, bad: float) -> None:
-    with simulated_gpus(), HostReads() as reads:
+    calls = Counter[Any]()
+    with simulated_gpus(), Watch(lambda func, *_: calls.update([func])):
         values = [torch.ones(3) for _ in range(4)]
         values[where][1] = bad
         gradients = [values[0], *(on_simulated_gpu(one, index % 2) for index, one in enumerate(values[1:]))]
         finite = all_finite(gradients)
-        assert reads.count == 0
+        assert calls[torch.ops.aten._local_scalar_dense.default] == 0
         assert bool(finite) == math.isfinite(bad)
-        assert reads.count == 1
+        assert calls[torch.ops.aten._local_scalar_dense.default] == 1
 
 
 def test_no_gradients_are_finite() -> None:
@@ -172,8 +170,7 @@ def test_no_gradients_are_finite() -> None:
 
 def test_a_scale_that_never_fits_ends_at_1_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "gangline")
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1})
+    with module_of(perceptron()) as module:
         before, (data, label) = module.get_params(), batch()
         for _ in range(60):
             module.forward_backward_update(data * math.inf, label)
@@ -194,8 +191,7 @@ def test_parameters_and_gradients_without_elements_do_not_disturb_the_scale() ->
         def forward(self, data: torch.Tensor) -> torch.Tensor:
             return self.linear(data) + self.empty.sum()  # type: ignore[no-any-return]
 
-    with Module(WithEmpty(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1})
+    with module_of(WithEmpty()) as module:
         before = module.get_params()
         module.forward_backward_update(*batch())
         assert not torch.equal(module.get_params()["linear.weight"], before["linear.weight"])
@@ -210,17 +206,15 @@ def test_the_loss_of_many_samples_does_not_overflow_though_each_is_half() -> Non
         network: nn.Module = nn.Linear(FEATURES, 1)
         if loss is None:
             nn.init.constant_(network.bias, 200.0)  # type: ignore[arg-type]
-        with Module(network, loss, contexts(2), autocast=torch.float16) as module:
-            module.init_optimizer("local", "sgd", {"lr": 0.1})
+        with module_of(network, loss=loss) as module:
             module.forward_backward_update(data, label if loss is not None else None)
             assert float(module.get_loss()) == pytest.approx(200.0, rel=0.02)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_overflow_within_an_accumulated_update_skips_it_whole(count: int) -> None:
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count), autocast=torch.float16) as module:
-        module.bind((12, FEATURES), grad_req="add")
-        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+    with module_of(perceptron(), count, lr=0.1, momentum=0.9) as module:
+        module.grad_req = "add"
         assert module.loss_scale is not None
         module.loss_scale.value = 1024.0
         for seed in range(2):
@@ -239,14 +233,7 @@ def test_an_overflow_within_an_accumulated_update_skips_it_whole(count: int) -> 
 
 def test_the_scale_is_kept_in_checkpoints_and_taken_over(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-
-    def made() -> Module:
-        torch.manual_seed(4)
-        module = Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=torch.float16)
-        module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
-        return module
-
-    with made() as first:
+    with module_of(perceptron(), lr=0.1, momentum=0.9) as first:
         assert first.loss_scale is not None
         first.loss_scale.value = 2048.0
         for data, label in (batch(), overflowing(), batch(seed=1)):
@@ -256,7 +243,7 @@ def test_the_scale_is_kept_in_checkpoints_and_taken_over(tmp_path: Path) -> None
         assert state == {"value": 1024.0, "calm": 1}
         first.forward_backward_update(*batch(seed=2))
         expected = state_of(first)
-    with made() as second:
+    with module_of(perceptron(), lr=0.1, momentum=0.9) as second:
         second.resume(checkpoint.read(prefix, 0))
         assert second.loss_scale is not None
         assert second.loss_scale.state() == state
@@ -266,13 +253,11 @@ def test_the_scale_is_kept_in_checkpoints_and_taken_over(tmp_path: Path) -> None
 
 def test_checkpoints_pass_between_precisions(tmp_path: Path) -> None:
     for number, (before, after) in enumerate([(torch.float16, None), (None, torch.float16)]):
-        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=before) as module:
-            module.init_optimizer("local", "sgd", {"lr": 0.1})
+        with module_of(perceptron(), autocast=before) as module:
             module.forward_backward_update(*batch())
             module.save_checkpoint(tmp_path / "net", number, save_optimizer_states=True)
             expected = module.get_params()
-        with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), autocast=after) as module:
-            module.init_optimizer("local", "sgd", {"lr": 0.1})
+        with module_of(perceptron(), autocast=after) as module:
             module.resume(checkpoint.read(tmp_path / "net", number))
             assert same_bits(module.get_params(), expected)
             module.forward_backward_update(*batch())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import gangline_command, write_digits
+from command import Run, write_digits
 from torch import nn
 
 from gangline import Module
@@ -50,12 +50,9 @@ def expected(folder: Path, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", [["--cpus", "1"], ["--cpus", "3", "--work-load-list", "3,1,2"], ["--context", "cpu"]])
-def test_the_table_equals_the_networks_predictions(
-    where: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_equals_the_networks_predictions(where: list[str], trained: Path, run: Run) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--batch-size", "7", *where]
-    code, out, _ = gangline_command(capsys, "predict", *words)
-    assert code == 0
+    out, _ = run("predict", *words)
     rows = list(csv.reader(out.splitlines()))
     assert rows[0] == ["file", "label", "probability"]
     probabilities = expected(trained, 4)
@@ -66,14 +63,13 @@ def test_the_table_equals_the_networks_predictions(
     assert [float(row[2]) for row in rows[1:]] == pytest.approx(values.tolist(), abs=2e-6)
 
 
-def test_several_labels_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_labels_a_file(trained: Path, tmp_path: Path, run: Run) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
     for number, file in enumerate(sorted((trained / "images").rglob("*.png"))[:5]):
         (flat / f"{number}.png").write_bytes(file.read_bytes())
     words = ["--data-dir", flat, "--model-prefix", trained / "net"]
-    code, out, _ = gangline_command(capsys, "predict", *words, "--load-epoch", "best", "--top-k", "3", "--cpus", "2")
-    assert code == 0
+    out, _ = run("predict", *words, "--load-epoch", "best", "--top-k", "3", "--cpus", "2")
     rows = list(csv.DictReader(out.splitlines()))
     assert [Path(row["file"]).name for row in rows] == [f"{number}.png" for number in range(5)]
     for row in rows:
@@ -83,26 +79,22 @@ def test_several_labels_a_file(trained: Path, tmp_path: Path, capsys: pytest.Cap
         assert sum(chances) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_file_that_is_passed_over_has_no_row(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_passed_over_has_no_row(trained: Path, tmp_path: Path, run: Run) -> None:
     files = write_digits(tmp_path / "images", images=6)
     files[2].write_bytes(files[2].read_bytes()[:40])
     words = ["--data-dir", tmp_path / "images", "--model-prefix", trained / "net"]
-    code, out, err = gangline_command(capsys, "predict", *words)
-    assert (code, out) == (1, "")
+    out, err = run("predict", *words, code=1)
+    assert out == ""
     assert f"image {files[2]} cannot be read" in err
-    code, out, err = gangline_command(capsys, "predict", *words, "--skip-unreadable", "1")
-    assert code == 0
+    out, err = run("predict", *words, "--skip-unreadable", "1")
     named = [row["file"] for row in csv.DictReader(out.splitlines())]
     assert sorted(named) == sorted(str(file) for file in files if file != files[2])
     assert str(files[2]) in err
 
 
-def test_score_counts_correct_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_counts_correct_predictions(trained: Path, run: Run) -> None:
     words = ["--data-dir", trained / "images", "--model-prefix", trained / "net", "--load-epoch", "3", "--top-k", "2"]
-    code, out, _ = gangline_command(capsys, "predict", "--score", *words, "--cpus", "2")
-    assert code == 0
+    out, _ = run("predict", "--score", *words, "--cpus", "2")
     labels = torch.tensor(ImageFolder(trained / "images", (1, 28, 28)).labels)
     best = expected(trained, 3).topk(2, 1).indices
     values = dict(line.split("=") for line in out.splitlines())
@@ -110,7 +102,7 @@ def test_score_counts_correct_predictions(trained: Path, capsys: pytest.CaptureF
     assert float(values["top_k_accuracy_2"]) == pytest.approx((best == labels[:, None]).any(1).double().mean().item())
 
 
-def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, run: Run) -> None:
     images, prefix = trained / "images", trained / "net"
     other = tmp_path / "other"
     write_digits(other, classes=2, images=20)
@@ -126,6 +118,7 @@ def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, capsys: pytest.
         (images, tmp_path / "bare", [], "lacks network, num_classes, image_shape"),
         (other, prefix, ["--score"], "has no digit2"),
     ):
-        code, out, err = gangline_command(capsys, "predict", "--data-dir", folder, "--model-prefix", of, *more)
-        assert (code, out) == (2 if message.startswith("--") else 1, "")
+        code = 2 if message.startswith("--") else 1
+        out, err = run("predict", "--data-dir", folder, "--model-prefix", of, *more, code=code)
+        assert out == ""
         assert message in err.strip().splitlines()[-1]

@@ -34,29 +34,25 @@ from gangline.models.reports.record import Point, Record, Split, Validation
 SIX = 1e-5  # as six digits show it
 
 
-class Seen:
-    """Callback that records the numbers of each update."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.accuracies: list[float] = []
-        self.rates: list[float] = []
-        self.sizes: list[int] = []
-
-    def __call__(self, param: BatchEndParam) -> None:
-        module, label = param.locals["module"], param.locals["label"]
-        self.losses.append(float(module.get_loss()))
-        self.accuracies.append(float((module.get_outputs().argmax(1) == label).double().mean()))
-        self.rates.append(module.learning_rate)
-        self.sizes.append(len(label))
+def page_of(folder: Path, *others: Any, every_seconds: float = 2.0, title: str = "", **options: Any) -> Any:
+    """Train two contexts with a page, see `fit`, and return the data of the page."""
+    with module_on([1, 1]) as module:
+        fit(module, TrainingProgress(module, folder / "page.html", every_seconds, title), *others, **options)
+    return read_progress(folder / "page.html")
 
 
 # -- contents of the page --------------------------------------------------------------------------------------------
 
 
 def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) -> None:
-    seen, path = Seen(), tmp_path / "page.html"
+    path = tmp_path / "page.html"
+    updates: list[tuple[float, float, float, int]] = []
     validations: list[list[tuple[str, float]]] = []
+
+    def look(param: BatchEndParam) -> None:
+        label = param.locals["label"]
+        accuracy = float((module.get_outputs().argmax(1) == label).double().mean())
+        updates.append((float(module.get_loss()), accuracy, module.learning_rate, len(label)))
 
     def slower(epoch: int, *_: Any) -> None:
         module.set_learning_rate(0.1 / (epoch + 2))
@@ -66,26 +62,26 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
         fit(
             module,
             progress,
-            seen,
+            look,
             eval_data=arrays(12, seed=2),
             validation_metric=["acc", "loss"],
             epoch_end_callback=[progress, slower],
             eval_end_callback=[progress, lambda param: validations.append(param.eval_metric.get_global_name_value())],
         )
         waited = module.seconds_waiting
+    losses, accuracies, rates, sizes = map(list, zip(*updates, strict=True))
     data = read_progress(path)
     points = data["points"]
     assert points["step"] == list(range(1, 10))
     assert points["epoch"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert points["loss"] == points["loss_min"] == points["loss_max"]
-    assert points["loss"] == pytest.approx(seen.losses, rel=SIX)
-    assert points["metrics"] == {"accuracy": pytest.approx(seen.accuracies, rel=SIX)}
-    assert points["learning_rate"] == pytest.approx(seen.rates, rel=SIX)
+    assert points["loss"] == points["loss_min"] == points["loss_max"] == pytest.approx(losses, rel=SIX)
+    assert points["metrics"] == {"accuracy": pytest.approx(accuracies, rel=SIX)}
+    assert points["learning_rate"] == pytest.approx(rates, rel=SIX)
     assert points["updates"] == [1] * 9
-    shares = [[part.stop - part.start for part in split_batch(size, [3, 1])] for size in seen.sizes]
+    shares = [[part.stop - part.start for part in split_batch(size, [3, 1])] for size in sizes]
     shares[0] = [0, 0]  # the time of a run's first update is not that of a step
     assert list(points["samples"].items()) == [("cpu(0)", [a for a, _ in shares]), ("cpu(1)", [b for _, b in shares])]
-    assert points["total"] == [0, *seen.sizes[1:]]
+    assert points["total"] == [0, *sizes[1:]]
     assert points["seconds"][0] == points["waiting"][0] == 0
     assert all(0 < w < s for w, s in zip(points["waiting"][1:], points["seconds"][1:], strict=True))
     assert sum(points["waiting"]) <= waited * (1 + 1e-5)
@@ -95,9 +91,9 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
         [(name, pytest.approx(value, rel=SIX)) for name, value in values] for values in validations
     ]
     assert [(one["epoch"], one["step"]) for one in data["validations"]] == [(0, 3), (1, 6), (2, 9)]
-    accuracies, losses = ([dict(values)[name] for values in validations] for name in ("accuracy", "loss"))
-    assert data["best"]["accuracy"]["epoch"] == accuracies.index(max(accuracies))
-    assert data["best"]["loss"]["epoch"] == losses.index(min(losses))
+    for name, best in (("accuracy", max), ("loss", min)):
+        values = [dict(one)[name] for one in validations]
+        assert data["best"][name]["epoch"] == values.index(best(values))
     assert data["epochs"] == [{"epoch": epoch, "step": 3 * epoch} for epoch in range(3)]
     assert (data["format"], data["state"], data["title"]) == (FORMAT, "ended", "Sequential")
     assert data["now"] == {"epoch": 2, "batch": 3, "batches": 3}
@@ -164,19 +160,15 @@ def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
 ) -> None:
     metric = create_metric("acc")
     metric.lock = threading.Lock()  # type: ignore[attr-defined]
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), eval_metric=metric)
-    points = read_progress(tmp_path / "page.html")["points"]
+    points = page_of(tmp_path, eval_metric=metric)["points"]
     assert (points["metrics"], len(points["loss"])) == ({}, 9)
     assert len([line for line in caplog.messages if "cannot be copied" in line]) == 1
 
 
 def test_text_from_outside_stays_text(tmp_path: Path) -> None:
     title = '</script><script>alert("1")</script> @data@ & <b>'
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html", title=title))
+    assert page_of(tmp_path, title=title)["title"] == title
     text = (tmp_path / "page.html").read_text()
-    assert read_progress(tmp_path / "page.html")["title"] == title
     assert text.count("<script") == 1
     assert "<title>&lt;/script&gt;" in text
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)  # it needs no network
@@ -194,11 +186,9 @@ def test_a_page_is_written_at_once_then_when_it_is_due_and_at_the_end(tmp_path: 
             data = read_progress(path)
             steps.append((data["state"], data["points"]["step"][-1]))
 
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, path, every_seconds=3600), look)
+    data = page_of(tmp_path, look, every_seconds=3600)
     assert steps == [("running", 1)] * 8
-    assert read_progress(path)["points"]["step"][-1] == 9
-    assert read_progress(path)["state"] == "ended"
+    assert (data["state"], data["points"]["step"][-1]) == ("ended", 9)
 
 
 def test_readers_always_find_a_complete_page(tmp_path: Path) -> None:
@@ -282,47 +272,39 @@ def test_measured_loads_are_those_of_now(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
 def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
-    whole, path, prefix = tmp_path / "whole.html", tmp_path / "page.html", tmp_path / "net"
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, whole), eval_data=arrays(), epochs=4)
+    path, prefix = tmp_path / "page.html", tmp_path / "net"
+    (tmp_path / "whole").mkdir()
+    expected = page_of(tmp_path / "whole", eval_data=arrays(), epochs=4)
 
     def fail(param: BatchEndParam) -> None:
-        if module.step == 8:
+        if param.locals["module"].step == 8:
             raise KeyboardInterrupt
 
-    with module_on([1, 1]) as module:
-        progress = TrainingProgress(module, path)
-        with pytest.raises(KeyboardInterrupt):
-            fit(module, progress, fail, Checkpoint(module, prefix), eval_data=arrays())
+    with pytest.raises(KeyboardInterrupt):
+        page_of(tmp_path, fail, Checkpoint(None, prefix), eval_data=arrays())
     before = read_progress(path)
     assert (before["state"], before["reason"], before["points"]["step"][-1]) == ("stopped", "KeyboardInterrupt", 7)
     with module_on(loads) as module:
-        progress = TrainingProgress(module, path)
-        fit(module, progress, eval_data=arrays(), epochs=4, resume=str(prefix))
-    data, expected = read_progress(path), read_progress(whole)
+        fit(module, TrainingProgress(module, path), eval_data=arrays(), epochs=4, resume=str(prefix))
+    data = read_progress(path)
     assert data["state"] == "ended"
+    points, whole = data["points"], expected["points"]
     for name in ("step", "epoch", "learning_rate", "updates"):
-        assert data["points"][name] == expected["points"][name]
-    for values, others in [
-        (data["points"]["loss"], expected["points"]["loss"]),
-        (data["points"]["metrics"]["accuracy"], expected["points"]["metrics"]["accuracy"]),
-    ]:
-        assert values == pytest.approx(others, rel=1e-4)
+        assert points[name] == whole[name]
+    assert points["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert points["metrics"]["accuracy"] == pytest.approx(whole["metrics"]["accuracy"], rel=1e-4)
     assert [(v["step"], v["epoch"]) for v in data["validations"]] == [(3, 0), (6, 1), (9, 2), (12, 3)]
     assert data["epochs"] == expected["epochs"]
-    assert data["points"]["time"] == sorted(data["points"]["time"])
-    assert data["points"]["time"][:7] == before["points"]["time"]
-    assert list(data["points"]["samples"]) == [f"cpu({place})" for place in range(len(loads))]
-    assert {len(column) for column in data["points"]["samples"].values()} == {12}
+    assert points["time"] == sorted(points["time"])
+    assert points["time"][:7] == before["points"]["time"]
+    assert list(points["samples"]) == [f"cpu({place})" for place in range(len(loads))]
+    assert {len(column) for column in points["samples"].values()} == {12}
 
 
 def test_records_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
-    path, prefix = tmp_path / "page.html", tmp_path / "net"
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, path), Checkpoint(module, prefix), epochs=3, eval_data=arrays())
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, path), epochs=2, eval_data=arrays(), resume=(prefix, 0))
-    data = read_progress(path)
+    prefix = tmp_path / "net"
+    page_of(tmp_path, Checkpoint(None, prefix), eval_data=arrays())
+    data = page_of(tmp_path, epochs=2, eval_data=arrays(), resume=(prefix, 0))
     assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
     assert [v["step"] for v in data["validations"]] == [3, 6]
     assert [one["epoch"] for one in data["epochs"]] == [0, 1]
@@ -339,13 +321,10 @@ def test_a_second_fit_of_the_same_module_continues_the_page(tmp_path: Path) -> N
 
 
 def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "page.html"
-    for epochs in (3, 1):
-        with module_on([1, 1]) as module:
-            fit(module, TrainingProgress(module, path), epochs=epochs)
-    assert read_progress(path)["points"]["step"] == [1, 2, 3]
+    page_of(tmp_path)
+    assert page_of(tmp_path, epochs=1)["points"]["step"] == [1, 2, 3]
     assert [line for line in caplog.messages if "page.html" in line] == [
-        f"{path} held 9 batches of an earlier run; this new run overwrites it"
+        f"{tmp_path / 'page.html'} held 9 batches of an earlier run; this new run overwrites it"
     ]
 
 
@@ -483,13 +462,7 @@ def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
 ) -> None:
     monkeypatch.setattr(records, "MOST_POINTS", 8)
     calls = itertools.count()
-
-    def own(label: torch.Tensor, output: torch.Tensor) -> float:
-        return float(next(calls))
-
-    with module_on([1, 1]) as module:
-        fit(module, TrainingProgress(module, tmp_path / "page.html"), epochs=20, eval_metric=own)
-    data = read_progress(tmp_path / "page.html")
+    data = page_of(tmp_path, epochs=20, eval_metric=lambda label, output: float(next(calls)))
     assert data["per_point"] == 16
     assert sum(data["points"]["updates"]) == data["points"]["step"][-1] == 60
     assert next(calls) - 60 == 8 + 4 + 4 + 3  # of each batch, then of every 2nd, 4th, 8th

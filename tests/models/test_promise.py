@@ -21,9 +21,6 @@ from torch import nn
 from gangline import Module, cpu
 from tests.kvstore.parameter_server.processes import run_job
 
-# Every feature on every road
-
-
 EVERYWHERE = ("branch", "unused", "eval", "checkpoint", "tied", "inplace", "frozen", "two networks")
 FEATURES_OF = {
     "Module": (*EVERYWHERE, "sparse", "batchnorm", "dropout"),
@@ -208,9 +205,6 @@ def test_contexts_of_any_kind_train_as_one_plain_loop(case: Case, devices: tuple
     if "gpu" in devices and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; torch sees none here")
     assert distance(train(replace(case, devices=devices), None), plainly(case)) <= 1e-9
-
-
-# Losses and optimizers of Module
 
 
 def test_every_loss_of_a_module_trains_as_one_plain_loop() -> None:

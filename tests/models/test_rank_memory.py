@@ -85,18 +85,12 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     assert balance.counts(10, 64) == [38, 26]
 
 
-# Micro-steps that fit each context, learnt from out-of-memory errors
-
-
 def limits(*most: int | None) -> MemoryLimits:
     return MemoryLimits([f"cpu({index})" for index in range(len(most))], logging.getLogger("gangline"), most)
 
 
 def sizes(parts: list[slice]) -> list[int]:
     return [part.stop - part.start for part in parts]
-
-
-# -- micro-steps ----------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -127,9 +121,6 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
     assert all(len(parts) == len(contexts) for parts in rounds)
 
 
-# -- lower ----------------------------------------------------------------------------------------------------------
-
-
 def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest.LogCaptureFixture) -> None:
     made = limits(None, None, 7)
     slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
@@ -154,9 +145,6 @@ def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
     made = limits(None, None)
     assert made.lower([0, 1], [[slice(0, 1), slice(1, 9)]])
     assert made.max_samples == [1, 4]
-
-
-# -- errors that count as out of memory -----------------------------------------------------------------------------
 
 
 def test_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:

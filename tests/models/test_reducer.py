@@ -8,16 +8,16 @@ import logging
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from measure import contexts, distance, replicas_are_equal, same_bits
+from measure import Branches, Watch, contexts, distance, in_backward, replicas_are_equal, same_bits, step_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gangline import Module, Work
@@ -30,8 +30,9 @@ from gangline.kvstore.reducer import reducer
 LIMIT = 20.0
 """Seconds after which a test that waits has failed."""
 FEATURES, WIDTH, CLASSES = 5, 6, 3
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "sgd": SGD,
     "adamw": {"lr": 0.01, "weight_decay": 0.1},
     "adagrad": {"lr": 0.1},
     "rmsprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
@@ -101,20 +102,6 @@ class Recorder(LocalStore):
         super()._merge_bucket(bucket, *arguments)
 
 
-class Passing(torch.autograd.Function):
-    """Identity that calls a function in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
-        ctx.function = function
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.function()
-        return gradient, None
-
-
 def fail() -> None:
     raise ArithmeticError("in the middle")
 
@@ -125,7 +112,7 @@ class Gate(nn.Module):
     passed: ClassVar[Callable[[], None]]
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return Passing.apply(data, lambda: type(self).passed())  # type: ignore[no-any-return, no-untyped-call]
+        return in_backward(data, lambda: type(self).passed())
 
 
 def gate() -> type[Gate]:
@@ -155,22 +142,30 @@ def doubles(samples: int = 6, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return data.double(), label.double()
 
 
-def optimizer_of(name: str) -> tuple[str, dict[str, Any]]:
-    return "sgd" if name == "clipped" else name, OPTIMIZERS[name]
+def module_of(network: nn.Module, count: int, store: str | KVStore = "local", **sgd: Any) -> Module:
+    """Return a module that trains on this number of contexts; without arguments of SGD the rate is 0.1."""
+    module = Module(network, nn.MSELoss(), contexts(count))
+    module.init_optimizer(store, "sgd", sgd or {"lr": 0.1})
+    return module
 
 
-def plain_step(optimizer: torch.optim.Optimizer, network: nn.Module, data: torch.Tensor, label: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    F.mse_loss(network(data), label).backward()
-    optimizer.step()
+class Plain:
+    """A plain torch loop on a copy of a network; without arguments of SGD the rate is 0.1."""
 
+    def __init__(self, network: nn.Module, **sgd: Any) -> None:
+        self.network = copy.deepcopy(network)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), **(sgd or {"lr": 0.1}))
 
-def step_of(module: Module, early: bool, data: torch.Tensor, label: torch.Tensor) -> None:
-    if early:
-        module.forward_backward_update(data, label)
-    else:
-        module.forward_backward(data, label)
-        module.update()
+    def backward(self, data: torch.Tensor, label: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        F.mse_loss(self.network(data), label).backward()
+
+    def step(self, data: torch.Tensor, label: torch.Tensor) -> None:
+        self.backward(data, label)
+        self.optimizer.step()
+
+    def distance(self, module: Module) -> float:
+        return distance(module.get_params(), self.network.state_dict())
 
 
 def agree(module: Module, store: KVStore | None = None) -> None:
@@ -191,8 +186,7 @@ def agree(module: Module, store: KVStore | None = None) -> None:
 def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count: int) -> None:
     own, left = gate(), threading.Event()
     seen: list[int] = []
-    with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(gated(own), count, store) as module:
         module.forward_backward_update(*batch(columns=WIDTH))  # the first bucket is recorded
         store.forget()
 
@@ -217,8 +211,7 @@ def test_the_last_layers_are_summed_and_updated_while_backward_still_runs(count:
 def test_pending_buckets_nearest_the_input_are_pushed_first(count: int) -> None:
     all_left = threading.Event()
     layers = 5
-    with Recorder() as store, Module(gated(gate(), layers), nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(gated(gate(), layers), count, store) as module:
         module.forward_backward_update(*batch(columns=WIDTH))
         store.forget()
         started, waited = threading.Event(), []
@@ -252,8 +245,7 @@ def test_buckets_hold_and_leave_in_the_order_of_the_first_backward(count: int) -
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[no-untyped-call]
     data, label = batch()
     F.mse_loss(reference(data), label).backward()
-    with Recorder() as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(network, count, store) as module:
         for _ in range(4):
             store.forget()
             module.forward_backward_update(data, label)
@@ -265,8 +257,7 @@ def test_buckets_hold_and_leave_in_the_order_of_the_first_backward(count: int) -
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, early: bool) -> None:
-    with Recorder() as store, Module(perceptron(), nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(perceptron(), count, store) as module:
         names = list(module.bound.replicas.first.parameters)
         for size in (6, 6, 1, 7):  # only one replica has a gradient for the third
             store.forget()
@@ -288,8 +279,7 @@ def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, earl
 @pytest.mark.parametrize("first", ["several backwards", "failed"])
 def test_an_unusual_first_step_does_not_keep_buckets_from_leaving_early(first: str) -> None:
     own, early = gate(), []
-    with Recorder() as store, Module(gated(own), nn.MSELoss(), contexts(1 + (first != "failed"))) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(gated(own), 1 + (first != "failed"), store) as module:
         if first == "failed":
             own.passed = fail
             with pytest.raises(ArithmeticError):
@@ -315,7 +305,7 @@ def by(
     """Return weights and optimizer state after a few steps, some with fewer samples than contexts."""
     torch.manual_seed(3)
     with Module(perceptron(), nn.MSELoss(), contexts(len(loads)), loads) as module:
-        module.init_optimizer(store, *optimizer_of(optimizer))
+        module.init_optimizer(store, "sgd" if optimizer == "clipped" else optimizer, OPTIMIZERS[optimizer])
         for step, size in enumerate((7, 2, 5, 1, 8)):
             step_of(module, how == "eager", *batch(size, step))
         agree(module)
@@ -334,29 +324,12 @@ def test_eager_and_separate_steps_give_the_same_bits(optimizer: str, loads: list
 # -- parameters that not every step uses ----------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    """Network with a branch for samples that begin with a positive number; not called if there are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.branch = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.unused, self.head = nn.Linear(2, 2), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        hidden = self.stem(data).tanh()
-        chosen = data[:, :1] > 0
-        if chosen.any():
-            hidden = hidden + torch.where(chosen, self.branch(hidden), 0)
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
 @small_buckets
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_backward_of_the_users_own_between_steps_reaches_no_store(rounds: int) -> None:
-    network = Branches()
+    network = Branches(FEATURES, CLASSES)
     data, label = batch()
-    with Recorder() as store, Module(network, nn.MSELoss(), contexts(1)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(network, 1, store) as module:
         module.forward_backward_update(data.abs(), label)
         module.forward_backward_update(-data.abs(), label)  # the branch's bucket then waits
         store.forget()
@@ -370,11 +343,9 @@ def test_a_backward_of_the_users_own_between_steps_reaches_no_store(rounds: int)
 @pytest.mark.parametrize("sparse", [[0, 1], [1], [0]], ids=["all replicas", "second", "first"])
 def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int]) -> None:
     network = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, CLASSES)).double()
-    reference = copy.deepcopy(network)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    plain = Plain(network)
     generator = torch.Generator().manual_seed(0)
-    with create("local") as store, Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with create("local") as store, module_of(network, 2, store) as module:
         for step in range(5):
             if step in (2, 4):  # becomes sparse, then dense again
                 for place in sparse:
@@ -382,30 +353,28 @@ def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int])
             data = torch.randint(10, (6, 2), generator=generator)
             label = torch.randn(6, CLASSES, generator=generator, dtype=torch.float64)
             module.forward_backward_update(data, label)
-            plain_step(plain, reference, data, label)
+            plain.step(data, label)
             agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+        assert plain.distance(module) < 1e-12
 
 
 @small_buckets
 @pytest.mark.parametrize("count", [1, 2])
 def test_frozen_parameters_stay_and_those_freed_join(count: int) -> None:
     network = perceptron().double()
-    reference = copy.deepcopy(network)
+    plain = Plain(network)
     with Module(network, nn.MSELoss(), contexts(count), fixed_param_names=["2.weight"]) as module:
         for frozen in (["2.weight"], ["0.bias", "2.weight"], []):
-            for name, parameter in network.named_parameters():
+            for name, parameter in (*network.named_parameters(), *plain.network.named_parameters()):
                 parameter.requires_grad_(name not in frozen)
-            for name, parameter in reference.named_parameters():
-                parameter.requires_grad_(name not in frozen)
-            module.init_optimizer("local", "sgd", OPTIMIZERS["sgd"])
-            plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], **OPTIMIZERS["sgd"])
+            module.init_optimizer("local", "sgd", SGD)
+            plain.optimizer = torch.optim.SGD([p for p in plain.network.parameters() if p.requires_grad], **SGD)
             for step in range(3):
                 data, label = doubles(5, step)
                 module.forward_backward_update(data, label)
-                plain_step(plain, reference, data, label)
+                plain.step(data, label)
             agree(module)
-            assert distance(module.get_params(), reference.state_dict()) < 1e-12
+            assert plain.distance(module) < 1e-12
 
 
 # -- changes by the user between steps ------------------------------------------------------------------------------
@@ -484,18 +453,17 @@ BEFORE_UPDATE: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("network", NETWORKS)
 def test_changes_by_the_user_between_steps_do_not_matter(network: str, between: str) -> None:
     made = NETWORKS[network]().double()
-    reference = copy.deepcopy(made)
-    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+    plain = Plain(made, **SGD)
     with create("device") as store, Module(made, nn.MSELoss(), contexts(2), [2, 1]) as module:
-        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+        module.init_optimizer(store, "sgd", SGD)
         for step in range(5):
             data, label = doubles(5, step)
             module.forward_backward_update(data, label)
-            plain_step(plain, reference, data, label)
+            plain.step(data, label)
             if step < 4:
                 BETWEEN[between](made)
         agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-11
+        assert plain.distance(module) < 1e-11
 
 
 @small_buckets
@@ -503,30 +471,25 @@ def test_changes_by_the_user_between_steps_do_not_matter(network: str, between: 
 @pytest.mark.parametrize("count", [1, 3])
 def test_changes_to_all_gradients_before_update_take_effect(change: str, count: int) -> None:
     network = convolution().double()
-    reference = copy.deepcopy(network)
-    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
-    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+    plain = Plain(network, **SGD)
+    with create("local") as store, module_of(network, count, store, **SGD) as module:
         for step in range(4):
             data, label = doubles(5, step)
             module.forward_backward(data, label)
-            plain.zero_grad()
-            F.mse_loss(reference(data), label).backward()
+            plain.backward(data, label)
             if step != 1:
-                for replica in module.bound.replicas.all:
-                    BEFORE_UPDATE[change](replica.network)
-                BEFORE_UPDATE[change](reference)
+                for network in (plain.network, *(replica.network for replica in module.bound.replicas.all)):
+                    BEFORE_UPDATE[change](network)
             module.update()
-            plain.step()
+            plain.optimizer.step()
         agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+        assert plain.distance(module) < 1e-12
 
 
 @small_buckets
 def test_a_parameter_that_moved_is_put_back_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     network = perceptron()
-    with Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1})
+    with module_of(network, 2) as module:
         module.forward_backward_update(*batch())
         places = {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
         for _ in range(3):
@@ -541,11 +504,9 @@ def test_a_parameter_that_moved_is_put_back_and_logged_once(caplog: pytest.LogCa
 @pytest.mark.parametrize("store", ["local", "device"])
 def test_weights_loaded_into_one_replica_or_set_in_all_fill_buckets_everywhere(store: str) -> None:
     network = perceptron().double()
-    reference = copy.deepcopy(network)
     fresh = perceptron().double().state_dict()
     data, label = doubles()
-    with create(store) as kv, Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+    with create(store) as kv, module_of(network, 2, kv) as module:
         for _ in range(3):
             module.forward_backward_update(data, label)
         network.load_state_dict(fresh)  # of one replica
@@ -555,11 +516,11 @@ def test_weights_loaded_into_one_replica_or_set_in_all_fill_buckets_everywhere(s
         module.set_params(network.state_dict())  # of all, and the store
         agree(module, kv)
         assert same_bits(module.get_params(), dict(fresh))
+        plain = Plain(network)
+        plain.step(data, label)
         module.forward_backward_update(data, label)
         agree(module, kv)
-        reference.load_state_dict(fresh)
-        plain_step(torch.optim.SGD(reference.parameters(), lr=0.1), reference, data, label)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-13
+        assert plain.distance(module) < 1e-13
 
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -573,8 +534,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_copy_of_the_network_is_independent(how: str, closed: bool) -> None:
     network = perceptron()
-    with Recorder() as store, Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(network, 2, store) as module:
         module.forward_backward_update(*batch())
         if closed:
             module.close()
@@ -582,10 +542,9 @@ def test_a_copy_of_the_network_is_independent(how: str, closed: bool) -> None:
         made = COPIES[how](network)
         assert same_bits(made.state_dict(), before)
         store.forget()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         data, label = batch()
         F.mse_loss(made(data), label).backward()
-        optimizer.step()
+        torch.optim.SGD(made.parameters(), lr=0.1).step()
         assert not store.pushed
         assert same_bits(network.state_dict(), before)
         assert not same_bits(made.state_dict(), before)
@@ -603,8 +562,7 @@ def test_after_close_the_network_is_plain_again(count: int) -> None:
     network = perceptron()
     data, label = batch()
     with create("local") as store:
-        module = Module(network, nn.MSELoss(), contexts(count))
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        module = module_of(network, count, store)
         module.forward_backward_update(data, label)
         assert hooks_of(network) == len(list(network.parameters()))
         module.init_optimizer(store, "sgd", {"lr": 0.1})
@@ -649,8 +607,7 @@ def test_training_goes_on_after_fit_as_if_it_had_not_ended(count: int, caplog: p
     networks = [first, copy.deepcopy(first)]
     data, label = doubles()
     for number, network in enumerate(networks):
-        with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-            module.init_optimizer(store, "sgd", {"lr": 0.1, "momentum": 0.9})
+        with create("local") as store, module_of(network, count, store, lr=0.1, momentum=0.9) as module:
             for _ in range(2):
                 module.fit((data, label), num_epoch=1, batch_size=len(data), shuffle=False, eval_metric="mse")
                 if number:  # by single steps, which hand nothing back
@@ -665,20 +622,17 @@ def test_training_goes_on_after_fit_as_if_it_had_not_ended(count: int, caplog: p
 @small_buckets
 @pytest.mark.parametrize("close_first", [True, False])
 def test_two_modules_train_one_network_one_after_the_other(close_first: bool) -> None:
-    network = Branches().double()
-    reference = copy.deepcopy(network)
-    modules = []
+    network = Branches(FEATURES, CLASSES).double()
+    modules, plain = [], Plain(network)
     for number in range(3):
-        module = Module(network, nn.MSELoss(), contexts(2))
-        module.init_optimizer("local", "sgd", OPTIMIZERS["sgd"])
-        plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
+        module = module_of(network, 2, **SGD)
+        plain.optimizer = torch.optim.SGD(plain.network.parameters(), **SGD)
         for step, sign in enumerate((1, 1, -1)):  # the last one does not use the branch
             data, label = doubles(6, 10 * number + step)
-            data = data.abs() * sign
-            module.forward_backward_update(data, label)
-            plain_step(plain, reference, data, label)
+            module.forward_backward_update(data.abs() * sign, label)
+            plain.step(data.abs() * sign, label)
         agree(module)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+        assert plain.distance(module) < 1e-12
         if close_first:
             module.close()
         modules.append(module)
@@ -711,16 +665,14 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_weight_whose_gradient_came_twice_in_the_first_backward_waits(count: int, eager: bool) -> None:
     network = Checkpointed().double()
-    reference = copy.deepcopy(network)
-    plain = torch.optim.SGD(reference.parameters(), **OPTIMIZERS["sgd"])
-    with Recorder() as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", OPTIMIZERS["sgd"])
+    plain = Plain(network, **SGD)
+    with Recorder() as store, module_of(network, count, store, **SGD) as module:
         for step in range(3):
             data, label = doubles(5, step)
             step_of(module, eager, data, label)
-            plain_step(plain, reference, data, label)
+            plain.step(data, label)
         agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-12
+        assert plain.distance(module) < 1e-12
 
 
 @small_buckets
@@ -728,8 +680,7 @@ def test_a_weight_whose_gradient_came_twice_in_the_first_backward_waits(count: i
 def test_a_gradient_after_its_bucket_was_pushed_is_an_error_and_separate_steps_work(count: int) -> None:
     network = Checkpointed().double()
     network.recompute = False
-    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with create("local") as store, module_of(network, count, store) as module:
         module.forward_backward_update(*doubles())
         for replica in module.bound.replicas.all:
             replica.network.recompute = True  # type: ignore[assignment]
@@ -738,13 +689,11 @@ def test_a_gradient_after_its_bucket_was_pushed_is_an_error_and_separate_steps_w
         ):
             module.forward_backward_update(*doubles())
         agree(module, store)
-        reference = copy.deepcopy(network)
-        data, label = doubles(seed=1)
-        module.forward_backward(data, label)
-        module.update()
-        plain_step(torch.optim.SGD(reference.parameters(), lr=0.1), reference, data, label)
+        plain, (data, label) = Plain(network), doubles(seed=1)
+        step_of(module, False, data, label)
+        plain.step(data, label)
         agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-13
+        assert plain.distance(module) < 1e-13
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -755,8 +704,7 @@ def test_a_gradient_after_its_bucket_was_pushed_is_an_error_and_separate_steps_w
 def test_an_error_in_the_middle_of_backward_leaves_replicas_and_store_alike(failing: list[int]) -> None:
     own = gate()
     network = gated(own)
-    with Recorder() as store, Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with Recorder() as store, module_of(network, 2, store) as module:
         module.forward_backward_update(*batch(columns=WIDTH))
         before = module.get_params()
         store.forget()
@@ -778,20 +726,18 @@ def test_an_error_in_the_middle_of_backward_leaves_replicas_and_store_alike(fail
         assert moved == {"2", "3", "4"}
 
         own.passed = nothing
-        reference = copy.deepcopy(network)
-        data, label = batch(seed=1, columns=WIDTH)
-        plain_step(torch.optim.SGD(reference.parameters(), lr=0.1), reference, data, label)
+        plain, (data, label) = Plain(network), batch(seed=1, columns=WIDTH)
+        plain.step(data, label)
         module.forward_backward_update(data, label)
         agree(module, store)
-        assert distance(module.get_params(), reference.state_dict()) < 1e-6
+        assert plain.distance(module) < 1e-6
 
 
 @small_buckets
 def test_an_error_before_any_bucket_left_changes_nothing_and_says_nothing_of_buckets() -> None:
     own = gate()
     network = nn.Sequential(gated(own), own())
-    with create("local") as store, Module(network, nn.MSELoss(), contexts(2)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with create("local") as store, module_of(network, 2, store) as module:
         module.forward_backward_update(*batch(columns=WIDTH))
         before = module.get_params()
         own.passed = fail
@@ -830,26 +776,22 @@ def test_under_a_clip_by_the_common_norm_a_backward_that_fails_changes_no_weight
 # -- copies ---------------------------------------------------------------------------------------------------------
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's copies of single tensors, and all sums, by the number of elements."""
+@contextmanager
+def operations() -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """Count torch's copies of single tensors, and all sums, by the number of elements."""
+    copies, sums = Counter[int](), Counter[int]()
 
-    COPIES: ClassVar = {"copy_", "clone", "_to_copy"}
-    SUMS: ClassVar = {"add", "add_", "sum"}
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.copies: Counter[int] = Counter()
-        self.sums: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def count(func: Any, args: Any, _: Any) -> None:
         name = func.overloadpacket.__name__
-        if name in self.COPIES:
-            self.copies[args[0].numel()] += 1
-        elif name in self.SUMS:
-            self.sums[args[0].numel()] += 1
+        if name in ("copy_", "clone", "_to_copy"):
+            copies[args[0].numel()] += 1
+        elif name in ("add", "add_", "sum"):
+            sums[args[0].numel()] += 1
         elif name == "_foreach_add_":  # of small keys, whose sums begin with a joint copy
-            self.sums.update(tensor.numel() for tensor in args[0])
-        return func(*args, **(kwargs or {}))
+            sums.update(tensor.numel() for tensor in args[0])
+
+    with Watch(count):
+        yield copies, sums
 
 
 @pytest.mark.parametrize("store", ["local", "device"])
@@ -858,27 +800,25 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_an_update_adds_each_gradient_once_and_copies_weights_as_one(layers: int, count: int, store: str) -> None:
     network = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
     data, label = batch(8, columns=FEATURES)
-    with create(store) as kv, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(kv, "sgd", {"lr": 0.1})
+    with create(store) as kv, module_of(network, count, kv) as module:
         module.forward_backward_update(data, label)
         module.forward_backward(data, label)
-        with Operations() as operations:
+        with operations() as (copies, sums):
             module.update()
         bucket = layers * (32 + 16)  # each key begins on a cache line of 16 elements
-        assert operations.copies == {bucket: count}  # the weights, once per replica
+        assert copies == {bucket: count}  # the weights, once per replica
         keys = 2 * layers
-        assert sum(operations.sums.values()) == keys * (count - 1) + keys  # the sums, and the optimizer's copies
+        assert sum(sums.values()) == keys * (count - 1) + keys  # the sums, and the optimizer's copies
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_on_the_host_backward_copies_no_gradient_and_a_bucket_holds_no_memory(count: int) -> None:
     network = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
     data, label = batch(8, columns=FEATURES)
-    with create("local") as store, Module(network, nn.MSELoss(), contexts(count)) as module:
-        module.init_optimizer(store, "sgd", {"lr": 0.1})
+    with create("local") as store, module_of(network, count, store) as module:
         module.forward_backward_update(data, label)
         module.forward(data, label)
-        with Operations() as operations:
+        with operations() as (copies, _):
             module.backward()
-        assert not operations.copies
+        assert not copies
         assert all(bucket.gradients == [None] * count for bucket in module._step.optimizer._reducer._buckets)

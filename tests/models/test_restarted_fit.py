@@ -44,10 +44,7 @@ module.close()
 OPTIONS = {
     "plain": {},
     "contexts, compressed": {
-        "module": {
-            "context": [("cpu", 0), ("cpu", 1)],
-            "compression_params": {"type": "2bit", "threshold": 0.05},
-        },
+        "module": {"context": [("cpu", 0), ("cpu", 1)], "compression_params": {"type": "2bit", "threshold": 0.05}},
         "lr_scheduler": "cosine",
     },
     "accumulated": {"accumulate": 2},
@@ -137,11 +134,7 @@ for epoch in range(2):
 
 
 @pytest.mark.parametrize(
-    ("code", "event", "reason"),
-    [
-        (LOOP, 9, "training by a Module without fit"),
-        (TWICE, 7, "a second call of fit"),
-    ],
+    ("code", "event", "reason"), [(LOOP, 9, "training by a Module without fit"), (TWICE, 7, "a second call of fit")]
 )
 def test_what_one_worker_cannot_continue_is_an_error_on_all(code: str, event: int, reason: str, tmp_path: Path) -> None:
     with patch.dict("os.environ", {"GANGLINE_FAULT": f"worker 1 kill at push-sent {event}"}):

@@ -300,17 +300,12 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     assert not list(tmp_path.glob("*.aside"))
 
 
-def saved_module(tmp_path: Path, **states: bool) -> Path:
+def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
         module.forward_backward_update(torch.ones(1, 2), torch.ones(1, 2))
-        module.save_checkpoint(prefix, 3, **states)
-    return prefix
-
-
-def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_path: Path) -> None:
-    prefix = saved_module(tmp_path)
+        module.save_checkpoint(prefix, 3)
     with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no optimizer state; save with save_optimizer_states=True"):
@@ -318,8 +313,7 @@ def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")],
+    ("change", "message"), [({"batch_size": 5}, "batch_size"), ({"seed": 6}, "seed"), ({"shuffle": False}, "shuffle")]
 )
 def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     Job(loads=[1]).run(tmp_path / "net", cut=7)
@@ -328,10 +322,7 @@ def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change
         pytest.raises(ValueError, match=f"middle of an epoch.*{message}"),
     ):
         module.fit(
-            arrays(),
-            num_epoch=3,
-            resume=tmp_path / "net",
-            **{"batch_size": 6, "seed": 5, "shuffle": True, **change},
+            arrays(), num_epoch=3, resume=tmp_path / "net", **{"batch_size": 6, "seed": 5, "shuffle": True, **change}
         )
 
 

@@ -128,9 +128,6 @@ def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool) -> N
         trained(1, network=network)
 
 
-# -- dropout by context ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_replicas_own_generator_gives_the_numbers_of_torchs(dtype: torch.dtype) -> None:
     def drawn() -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, labelled, mlp
+from measure import Cut, labelled, mlp, same_bits
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -32,9 +32,6 @@ def rates_of(found: Schedule, epochs: int, batches: int) -> list[float]:
 
 def made(spec: Any, epochs: int = 10, batches: int | None = 4, base: float = 0.8) -> Schedule:
     return schedule(spec, base, epochs, batches)
-
-
-# -- closed forms ---------------------------------------------------------------------------------------------------
 
 
 def test_constant_stays() -> None:
@@ -111,9 +108,6 @@ def test_a_warm_up_by_batches_needs_their_number_and_torchs_schedulers_steps_or_
         TorchScheduler(one_cycle, "step")
 
 
-# -- in fit ---------------------------------------------------------------------------------------------------------
-
-
 def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **options: Any) -> tuple[list[float], Any]:
     """Return the rate after each update of 3 epochs of 4 batches, and the weights."""
     rates: list[float] = []
@@ -144,8 +138,7 @@ def test_each_update_is_done_by_its_rate(store: str, contexts: int) -> None:
     spec = ("cosine", {"warmup_batches": 3})
     rates, params = fitted(spec, store=store, contexts=contexts, shuffle=False)
     assert rates == rates_of(schedule(spec, 0.5, 3, 4), 3, 4)
-    for name, value in by_torch(rates).items():
-        torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(params, by_torch(rates), rtol=1e-11, atol=1e-12)
 
 
 def test_a_schedule_counts_batches_if_updates_use_several() -> None:
@@ -165,11 +158,7 @@ def trained_by_workers(comm: Communicator) -> Any:
 def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
     for rates, params in spawn(trained_by_workers, 2):
         assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
-        for name, value in by_torch(rates).items():
-            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-12)
-
-
-# -- torch's schedulers ---------------------------------------------------------------------------------------------
+        torch.testing.assert_close(params, by_torch(rates), rtol=1e-11, atol=1e-12)
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -264,7 +253,7 @@ def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_pat
     before, _ = run(tmp_path / "cut", cut, None)
     after, resumed = run(tmp_path / "cut", None, "auto")
     assert before + after == whole
-    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
+    assert same_bits(weights, resumed)
 
 
 def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path: Path) -> None:

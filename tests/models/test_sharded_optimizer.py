@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import mlp, plain_loop
+from measure import distance, mlp, plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
@@ -71,11 +71,6 @@ def alone() -> dict[str, torch.Tensor]:
     return plain_loop(network(), batches, optimizer=torch.optim.Adam, lr=0.01, weight_decay=0.01)
 
 
-def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-11), name
-
-
 def of_two_workers(communicator: Any, folder: str) -> dict[str, Any]:
     """Train in many ways as one of two workers; return what each showed."""
     wrapped_first = wrapped(communicator, [3, 1])
@@ -108,7 +103,7 @@ def test_the_state_of_each_worker_follows_its_memory_and_a_run_resumes_with_othe
     assert first / second == pytest.approx(owned[0] / owned[1], rel=0.02)
     for each in two:
         for weights, _, _ in each["resumed"]:
-            check_same(weights, alone())
+            assert distance(weights, alone()) <= 1e-11
     [(_, whole, _), (_, none, _)], [_, (_, all_of_it, _)] = (each["resumed"] for each in two)
     assert none == 0
     assert all_of_it == whole
@@ -144,8 +139,8 @@ def test_a_distributed_optimizer_shards_and_resumes_with_other_owners(two: list[
     assert first > 2 * second > 0
     assert len(middle[1]["state"]) == 8
     for each in two:
-        check_same(each["wrapped"][0], alone())
-        check_same(each["wrapped, resumed"][0], alone())
+        assert distance(each["wrapped"][0], alone()) <= 1e-11
+        assert distance(each["wrapped, resumed"][0], alone()) <= 1e-11
 
 
 def misuses(communicator: Any) -> None:
@@ -185,7 +180,7 @@ def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
 
 def test_a_module_shards_too_and_its_checkpoint_is_whole(two: list[dict[str, Any]], folder: Path) -> None:
     for each in two:
-        check_same(each["module"], alone())
+        assert distance(each["module"], alone()) <= 1e-11
     loaded = Module.load(folder / "net", 1, network=network(), load_optimizer_states=True, context=cpu())
     loaded.init_optimizer(None, *ADAM)
     assert len(loaded.optimizer_state().tensors) == 3 * 8  # step and two moments of each of 8 parameters

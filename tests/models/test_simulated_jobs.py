@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import plain_loop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -37,18 +38,11 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _plain(network: nn.Module) -> dict[str, Tensor]:
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    data, label = _batch()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        cross_entropy(network(data), label).backward()
-        optimizer.step()
-    return network.state_dict()
+    return plain_loop(network, [_batch()] * STEPS, lr=0.1, momentum=0.9)
 
 
 def _check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
 def _trainer(network: nn.Module, kv: KVStore) -> Step:
@@ -120,7 +114,7 @@ def test_waits_and_copies_of_a_workers_step(
 ) -> None:
     """For the only bucket of the network."""
     network = _network()
-    expected = _plain(copy.deepcopy(network))
+    expected = _plain(network)
     with simulated_gpus(nccl=nccl):
         for weights, counts in _results(store, network, make):
             _check(weights, expected)
@@ -140,7 +134,7 @@ def _module(network: nn.Module, **options: Any) -> Iterator[Module]:
 @pytest.mark.parametrize("with_batchnorm", [False, True])
 def test_a_step_of_a_module_on_two_gpus_has_no_wait_and_no_copy_to_the_host(nccl: str, with_batchnorm: bool) -> None:
     network = _network(with_batchnorm=with_batchnorm)
-    expected = _plain(copy.deepcopy(network))
+    expected = _plain(network)
     with simulated_gpus(nccl=nccl), _module(network, sync_batchnorm=with_batchnorm) as module:
         for _ in range(STEPS - 1):
             module.forward_backward_update(*_batch())

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from measure import distance, replicas_are_equal
+from measure import Watch, distance, replicas_are_equal, same_bits
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Module, cpu
 from gangline.kvstore import create
@@ -26,13 +25,6 @@ LAZY: dict[str, dict[str, Any]] = {
 }
 
 
-def tables_of(module: Module) -> list[torch.Tensor]:
-    return [replica.network.get_parameter("table.weight").detach() for replica in module.bound.replicas.all]
-
-
-# -- momentum and decay, lazily -------------------------------------------------------------------------------------
-
-
 def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> None:
     network = nn.Sequential(nn.Embedding(10, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2))
     module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
@@ -41,9 +33,6 @@ def test_a_table_that_forward_renormalises_needs_a_context_without_a_store() -> 
     with Module(network, nn.CrossEntropyLoss(), cpu(0)) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1})
         module.forward_backward_update(torch.randint(10, (4, 2)), torch.randint(2, (4,)))
-
-
-# -- shares with few rows or none -----------------------------------------------------------------------------------
 
 
 class Asked(nn.Module):
@@ -96,7 +85,7 @@ def test_a_share_of_padding_only_and_a_batch_of_it_change_nothing(optimizer: str
         words = torch.full((4, LENGTH), PADDING)
         before = module.get_params()
         module.forward_backward_update(words, torch.zeros(4, dtype=torch.long))
-        assert all(torch.equal(before[name], value) for name, value in module.get_params().items())
+        assert same_bits(before, module.get_params())
         words[0] = 7
         module.forward_backward_update(words, torch.zeros(4, dtype=torch.long))
         replicas_are_equal(module)
@@ -114,8 +103,6 @@ class TablesPadded(nn.Module):
         return output
 
 
-# -- cost of a step -------------------------------------------------------------------------------------------------
-
 VOCABULARY, WIDE = 1_000_000, 8
 
 
@@ -130,26 +117,15 @@ class Wide(nn.Module):
         return output
 
 
-class Elements(TorchDispatchMode):
-    """Records the most elements of a tensor that an operation of this thread has created or written.
+def elements(func: Any, out: Any) -> list[int]:
+    """Return the numbers of elements that an operation has created or written.
 
     A view counts as none. Copied rows and sparse tensors count by the values that they hold.
     """
-
-    ROW_WRITES = ("index_copy_", "index_add_")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
-            for one in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(one, torch.Tensor):
-                    sparse = one.layout == torch.sparse_coo
-                    self.most = max(self.most, one._values().numel() if sparse else one.numel())
-        return out
+    if func.is_view or func.overloadpacket.__name__ in ("index_copy_", "index_add_"):
+        return []
+    tensors = [one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor)]
+    return [(one._values() if one.layout == torch.sparse_coo else one).numel() for one in tensors]
 
 
 def batch(step: int) -> Batch:
@@ -175,10 +151,11 @@ def test_the_cost_of_a_step_grows_with_the_rows_used_not_with_the_table(optimize
                 gradient = replica.network.get_parameter("table.weight").grad
                 assert gradient is not None
                 assert gradient._values().numel() <= 16 * LENGTH * WIDE
-            with Elements() as counted:  # everything runs in the caller's thread
+            counts: list[int] = []
+            with Watch(lambda func, _, out, counts=counts: counts.extend(elements(func, out))):  # all in this thread
                 module.update()
             if step >= 2:  # the first step creates state, then buckets
-                assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
-        for table in tables_of(module):
-            written = set(table.any(1).nonzero().flatten().tolist())
-            assert written == named
+                assert 0 < max(counts) <= 2 * 16 * LENGTH * WIDE
+        for replica in module.bound.replicas.all:
+            table = replica.network.get_parameter("table.weight").detach()
+            assert set(table.any(1).nonzero().flatten().tolist()) == named

@@ -31,6 +31,17 @@ def step_seconds(counts: Sequence[int], costs: Costs) -> float:
     return max(share_seconds(cost, n) for cost, n in zip(costs, counts, strict=True))
 
 
+def record(model: SpeedModel, size: int, seconds: Callable[[int, int], float | None], batches: int) -> list[list[int]]:
+    """Record batches of contexts that take these seconds, by place and samples; return the samples of each."""
+    found = []
+    for _ in range(batches):
+        found.append(counts_of(model.loads, size))
+        model.record(found[-1], [seconds(place, n) for place, n in enumerate(found[-1])])
+        if model.due():
+            model.update_loads()
+    return found
+
+
 def splits(size: int, contexts: int) -> Iterator[tuple[int, ...]]:
     for counts in product(range(size + 1), repeat=contexts - 1):
         if sum(counts) <= size:
@@ -132,14 +143,9 @@ def test_equal_shares_stay_equal_whatever_the_noise_and_the_fixed_cost(kind: str
     random_ = random.Random(f"{kind} {noise} {fixed}")
     for _ in range(5):
         model = SpeedModel(["first", "second"], None, **KINDS[kind])
-        for batch in range(200):
-            counts = counts_of(model.loads, 64)
-            seconds = [(fixed + (1 - fixed) * n / 32) * NOISES[noise](random_) if n else None for n in counts]
-            model.record(counts, seconds)
-            if batch % 40 == 0:
-                model.begin_epoch()
-            elif model.due():
-                model.update_loads()
+        for _ in range(5):
+            record(model, 64, lambda _, n: (fixed + (1 - fixed) * n / 32) * NOISES[noise](random_) if n else None, 40)
+            model.begin_epoch()
         assert model.loads == [0.5, 0.5]
 
 
@@ -158,24 +164,14 @@ def test_less_samples_that_take_as_long_bring_the_equal_split_back() -> None:
 
 def test_no_share_shrinks_to_less_than_half_of_what_was_measured() -> None:
     model = SpeedModel(["gpu(0)", "gpu(1)"], None)
-    shares = []
-    for _ in range(30):
-        counts = counts_of(model.loads, 64)
-        shares.append(counts[1])
-        model.record(counts, [0.001 * counts[0], 0.1 * counts[1] or None])
-        if model.due():
-            model.update_loads()
+    shares = [counts[1] for counts in record(model, 64, lambda place, n: [0.001, 0.1][place] * n or None, 30)]
     assert list(dict.fromkeys(shares)) == [32, 16, 8, 4, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("slower", "share"), [(1.0, 32), (1.4, 32), (2.0, 32), (3.0, 16)])
 def test_contexts_on_one_device_stay_equal_unless_one_is_much_slower(slower: float, share: int) -> None:
     model = SpeedModel(["cpu(0)", "cpu(1)"], None, on_one_device=True)
-    for _ in range(20):
-        counts = counts_of(model.loads, 64)
-        model.record(counts, [counts[0] * 1e-3, counts[1] * slower * 1e-3])
-        if model.due():
-            model.update_loads()
+    record(model, 64, lambda place, n: n * [1, slower][place] * 1e-3, 20)
     assert counts_of(model.loads, 64)[1] == share
 
 
@@ -185,9 +181,6 @@ def test_a_change_of_speed_in_mid_training_is_followed(factor: float, noise: flo
     job = Job([(0.002, 1e-3), (0.002, 1e-3 * factor)], 64, noise).epochs(4)
     job.costs = [(0.002, 1e-3 * factor), (0.002, 1e-3)]
     assert job.epochs(4).to_best <= 1.05
-
-
-# -- contexts that idle ---------------------------------------------------------------------------------------------
 
 
 def test_an_idle_context_that_became_fast_works_again() -> None:
@@ -208,9 +201,6 @@ def test_trials_of_an_idle_context_cost_little() -> None:
             job.batch(job.size)
     assert tried > 0
     assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
-
-
-# -- recorded steps, and when loads are computed --------------------------------------------------------------------
 
 
 def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
@@ -264,11 +254,7 @@ def test_shares_without_samples_keep_their_contexts_estimate() -> None:
 def test_times_that_were_not_measured_count_as_average_ones(seconds: float | None) -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
     auto.begin_epoch()
-    for _ in range(10):
-        counts = counts_of(auto.loads, 40)
-        auto.record(counts, [0.001 * counts[0], 0.003 * counts[1], seconds])
-        if auto.due():
-            auto.update_loads()
+    record(auto, 40, lambda place, n: seconds if place == 2 else [0.001, 0.003][place] * n, 10)
     assert counts_of(auto.loads, 40) == [22, 7, 11]
 
 
@@ -280,9 +266,6 @@ def test_nothing_measured_at_all_leaves_the_loads_equal() -> None:
     auto.begin_epoch()
     assert not auto.update_loads()
     assert auto.loads == [0.5, 0.5]
-
-
-# -- limits, and totals of many batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,9 +314,6 @@ def test_ranks_that_were_not_measured_count_as_average_and_the_caller_logs(caplo
     assert auto.rates(64) == pytest.approx([1000, 333.3], rel=0.05)
     assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
     assert not caplog.messages
-
-
-# -- loads, log and state -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [7, 64, 333, 2000])

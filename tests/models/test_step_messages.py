@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import Branches, step_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,22 +22,6 @@ from gangline.kvstore.reducer import reducer
 from tests.kvstore.parameter_server.processes import run_job
 
 FEATURES, CLASSES = 6, 3
-
-
-class Branches(nn.Module):
-    """Network with a branch that only some samples use, and a layer that none uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.stem, self.branch, self.unused = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        hidden = self.stem(data).tanh()
-        if (data[:, :1] > 0).any():
-            hidden = hidden + self.branch(hidden) * (data[:, :1] > 0)
-        return self.head(hidden)  # type: ignore[no-any-return]
 
 
 def batches(rank: int) -> list[Any]:
@@ -63,16 +48,13 @@ def counting(calls: Counter[str], owner: Any, name: str, patch: pytest.MonkeyPat
 
 def steps(store: KVStore, rank: int, calls: Counter[str]) -> tuple[list[dict[str, int]], int]:
     """Return the calls of each step after the first, and the number of buckets."""
-    with Module(Branches(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+    torch.manual_seed(2)
+    with Module(Branches(FEATURES, CLASSES), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
         module.init_optimizer(store, "sgd", {"learning_rate": 0.1, "momentum": 0.9})
         found = []
         for number, (data, label) in enumerate(batches(rank)):
             calls.clear()
-            if number % 2:
-                module.forward_backward_update(data, label)
-            else:
-                module.forward_backward(data, label)
-                module.update()
+            step_of(module, bool(number % 2), data, label)
             found.append(dict(calls))
         return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[attr-defined]
 
@@ -169,9 +151,6 @@ def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each
     for kind in ("loader", "list"):
         assert exchanges[kind, 12] - exchanges[kind, 4] == 2  # of stop requests, after the fourth and eighth update
     assert exchanges["stream", 12] - exchanges["stream", 4] == 1 + 2  # the eighth update; every four batches
-
-
-# Data for rank 0 alone do not reach the other workers
 
 
 ROWS, INPUTS, HIDDEN = 2_000, 8, 5_000

@@ -63,9 +63,6 @@ def fitted(prefix: Path | None, callback: Any = None, **options: Any) -> tuple[s
         return reason, module.get_params()
 
 
-# -- alone ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [1, 6, 8, 12])
 @pytest.mark.parametrize("what", [lambda: True, lambda: torch.ones(1).numpy().all()], ids=["bool", "numpy"])
 def test_a_callback_that_returns_true_ends_training_after_that_update(tmp_path: Path, step: int, what: Any) -> None:
@@ -123,9 +120,6 @@ def test_a_checkpoint_already_saved_at_the_stop_is_not_saved_again(
     assert written == [0]
 
 
-# -- signals --------------------------------------------------------------------------------------------------------
-
-
 def test_a_signal_ends_training_after_the_step_that_runs(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = At(6, terminate)
@@ -168,9 +162,6 @@ def test_in_another_thread_it_warns_and_has_no_effect(caplog: pytest.LogCaptureF
     thread.join()
     assert inside == [before]
     assert "outside the main thread" in caplog.text
-
-
-# -- patience -------------------------------------------------------------------------------------------------------
 
 
 def validated(values: list[float], stopping: EarlyStopping, **options: Any) -> tuple[str, int]:
@@ -218,9 +209,6 @@ def test_a_metric_that_validation_lacks_is_refused_before_training() -> None:
         assert module.step == 0
 
 
-# -- how often validation runs --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("frequency", "after"),
     [
@@ -266,9 +254,6 @@ def test_validation_in_an_epochs_middle_changes_nothing_of_the_run() -> None:
 def test_patience_and_frequencies_that_make_no_sense_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# -- in a job -------------------------------------------------------------------------------------------------------
 
 
 def stopped(rank: int, store: Any, folder: str, how: str, resume: Any = None) -> Any:

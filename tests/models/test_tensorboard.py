@@ -71,10 +71,7 @@ def test_each_period_logs_its_mean_loss_also_a_partial_last_one(tmp_path: Path) 
     losses: list[float] = []
     with module_on([2, 1]) as module:
         fit(
-            module,
-            TensorBoard(module, tmp_path, period=4),
-            lambda _: losses.append(float(module.get_loss())),
-            epochs=3,
+            module, TensorBoard(module, tmp_path, period=4), lambda _: losses.append(float(module.get_loss())), epochs=3
         )
     found = scalars(tmp_path)
     assert [step for step, _ in found["train/loss"]] == [4, 8, 9]

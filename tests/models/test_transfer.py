@@ -46,9 +46,6 @@ def state(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in network.state_dict().items()}
 
 
-# -- the last layer -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("classes", [3, 5])
 def test_the_last_layer_is_replaced_even_by_one_of_as_many_classes(classes: int) -> None:
     network = small()
@@ -117,11 +114,8 @@ def tied() -> nn.Module:
     return network
 
 
-# -- weights with another class count -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("classes", [5, 10])
-def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes: int) -> None:
+@pytest.mark.parametrize(("classes", "replace_last"), [(5, False), (10, False), (10, True)])
+def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes: int, replace_last: bool) -> None:
     source = state(zoo.create("mlp", 10))
     path = tmp_path / "weights.safetensors"
     save_file({f"module.{name}": value for name, value in source.items()}, path)
@@ -174,9 +168,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torch.save(state(zoo.create("mlp", 3)) | {"fc1.weight": torch.zeros(128, 9)}, path)
     with pytest.raises(ValueError, match=r"'fc1.weight' has shape \(128, 9\); the network's has \(128, 784\)"):
         pretrained("mlp", path, 5)
-
-
-# -- fixed layers and factors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,9 +247,6 @@ def test_backward_ends_at_the_fixed_layers() -> None:
         module.init_optimizer(None, "sgd", {"learning_rate": 0.1})
         module.forward_backward(torch.randn(2, 1, 4, 4), torch.tensor([0, 1]))
     assert in_graph == {"conv": False, "fc1": True}
-
-
-# -- wrong input ----------------------------------------------------------------------------------------------------
 
 
 def last_of(network: nn.Module, classes: Any = 2) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +12,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from measure import distance, mlp, plain_loop
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
 
 import gangline
 from gangline import Communicator, spawn
@@ -232,15 +227,7 @@ class SizedStream(Stream):
         return len(self._numbers)
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor, labels: Tensor) -> None:
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(features), labels).backward()
-    optimizer.step()
+network = partial(mlp, 6, 8, 3, seed=3)
 
 
 def train_stream(numbers: Sequence[int], stream: Any, steps: int, **options: Any) -> Batches:
@@ -252,19 +239,19 @@ def train_stream(numbers: Sequence[int], stream: Any, steps: int, **options: Any
     found = []
     for batch in islice(loader, steps):
         labels, extra = batch["more"]
-        train_step(model, optimizer, batch["x"], labels)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch["x"]), labels).backward()
+        optimizer.step()
         assert batch["name"] == [f"sample {number}" for number in extra["number"]]
         found.append(gathered((extra["number"][: loader.samples].tolist(), loader.weight)))
         assert found[-1][dist.get_rank()][1] == loader.samples * 2 / sum(len(numbers) for numbers, _ in found[-1])
     batches = [[number for numbers, _ in parts for number in numbers] for parts in found]
-    alone = network()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
+    joined = []
     for numbers in batches:
         samples = [sample(number) for number in numbers]
-        features = torch.stack([each["x"] for each in samples])
-        train_step(alone, optimizer, features, torch.tensor([each["more"][0] for each in samples]))
-    for got, want in zip(model.module.state_dict().values(), alone.state_dict().values(), strict=True):
-        assert float((got - want).norm() / want.norm()) < 1e-11
+        features, classes = [one["x"] for one in samples], [one["more"][0] for one in samples]
+        joined.append((torch.stack(features), torch.tensor(classes)))
+    assert distance(model.module.state_dict(), plain_loop(network(), joined, lr=0.2, momentum=0.9)) < 1e-11
     return batches
 
 

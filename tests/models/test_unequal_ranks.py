@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
-from gangline import Communicator, spawn, torch_backend
+from gangline import Communicator, spawn
+from tests.models.unequal_jobs import flat, gathered, join
 
 SAMPLES = 83
 STEPS = 20
@@ -65,7 +66,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
-def train(engine: str, changed: Sequence[float], l2: float, options: dict[str, Any]) -> float:
+def train(engine: str, changed: Sequence[float], options: dict[str, Any]) -> float:
     """Train some steps in this rank, from the second on with changed loads; return the distance from one process."""
     model = wrapped(engine, network())
     optimizer = optimizer_of(model)
@@ -73,35 +74,31 @@ def train(engine: str, changed: Sequence[float], l2: float, options: dict[str, A
     batches: list[list[int]] = []
     while len(batches) < STEPS:
         for features, labels, numbers in loader:
-            step(model, optimizer, features, labels, l2, engine == "by_hand")
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, numbers[: loader.samples].tolist())
-            batches.append([number for of_rank in of_ranks for number in of_rank])
+            step(model, optimizer, features, labels)
+            if engine == "by_hand":
+                average_by_hand(model)
+            optimizer.step()
+            batches.append(flat(gathered(numbers[: loader.samples].tolist())))
             if len(batches) == 2 and changed:
                 loader._balance.set_loads(changed, 1)
     per_epoch = len(loader)
     loader.close()
-    assert sorted(number for batch in batches[:per_epoch] for number in batch) == list(range(SAMPLES))
+    assert sorted(flat(batches[:per_epoch])) == list(range(SAMPLES))
     alone, data = network(), Data()
     optimizer = optimizer_of(alone)
     for batch in batches:
         features, labels, _ = data[batch]
-        step(alone, optimizer, features, labels, l2, False)
+        step(alone, optimizer, features, labels)
+        optimizer.step()
     return distance(weights(model), alone.state_dict())
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor, labels: Tensor, l2: float, by_hand: bool
-) -> None:
-    """Take a step of a loss with a term of the weights, which does not depend on the outputs."""
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor, labels: Tensor) -> None:
+    """Run a backward of a loss with a term of the weights, which does not depend on the outputs."""
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(features), labels)
-    if l2:
-        loss = loss + l2 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    loss = loss + 0.01 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
     loss.backward()  # type: ignore[no-untyped-call]
-    if by_hand:
-        average_by_hand(model)
-    optimizer.step()
 
 
 CALLS: dict[str, list[tuple[str, Callable[..., Any], Sequence[Any]]]] = {}
@@ -110,8 +107,7 @@ CALLS: dict[str, list[tuple[str, Callable[..., Any], Sequence[Any]]]] = {}
 
 def run(comm: Communicator, path: str, backend: str) -> dict[str, Any]:
     """Make the calls of a backend as a rank of a torch.distributed job; return their results."""
-    assert torch_backend
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    join(comm, path, backend)
     try:
         return {name: call(*arguments) for name, call, arguments in CALLS[backend]}
     finally:
@@ -153,7 +149,7 @@ def read(loads: Sequence[float], state: dict[str, Any] | None, batches: int | No
 
 
 def resume(comm: Communicator, path: str, state: dict[str, Any]) -> tuple[Any, list[int]]:
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    join(comm, path)
     try:
         return read([1, 2, 3], state, None)
     finally:
@@ -170,12 +166,17 @@ def test_a_resumed_epoch_reads_each_sample_once_with_another_number_of_ranks(glo
     assert sorted(seen) == list(range(SAMPLES))
 
 
+def made() -> tuple[nn.Module, torch.optim.Optimizer, gangline.BalancedLoader]:
+    model = DistributedDataParallel(network())
+    loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
+    return model, optimizer_of(model), loader
+
+
 def resumed_weights(stop: int) -> dict[str, Tensor]:
     """Train two epochs; after ``stop`` batches go on with a new model and loader, made of their saved states."""
     torch.manual_seed(7)
-    model = DistributedDataParallel(network())
-    loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
-    optimizer, done = optimizer_of(model), 0
+    model, optimizer, loader = made()
+    done = 0
     while loader.epoch < 2:
         for features, labels, _ in loader:
             optimizer.zero_grad()
@@ -185,11 +186,9 @@ def resumed_weights(stop: int) -> dict[str, Tensor]:
             if done == stop:
                 break
         if done == stop:
-            states = (model.state_dict(), optimizer.state_dict(), loader.state_dict())
+            states = [part.state_dict() for part in (model, optimizer, loader)]
             random_state = torch.get_rng_state()
-            model = DistributedDataParallel(network())
-            optimizer = optimizer_of(model)
-            loader = gangline.balance(model, DataLoader(Data(), batch_size=BATCH, shuffle=True), loads=[3, 1])
+            model, optimizer, loader = made()
             for part, state in zip((model, optimizer, loader), states, strict=True):
                 part.load_state_dict(state)
             torch.set_rng_state(random_state)
@@ -378,14 +377,14 @@ def test_rows_that_do_not_fit_together_are_an_error_on_all_ranks(own: Results) -
 
 
 CALLS["gloo"] = [
-    ("ddp", train, ("ddp", [1, 4], 0.01, {})),
+    ("ddp", train, ("ddp", [1, 4], {})),
     ("read", read, ([3, 1], None, 4)),
     ("both ways", both_ways, ()),
     ("gradients of ddp", gradients_of, ("ddp",)),
     ("not named", step_of_a_network_that_was_not_named, ("ddp",)),
 ]
 CALLS["gangline"] = [  # FSDP over gloo aborts now and then when processes end
-    ("by hand", train, ("by_hand", [], 0.01, {"global_batch": 41})),  # 83 = 41 + 41 + 1: fewer samples than ranks
+    ("by hand", train, ("by_hand", [], {"global_batch": 41})),  # 83 = 41 + 41 + 1: fewer samples than ranks
     ("gradients of by_hand", gradients_of, ("by_hand",)),
     ("gradients of fsdp2", gradients_of, ("fsdp2",)),
     ("fsdp1", gradient_under_fsdp1, ()),

@@ -116,11 +116,9 @@ def on_servers(name: str, *arguments: Any) -> dict[str, Any]:
         return run(store, *arguments)
 
 
-def alone(epochs: int, accumulate: int = 1) -> Any:
+def alone(epochs: int, **options: Any) -> Any:
     with module([0.0]) as made:
-        made.fit(
-            samples(), num_epoch=epochs, batch_size=BATCH, optimizer_params=RATE, kvstore=None, accumulate=accumulate
-        )
+        made.fit(samples(), num_epoch=epochs, batch_size=BATCH, optimizer_params=RATE, kvstore=None, **options)
         return made.get_params()
 
 
@@ -131,9 +129,6 @@ def check_samples(found: Sequence[dict[str, Any]], epochs: int) -> None:
     assert [len(batch) for batch in batches] == ([BATCH] * 5 + [SAMPLES - 5 * BATCH]) * epochs
     for epoch in range(epochs):
         assert sorted(itertools.chain(*batches[6 * epoch : 6 * epoch + 6])) == list(range(SAMPLES))
-
-
-# -- the split ------------------------------------------------------------------------------------------------------
 
 
 def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
@@ -257,9 +252,6 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 
 
-# -- messages -------------------------------------------------------------------------------------------------------
-
-
 def counted(comm: Communicator, words: str | None) -> int:
     calls = 0
     original = WorkerGroup.all_gather
@@ -281,9 +273,6 @@ def test_measuring_costs_one_message_at_each_epochs_start(two: list[dict[str, An
     assert auto == fixed + 3
 
 
-# -- logs and pages -------------------------------------------------------------------------------------------------
-
-
 def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[dict[str, Any]]) -> None:
     first, second = (each["lines"] for each in of_both(two, "real time"))
     assert not [line for line in second if "worker" in line]
@@ -301,23 +290,22 @@ def test_the_split_and_the_times_of_all_workers_are_logged_by_rank_0(two: list[d
     assert len(epochs) == 4
 
 
-def page_in_a_job(comm: Communicator, path: str) -> Path:
+@contextmanager
+def unequal_worker(comm: Communicator) -> Iterator[tuple[KVStore, Module]]:
     with (
         simulated_time(),
         variable("auto"),
         create("allreduce", communicator=comm) as store,
         module(UNEQUAL[comm.rank]) as made,
     ):
+        yield store, made
+
+
+def page_in_a_job(comm: Communicator, path: str) -> Path:
+    with unequal_worker(comm) as (store, made):
         progress = TrainingProgress(made, f"{path}/{comm.rank}.html")
-        made.fit(
-            samples(),
-            num_epoch=4,
-            batch_size=BATCH,
-            kvstore=store,
-            optimizer_params=RATE,
-            batch_end_callback=progress,
-            epoch_end_callback=progress,
-        )
+        options = {"batch_end_callback": progress, "epoch_end_callback": progress, "optimizer_params": RATE}
+        made.fit(samples(), num_epoch=4, batch_size=BATCH, kvstore=store, **options)
     return Path(f"{path}/{comm.rank}.html")
 
 
@@ -333,9 +321,6 @@ def test_the_page_shows_the_split_and_how_it_moved(two: list[dict[str, Any]]) ->
     assert float(shown[1]) == pytest.approx(splits[-1]["workers"][0], abs=2e-3)
     for rank in range(2):
         assert re.fullmatch(r"computed \S+ s, waited \S+ s", data["settings"][f"worker {rank}, last epoch"])
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def checkpointed(comm: Communicator, prefix: str, epochs: int, resumes: bool, stop_at: int | None) -> dict[str, Any]:
@@ -376,9 +361,6 @@ def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
             assert max(resumed[0]["loads"][0]) < 0.5
 
 
-# -- errors and warnings --------------------------------------------------------------------------------------------
-
-
 def refused(comm: Communicator, words: list[str]) -> str:
     with variable(words[comm.rank]), create("allreduce", communicator=comm) as store:
         try:
@@ -392,10 +374,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["automatic"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is 'automatic'; expected one number per worker, "),
     (["AUTO"] * 2, "such as 3,1, or auto"),
     (["3,1,1"] * 2, "ValueError: GANGLINE_WORK_LOAD_LIST is '3,1,1', which has 3 entries for 2 workers"),
-    (
-        ["3,1", "auto"],
-        "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1",
-    ),
+    (["3,1", "auto"], "MismatchError: init_optimizer: GANGLINE_WORK_LOAD_LIST is 3,1 on rank 0, but auto on rank 1"),
 ]
 
 
@@ -414,12 +393,7 @@ def test_batches_of_a_workers_own_are_not_split_which_is_said_once(two: list[dic
 
 def own_loop(comm: Communicator) -> Any:
     data, label = samples()
-    with (
-        simulated_time(),
-        variable("auto"),
-        create("allreduce", communicator=comm) as store,
-        module(UNEQUAL[comm.rank]) as made,
-    ):
+    with unequal_worker(comm) as (store, made):
         made.init_optimizer(store, "sgd", RATE)
         for _ in range(4):
             made.begin_epoch()
@@ -434,6 +408,4 @@ def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch(two: list[dict[str, 
     [(loads, params), (same, _)] = of_both(two, "own loop")
     assert loads == same
     assert loads[0] > 0.7
-    with module([0.0]) as made:
-        made.fit(samples(), num_epoch=4, batch_size=BATCH, shuffle=False, kvstore=None, optimizer_params=RATE)
-        assert distance(params, made.get_params()) <= 1e-11
+    assert distance(params, alone(4, shuffle=False)) <= 1e-11

@@ -158,7 +158,7 @@ def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_
         module.fit(arrays(), num_epoch=2, batch_size=8, seed=5, eval_metric="loss")
         alone = module.get_params()
     for begun_there, params in found:
-        assert all(torch.equal(begun_there[name], value) for name, value in begun.items())
+        assert same_bits(begun_there, begun)
         assert distance(params, alone) <= 1e-11
 
 
@@ -245,12 +245,11 @@ def test_data_that_differ_among_workers_raise_the_same_error_on_all(two: list[di
     assert first.index("'batch_size': 4") < first.index("on rank 0, but") < first.index("'batch_size': 5")
 
 
-def as_launched(patch: pytest.MonkeyPatch, comm: Communicator, port: int) -> None:
-    """Return the environment that a launcher sets."""
-    values = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "LOCAL_RANK": comm.rank, "MASTER_PORT": port}
+def as_launched(patch: pytest.MonkeyPatch, rank: int, size: int, port: int) -> None:
+    """Set the environment as a launcher does."""
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in values.items():
         patch.setenv(name, str(value))
-    patch.setenv("MASTER_ADDR", "127.0.0.1")
 
 
 def failing_in_a_job(comm: Communicator, port: int) -> str:
@@ -259,7 +258,7 @@ def failing_in_a_job(comm: Communicator, port: int) -> str:
             raise ArithmeticError("this one had enough")
 
     with pytest.MonkeyPatch.context() as patch:
-        as_launched(patch, comm, port)
+        as_launched(patch, comm.rank, comm.size, port)
         with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
             with pytest.raises((ArithmeticError, DeadNodeError)) as raised:
                 module.fit(arrays(), num_epoch=5, batch_size=4, kvstore="allreduce", batch_end_callback=fail)
@@ -273,27 +272,15 @@ def test_a_failed_worker_ends_the_others_waits(two: list[dict[str, Any]]) -> Non
     assert "rank 1" in first
 
 
-# Context "parallel": all processes of a job, by the store that the environment offers
+def trained(context: str) -> tuple[str | None, int, Params]:
+    with Module(network(), nn.CrossEntropyLoss(), context) as module:
+        module.fit(arrays(), num_epoch=2, batch_size=8, optimizer_params={"learning_rate": 0.1})
+        return module.store_type, module.workers.count, module.get_params()
 
 
-def problem() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    torch.manual_seed(0)
-    data = torch.randn(24, 5, dtype=torch.float64)
-    return nn.Linear(5, 3).double(), (data, torch.arange(24) % 3)
-
-
-def trained(context: str) -> tuple[str | None, int, dict[str, torch.Tensor]]:
-    network, data = problem()
-    module = Module(network, nn.CrossEntropyLoss(), context)
-    module.fit(data, num_epoch=2, batch_size=8, optimizer_params={"learning_rate": 0.1})
-    store, count, params = module.store_type, module.workers.count, module.get_params()
-    module.close()
-    return store, count, params
-
-
-def in_parallel(comm: Communicator, port: int) -> tuple[str | None, int, dict[str, torch.Tensor]]:
+def in_parallel(comm: Communicator, port: int) -> tuple[str | None, int, Params]:
     with pytest.MonkeyPatch.context() as patch:
-        as_launched(patch, comm, port)
+        as_launched(patch, comm.rank, comm.size, port)
         return trained("parallel")
 
 
@@ -301,21 +288,17 @@ def test_all_processes_of_a_job_train_as_one_does(two: list[dict[str, Any]]) -> 
     _, _, expected = trained("cpu")
     for store, count, params in (each["parallel"] for each in two):
         assert (store, count) == ("allreduce", 2)
-        for name, value in expected.items():
-            torch.testing.assert_close(params[name], value, rtol=1e-11, atol=1e-11)
+        assert distance(params, expected) <= 1e-11
 
 
 def test_without_a_job_it_is_an_error_before_anything_begins() -> None:
-    network, _ = problem()
     with pytest.raises(RuntimeError, match="'parallel' means all processes of a job, and there is none"):
-        Module(network, nn.CrossEntropyLoss(), "parallel")
+        Module(network(), nn.CrossEntropyLoss(), "parallel")
 
 
 def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    network, _ = problem()
-    module = Module(network, nn.CrossEntropyLoss(), "parallel")
+    as_launched(monkeypatch, 0, 1, 29500)
+    module = Module(network(), nn.CrossEntropyLoss(), "parallel")
     with pytest.raises(ValueError, match=re.escape("kvstore is 'device', which does not leave this process")):
         module.init_optimizer("device")
     assert module.contexts == [cpu()] or torch.cuda.is_available()

@@ -43,6 +43,3 @@ def test_async_workers_learn() -> None:
     [(accuracy, weights), (_, other)] = run_job(train, 2, 1, "dist_async", 6, 0.02)
     assert accuracy > 0.85
     assert weights.keys() == other.keys()
-
-
-# The command, as users start it

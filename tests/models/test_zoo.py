@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -30,9 +31,6 @@ def _registry_as_it_was() -> Iterator[None]:
 
 def count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-# -- the networks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("classes", [10, 3])
@@ -70,9 +68,6 @@ def test_each_call_builds_a_network_of_its_own() -> None:
     assert not {id(parameter) for parameter in first.parameters()} & {id(one) for one in second.parameters()}
 
 
-# -- the registry ---------------------------------------------------------------------------------------------------
-
-
 def test_a_users_network_can_be_registered() -> None:
     @zoo.register("test-linear", image_shape=(1, 2, 3))
     def build(num_classes: int = 10, bias: bool = True) -> nn.Module:
@@ -104,9 +99,6 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
         assert str(zoo.names()) in str(caught.value)
 
 
-# -- weights --------------------------------------------------------------------------------------------------------
-
-
 def small() -> nn.Module:
     """Network with two parameters and the buffers of a BatchNorm."""
     return nn.Sequential(OrderedDict(fc=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
@@ -127,7 +119,7 @@ def write(params: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def is_untouched(network: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    return same_bits(network.state_dict(), before)
 
 
 SUFFIXES = [".safetensors", ".pth", ".pt"]
@@ -161,30 +153,42 @@ def test_older_weights_may_lack_the_count_of_batches(tmp_path: Path) -> None:
     assert torch.equal(network.norm.running_mean, state()["norm.running_mean"])
 
 
+WITHOUT_TWO = {name: value for name, value in state().items() if name not in ("fc.bias", "norm.running_var")}
+MORE = state() | {"head.weight": torch.ones(2), "head.bias": torch.ones(2)}
+WIDER = state() | {"fc.weight": torch.ones(2, 4)}
+UNFIT: list[tuple[dict[str, torch.Tensor], type[Exception], str]] = [
+    (WITHOUT_TWO, RuntimeError, r"\['fc\.bias', 'norm\.running_var'\] are missing"),
+    (MORE, ValueError, r"(?=.*'head\.weight')(?=.*'head\.bias').* are not the network's"),
+    (WIDER, ValueError, r"'fc\.weight' has shape \(2, 4\); the network's has \(2, 3\)"),
+]
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_missing_weights_are_refused(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
-    with pytest.raises(FileNotFoundError, match="do not exist") as caught:
-        zoo.create("mlp", weights=path)
-    assert str(path) in str(caught.value)
+def test_missing_torn_and_unfit_weights_are_refused_and_change_nothing(tmp_path: Path, suffix: str) -> None:
+    path, network = tmp_path / f"weights{suffix}", small()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+
+    def refused(error: type[Exception], text: str) -> str:
+        with pytest.raises(error, match=text) as caught:
+            load_weights(network, path)
+        assert is_untouched(network, before)
+        return str(caught.value)
+
+    assert str(path) in refused(FileNotFoundError, "do not exist")
     path.mkdir()
-    with pytest.raises(FileNotFoundError, match="do not exist"):
-        zoo.create("mlp", weights=path)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_torn_weights_are_refused_by_their_file(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"weights{suffix}"
+    refused(FileNotFoundError, "do not exist")
+    path.rmdir()
     write(state(), path)
     content = path.read_bytes()
     for length in (0, 1, 8, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        network = small()
-        before = {name: value.clone() for name, value in network.state_dict().items()}
-        with pytest.raises(ValueError, match="damaged") as caught:
-            load_weights(network, path)
-        assert str(path) in str(caught.value)
-        assert is_untouched(network, before)
+        assert str(path) in refused(ValueError, "damaged")
+    for unfit, error, text in UNFIT:
+        write(unfit, path)
+        refused(error, text)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="do not exist"):
+        zoo.create("mlp", weights=path)
 
 
 class RunsCode:
@@ -212,33 +216,6 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, writer: str, in
         load_weights(small(), path)
     assert str(path) in str(caught.value)
     assert not marker.exists()
-
-
-WITHOUT_TWO = {name: value for name, value in state().items() if name not in ("fc.bias", "norm.running_var")}
-MORE = state() | {"head.weight": torch.ones(2), "head.bias": torch.ones(2)}
-WIDER = state() | {"fc.weight": torch.ones(2, 4)}
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize(
-    ("content", "error", "text"),
-    [
-        (WITHOUT_TWO, RuntimeError, r"\['fc\.bias', 'norm\.running_var'\] are missing"),
-        (MORE, ValueError, r"(?=.*'head\.weight')(?=.*'head\.bias').* are not the network's"),
-        (WIDER, ValueError, r"'fc\.weight' has shape \(2, 4\); the network's has \(2, 3\)"),
-    ],
-    ids=["missing", "more", "wider"],
-)
-def test_weights_that_do_not_fit_are_refused(
-    tmp_path: Path, content: dict[str, torch.Tensor], error: type[Exception], text: str, suffix: str
-) -> None:
-    path = tmp_path / f"weights{suffix}"
-    write(content, path)
-    network = small()
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    with pytest.raises(error, match=text):
-        load_weights(network, path)
-    assert is_untouched(network, before)
 
 
 NO_STATE_DICT: list[Any] = [

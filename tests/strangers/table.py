@@ -139,9 +139,7 @@ REFUSED = {
         "simclr", (("gangline.convert_sync_batchnorm(model)", "model"),), warning="convert_sync_batchnorm"
     ),
     "SimCLR, loss of own samples": Row(
-        "simclr",
-        (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),),
-        page="Losses that are no means",
+        "simclr", (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),), page="Losses that are no means"
     ),
     "mixup within the batch": Row("mixup", page="Losses that are no means"),
     "batches repeated by itertools.cycle": Row(
