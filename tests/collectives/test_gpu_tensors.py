@@ -485,13 +485,17 @@ def check_on_gpu(comm: Communicator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("binding", nccl_bindings.BINDINGS)
 def test_one_rank_with_nccl(binding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(comm: Communicator) -> None:
+        check_on_gpu(comm)
+        assert comm._gpus.nccl is not None
+
     if not num_gpus():
         pytest.skip("there is no GPU")
     lack = nccl_bindings.missing(binding)
     if lack:
         pytest.skip(lack)
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)
-    in_threads(1, check_on_gpu)
+    in_threads(1, run)
 
 
 @pytest.mark.gpu

@@ -115,10 +115,9 @@ def test_an_error_reaches_the_others_with_its_class_and_text() -> None:
 # Invalid input
 
 
-def pair_of(
-    function: Callable[[ProcessMembership, PeerSockets, str], None], address: str = "ipc", limit: float = LIMIT
-) -> None:
-    """Call ``function`` with the membership of rank 0, the bare sockets of rank 1, and rank 0's endpoint."""
+@contextmanager
+def pair_of(address: str = "ipc", limit: float = LIMIT) -> Iterator[tuple[ProcessMembership, PeerSockets, str]]:
+    """Yield the membership of rank 0, the bare sockets of rank 1, and rank 0's endpoint."""
     gathered: list[bytes] = []
     identity = msgpack.packb(["another host", 1, 1])
 
@@ -134,7 +133,7 @@ def pair_of(
     )
     try:
         [(endpoint, _)] = msgpack.unpackb(gathered[-1], strict_map_key=False)[1].values()
-        function(membership, other, endpoint)
+        yield membership, other, endpoint
     finally:
         other.close(0)
         membership.close()
@@ -162,7 +161,7 @@ INVALID = [
 
 
 def test_invalid_messages_are_counted_and_dropped() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, _: str) -> None:
+    with pair_of() as (membership, other, _):
         for message in INVALID:
             other.sockets[0].send(message)
         other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
@@ -170,11 +169,10 @@ def test_invalid_messages_are_counted_and_dropped() -> None:
         assert membership.connections.invalid_messages == len(INVALID)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
-    pair_of(check)
-
 
 def test_no_bytes_break_a_membership() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, _: str) -> None:
+    with pair_of() as (membership, other, _):
+
         @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
@@ -184,21 +182,17 @@ def test_no_bytes_break_a_membership() -> None:
 
         look()
 
-    pair_of(check)
-
 
 def test_a_message_beyond_the_limit_ends_the_connection_and_is_dropped() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, _: str) -> None:
+    with pair_of() as (membership, other, _):
         other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
         assert membership.connections.invalid_messages == 0
 
-    pair_of(check)
-
 
 def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
+    with pair_of("tcp://127.0.0.1") as (membership, other, port):
         with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
             stranger.linger = 0
             monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -219,11 +213,9 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
         assert other.sockets[0].socket.poll(10_000)
         assert other.sockets[0].receive() == msgpack.packb(["at", 2, SUM])
 
-    pair_of(check, "tcp://127.0.0.1")
-
 
 def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
+    with pair_of("tcp://127.0.0.1", 4) as (membership, other, port):
         other.close(0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -234,11 +226,9 @@ def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
         assert membership.gone == {1: "was killed, left, or gave no sign of life for 8 s"}
         assert (membership.at.keys(), membership.failure) == ({0}, None)
 
-    pair_of(check, "tcp://127.0.0.1", 4)
-
 
 def test_a_lost_connection_may_be_restored() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
+    with pair_of("tcp://127.0.0.1", 40) as (membership, other, port):
         token = other.sockets[0].token
         other.close(0)
         membership.fail(StallError("too late"))
@@ -254,8 +244,6 @@ def test_a_lost_connection_may_be_restored() -> None:
                 token[:16],
                 msgpack.packb(["failed", "StallError", "too late"]),  # which may not have arrived before
             ]
-
-    pair_of(check, "tcp://127.0.0.1", 40)
 
 
 # File descriptors
@@ -350,7 +338,7 @@ def test_a_full_descriptor_table_kills_nobody() -> None:
 
 
 def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, _: str) -> None:
+    with pair_of() as (membership, other, _):
         with zmq.Context() as context:
             broken = PeerSocket(context, bytes(32), binds=False)
             broken.close(0)
@@ -361,8 +349,6 @@ def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
         membership.connections.peers.sockets = sockets
         assert other.sockets[0].socket.poll(10_000)
         assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
-
-    pair_of(check)
 
 
 # Groups that are split off

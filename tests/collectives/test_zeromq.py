@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -152,14 +153,15 @@ def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
 # Invalid messages
 
 
-def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
-    """Call ``function`` with the transport of rank 0 and the bare sockets of rank 1."""
+@contextmanager
+def bare() -> Iterator[tuple[ZmqTransport, PeerSockets]]:
+    """Yield the transport of rank 0 and the bare sockets of rank 1."""
     transport, other = with_exchange(
         lambda rank, exchange: ZmqTransport(rank, 2, exchange, Forever(), address="ipc"),
         lambda rank, exchange: PeerSockets(rank, 2, exchange, address="ipc", options={}),
     )
     try:
-        function(transport, other)
+        yield transport, other
     finally:
         other.close(0)
         transport.close()
@@ -231,17 +233,15 @@ def test_a_late_rank_buffers_a_bounded_amount(count: int, nbytes: int) -> None:
     ],
 )
 def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
-    def check(transport: ZmqTransport, other: PeerSockets) -> None:
+    with bare() as (transport, other):
         other.sockets[0].send(message)
         with pytest.raises(ProtocolError, match=text):
             transport.receive(1)
 
-    bare(check)
-
 
 @pytest.mark.parametrize("frame", [b"", bytes(PIECE - 1), bytes(PIECE + 1)])
 def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
-    def check(transport: ZmqTransport, other: PeerSockets) -> None:
+    with bare() as (transport, other):
         for number, read in enumerate(("piece", "into", "done")):
             other.sockets[0].send(header(number=number, nbytes=2 * PIECE))
             other.sockets[0].send(frame)
@@ -251,8 +251,6 @@ def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
                 ProtocolError, match=f"sent {len(frame)} bytes as a piece of a message, expected {PIECE}"
             ):
                 getattr(receive_request, read)(*arguments)
-
-    bare(check)
 
 
 # Lost ranks
