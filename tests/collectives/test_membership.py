@@ -39,7 +39,7 @@ from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import with_exchange
+from tests.collectives.ranks import PATIENT, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -258,10 +258,9 @@ def _count_descriptors(rank: Rank) -> None:
         other.connect("inproc://nobody")
         other.send(b"", copy=False, track=True)
     before = len(os.listdir("/proc/self/fd"))
-    patient = SimpleNamespace(check=lambda missing: None)
     kinds: tuple[Callable[[str], Any], ...] = (
         lambda address: open_membership(rank, address, limit=10),
-        lambda address: ZmqTransport(rank.rank, rank.size, rank.exchange, patient, address=address),
+        lambda address: ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address),
     )
     for address, kind in itertools.product(ADDRESSES, kinds):
         opened = kind(address)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableK
 from gangline.collectives.work import Work
 from tests.collectives.ranks import (
     LARGE,
+    PATIENT,
     SLOT_BYTES,
     cases,
     check,
@@ -51,14 +53,12 @@ from tests.collectives.ranks import (
 COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements: whole pieces, and more than a slot holds
 
 
+@dataclass
 class Counts:
-    """Counts of reads and copies in this process."""
+    """Bytes of each read of another process's memory, and of each piece that this rank staged for another one."""
 
-    def __init__(self) -> None:
-        self.reads: list[int] = []
-        """Bytes of each read of another process's memory."""
-        self.staged: list[int] = []
-        """Bytes of each piece that this rank staged for another one."""
+    reads: list[int] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
 
     def take(self) -> tuple[int, int, int, int]:
         """Return reads, their bytes, staged pieces, their bytes, since the last call."""
@@ -150,30 +150,18 @@ def test_registered_memory_is_read_in_place_other_memory_by_cma_or_staged(
 
 
 def _small_and_large(comm: Communicator) -> list[tuple[int, int, int, int]]:
+    """Send messages of five sizes from rank 0 to rank 1, then broadcast memory of the process and of the segment."""
     taken = []
     with counted() as counts:
         for nbytes in (0, 1, 1 << 15, (1 << 15) + 1, PIECE + 1):
             counts.take()
             if comm.rank == 0:
                 comm.send(values(nbytes, 0, torch.uint8), 1)
-            else:
+            elif comm.rank == 1:
                 got = torch.empty(nbytes, dtype=torch.uint8)
                 comm.recv(got, 0)
                 same(got, values(nbytes, 0, torch.uint8), f"{nbytes} bytes")
             taken.append(counts.take())
-    return taken
-
-
-def test_small_messages_are_staged_even_if_memory_is_readable() -> None:
-    sender, receiver = spawn(_small_and_large, 2, transport="shared_memory", timeout=60)
-    assert sender == [(0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1 << 15), (0, 0, 0, 0), (0, 0, 0, 0)]
-    assert receiver[:3] == [(0, 0, 0, 0)] * 3
-    assert receiver[3:] == [(1, (1 << 15) + 1, 0, 0), (1, PIECE + 1, 0, 0)]
-
-
-def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
-    taken = []
-    with counted() as counts:
         for tensor in (torch.empty(COUNT), comm.empty(COUNT)):
             _filled(tensor, comm.rank)
             comm.barrier()
@@ -184,11 +172,12 @@ def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
     return taken
 
 
-def test_a_broadcast_is_one_read_for_each_rank() -> None:
-    found = spawn(_root_alone_gives, 3, transport="shared_memory", timeout=60)
-    one_read = (1, COUNT * 4, 0, 0)
-    nothing = (0, 0, 0, 0)
-    assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
+def test_small_messages_are_staged_and_large_ones_and_broadcasts_are_one_read() -> None:
+    sender, receiver, third = spawn(_small_and_large, 3, transport="shared_memory", timeout=60)
+    nothing, of_root = (0, 0, 0, 0), (1, COUNT * 4, 0, 0)
+    assert sender == [nothing, (0, 0, 1, 1), (0, 0, 1, 1 << 15), nothing, nothing, of_root, nothing]
+    assert receiver == [nothing] * 3 + [(1, (1 << 15) + 1, 0, 0), (1, PIECE + 1, 0, 0), nothing, nothing]
+    assert third == [nothing] * 5 + [of_root, nothing]
 
 
 # Full queues
@@ -485,12 +474,8 @@ def test_registered_memory_holds_no_descriptors_and_is_released_when_its_tensors
 
 
 def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
-    class Patient:
-        def check(self, missing: Any) -> None:
-            pass
-
     group = open_host_group(rank, [0, 1], SharedMemoryTransport.nbytes(2), exchange)
-    return SharedMemoryTransport(group, Patient())
+    return SharedMemoryTransport(group, PATIENT)
 
 
 def test_an_invalid_queue_entry_is_an_error() -> None:

@@ -192,10 +192,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
         lambda x: group().allreduce(x.tensor, x.op, LIMIT),
         lambda x: functional.all_reduce(x.tensor, x.op_name, group()),
     ),
-    "reduce": (
-        lambda x: dist.reduce(x.tensor, x.root, x.op),
-        lambda x: group().reduce(x.tensor, x.root, x.op, LIMIT),
-    ),
+    "reduce": (lambda x: dist.reduce(x.tensor, x.root, x.op), lambda x: group().reduce(x.tensor, x.root, x.op, LIMIT)),
     "broadcast": (
         lambda x: dist.broadcast(x.tensor, x.root),
         lambda x: dist.broadcast(x.tensor, x.root, async_op=True),

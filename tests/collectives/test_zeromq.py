@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import with_exchange
+from tests.collectives.ranks import PATIENT, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,15 +46,8 @@ def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert list(tmp_path.iterdir()) == []
 
 
-class Forever:
-    """Wait policy without limits."""
-
-    def check(self, missing: Iterable[int]) -> None:
-        pass
-
-
 def open_transport(rank: Rank, address: str) -> ZmqTransport:
-    return ZmqTransport(rank.rank, rank.size, rank.exchange, Forever(), address=address)
+    return ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address)
 
 
 def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
@@ -157,7 +150,7 @@ def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
 def bare() -> Iterator[tuple[ZmqTransport, PeerSockets]]:
     """Yield the transport of rank 0 and the bare sockets of rank 1."""
     transport, other = with_exchange(
-        lambda rank, exchange: ZmqTransport(rank, 2, exchange, Forever(), address="ipc"),
+        lambda rank, exchange: ZmqTransport(rank, 2, exchange, PATIENT, address="ipc"),
         lambda rank, exchange: PeerSockets(rank, 2, exchange, address="ipc", options={}),
     )
     try:
