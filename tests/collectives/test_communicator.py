@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -624,22 +625,10 @@ def _exchange(comm: Communicator, scale: int) -> None:
 def _counts(comm: Communicator, scale: int) -> tuple[int, int]:
     """Return the slot exchanges and the messages that this rank needs."""
     engine, transport = comm._engine, comm._resources.transport
-    exchange_slots, send = engine.exchange_slots, transport.send
-    counts = {"exchanges": 0, "messages": 0}
-
-    def exchanged(*arguments: Any) -> int:
-        counts["exchanges"] += 1
-        return exchange_slots(*arguments)
-
-    def sent(*arguments: Any) -> Any:
-        counts["messages"] += 1
-        return send(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "exchange_slots", exchanged)
-        patch.setattr(transport, "send", sent)
+    exchanges = patch.object(engine, "exchange_slots", wraps=engine.exchange_slots)
+    with exchanges as exchanged, patch.object(transport, "send", wraps=transport.send) as sent:
         _exchange(comm, scale)
-    return counts["exchanges"], counts["messages"]
+    return exchanged.call_count, sent.call_count
 
 
 def _in_all_sizes(comm: Communicator) -> list[tuple[int, int]]:

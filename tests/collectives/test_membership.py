@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -118,21 +119,17 @@ def test_an_error_reaches_the_others_with_its_class_and_text() -> None:
 @contextmanager
 def pair_of(address: str = "ipc", limit: float = LIMIT) -> Iterator[tuple[ProcessMembership, PeerSockets, str]]:
     """Yield the membership of rank 0, the bare sockets of rank 1, and rank 0's endpoint."""
-    gathered: list[bytes] = []
-    identity = msgpack.packb(["another host", 1, 1])
+    noted, identity = Mock(), msgpack.packb(["another host", 1, 1])
 
     def own(rank: int, exchange: BootstrapAllGather) -> ProcessMembership:
-        def noted(data: bytes) -> list[bytes]:
-            gathered.append(data)
-            return exchange(data)
-
+        noted.side_effect = exchange
         return ProcessMembership(rank, 2, noted, heartbeat=0.2, limit=limit, address=address)
 
     membership, other = with_exchange(
         own, lambda rank, exchange: PeerSockets(rank, 2, exchange, address=address, options={}, payload=identity)
     )
     try:
-        [(endpoint, _)] = msgpack.unpackb(gathered[-1], strict_map_key=False)[1].values()
+        [(endpoint, _)] = msgpack.unpackb(noted.call_args.args[0], strict_map_key=False)[1].values()
         yield membership, other, endpoint
     finally:
         other.close(0)
@@ -434,18 +431,13 @@ def test_groups_close_one_by_one_in_any_order_and_the_connection_ends(address: s
 
 
 def _count_rounds_of_split(rank: Rank) -> None:
-    calls: list[int] = []
-
-    def exchange(data: bytes) -> list[bytes]:
-        calls.append(len(data))
-        return rank.exchange(data)
-
+    exchange = Mock(wraps=rank.exchange)
     comm = open_communicator(rank.rank, rank.size, exchange)
-    assert len(calls) == 4
+    assert exchange.call_count == 4
     sockets = [len(comm._resources.membership.connections.peers.sockets)]
     before, number = _holdings(), comm._engine.next_number
     group = comm.split(0)
-    assert len(calls) == 4
+    assert exchange.call_count == 4
     sockets.append(len(group._resources.membership.connections.peers.sockets))
     collectives = comm._engine.next_number - number
     rank.tell([sockets, _holdings() == before, collectives])

@@ -278,26 +278,20 @@ def test_a_receive_from_any_rank_needs_no_rank_that_has_closed(transport: str) -
 def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
     """Return how often rank 1 looked for the messages until they came, 20 checks of its wait later."""
     actor = Actor(comm.rank, path)
-    looks = 0
     if comm.rank == 0:
         actor.hear()
         comm.send(torch.ones(3), 1, 5)
         comm.send(torch.ones(3), 1)
         return 0
 
-    def counted(messages: point_to_point.PointToPoint) -> bool:
-        nonlocal looks
-        looks += 1
-        return advance(messages)
-
-    advance = point_to_point.PointToPoint._advance
-    point_to_point.PointToPoint._advance = counted
+    looks = Mock(wraps=comm._messages._advance)
+    comm._messages._advance = looks
     actor.announce_waits(20)
     works = [comm.recv(torch.empty(3), 0, 5, async_op=True)] if async_op else []
     comm.recv(torch.empty(3), 0)
     for work in works:
         work.wait()
-    return looks
+    return looks.call_count
 
 
 @pytest.mark.parametrize("async_op", [False, True])

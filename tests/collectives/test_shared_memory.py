@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -556,25 +557,20 @@ def test_the_first_transport_is_closed_if_the_second_fails() -> None:
 
 def _yields_before_sleep(comm: Communicator, *, is_crowded: bool, async_op: bool) -> int:
     """Return the yields of rank 0 while it waits for rank 1, which is late."""
-    libc, yields = futex_wakeup._libc, []
-    sched_yield = libc.sched_yield
-
-    def counted() -> None:
-        yields.append(None)
-        sched_yield()
-
+    libc = futex_wakeup._libc
+    yields = Mock(wraps=libc.sched_yield)
     with pytest.MonkeyPatch.context() as patch:
         if is_crowded:
             patch.setattr(os, "sched_getaffinity", lambda _: {0})
         with open_communicator(comm.rank, comm.size, exchange_over(comm), transport="shared_memory") as other:
             other.barrier()
-            patch.setattr(libc, "sched_yield", counted)
+            patch.setattr(libc, "sched_yield", yields)
             if comm.rank == 1:
                 time.sleep(0.3)
             work = other.all_reduce(torch.ones(3), async_op=async_op)
             if isinstance(work, Work):
                 work.wait()
-    return len(yields)
+    return yields.call_count
 
 
 @pytest.mark.parametrize(("is_crowded", "async_op"), [(True, False), (False, True)])
@@ -585,14 +581,9 @@ def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep(is_cro
 
 def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:
     """Return how often rank 0 yields, as on a host whose cores are busy, before it notices that rank 1 is late."""
-    yields = []
-
-    def slow() -> None:
-        yields.append(0)
-        time.sleep(0.005)
-
+    yields = Mock(side_effect=partial(time.sleep, 0.005))
     comm.barrier()
-    futex_wakeup._libc = SimpleNamespace(sched_yield=slow, syscall=futex_wakeup._libc.syscall)
+    futex_wakeup._libc = SimpleNamespace(sched_yield=yields, syscall=futex_wakeup._libc.syscall)
     if comm.rank == 1:
         while not noticed.exists():
             time.sleep(0.01)
@@ -600,7 +591,7 @@ def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:
         with pytest.raises(StallError):
             comm.barrier()
         noticed.touch()
-    return len(yields)
+    return yields.call_count
 
 
 def test_a_wait_is_bounded_by_time_however_slow_its_yields_are(tmp_path: Path) -> None:
