@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from gangline.collectives import compiled_core
-from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.host_collectives import Costs
 from gangline.collectives.engine.reduction import combine
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import SLOT_BYTES
+from tests.collectives.ranks import ops_for
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "collectives" / "core.c"
@@ -30,13 +31,7 @@ FLAGS = ["-std=c11", "-fwrapv", "-ffp-contract=off", "-D_GNU_SOURCE", "-shared",
 core = compiled_core.core
 needs_core = pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {compiled_core.problem}")
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-KINDS = [
-    (dtype, op)
-    for dtype in DTYPES
-    for op in OPS
-    if (op != "mean" or dtype.is_floating_point or dtype.is_complex)
-    and not (dtype.is_complex and op in ("product", "min", "max"))
-]
+KINDS = [(dtype, op) for dtype in DTYPES for op in ops_for(dtype)]
 
 
 def given(rank: int, count: int, dtype: torch.dtype) -> Tensor:

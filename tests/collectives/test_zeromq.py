@@ -11,12 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
@@ -29,13 +29,14 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import PATIENT, with_exchange
+from tests.collectives.ranks import PATIENT, values, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
 ADDRESSES = ("ipc", "tcp://127.0.0.1")
 SUM = CallSignature("all_reduce", 4, torch.float32, "sum").code
 LIMIT = 1.0
+ramp = partial(values, dtype=torch.uint8)
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +51,6 @@ def open_transport(rank: Rank, address: str) -> ZmqTransport:
     return ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address)
 
 
-def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
-    """Return a message whose byte i is i * 7 + rank * 31 + to * 5, modulo 251."""
-    period = (torch.arange(251) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
-    return period.repeat(nbytes // 251 + 1)[:nbytes]
-
-
 # Valid messages
 
 
@@ -63,17 +58,17 @@ def _side_by_side(rank: Rank) -> None:
     transport = open_transport(rank, "ipc")
     count = 3 * PIECE // 4
     if rank.rank:
-        values = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
-        transport.send(0, values.view(torch.uint8), MessageTag(1, SUM)).wait()
+        given = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
+        transport.send(0, given.view(torch.uint8), MessageTag(1, SUM)).wait()
         rank.tell(None)
     else:
         messages = [transport.receive(source) for source in (1, 2)]
         wrong = []
         for piece in range(3):
-            values, others = (message.piece(piece).view(torch.float32) for message in messages)
+            first, second = (message.piece(piece).view(torch.float32) for message in messages)
             begin = piece * PIECE // 4
             expected = torch.arange(begin, begin + PIECE // 4, dtype=torch.float32) * 2 + 3000
-            if not torch.equal(values + others, expected):
+            if not torch.equal(first + second, expected):
                 wrong.append(piece)
         for message in messages:
             message.done()
