@@ -55,9 +55,11 @@ def module(store: str) -> Weights:
     return network.state_dict()
 
 
-def trainer(store: str) -> Weights:
+def trainer(store: str, compression: str = "") -> Weights:
     network = _network()
     with gangline.create(store) as kv:
+        if compression:
+            kv.set_gradient_compression({"type": compression})
         trained = Trainer(network, "adam", {"lr": 0.01}, kv)
         for data, label in _batches(kv.rank, kv.num_workers):
             trained.zero_grad()
@@ -91,18 +93,6 @@ def optimizer(shard: str) -> Weights:
     weights = network.state_dict() if shard != "weights" else wrapped.model_state_dict()
     store.close()
     return weights
-
-
-def compressed(kind: str) -> Weights:
-    network = _network()
-    with gangline.create("allreduce") as store:
-        store.set_gradient_compression({"type": kind})
-        trained = Trainer(network, "sgd", {"lr": 0.1}, store)
-        for data, label in _batches(store.rank, store.num_workers):
-            trained.zero_grad()
-            cross_entropy(network(data), label).backward()
-            trained.step(len(label))
-    return network.state_dict()
 
 
 def balance(backend: str) -> Weights:
@@ -147,8 +137,8 @@ ON_RANKS: dict[str, Callable[[], Weights]] = {
     "optimizer": partial(optimizer, ""),
     "sharded optimizer": partial(optimizer, "optimizer"),
     "sharded weights": partial(optimizer, "weights"),
-    "2bit": partial(compressed, "2bit"),
-    "topk": partial(compressed, "topk"),
+    "2bit": partial(trainer, "allreduce", "2bit"),
+    "topk": partial(trainer, "allreduce", "topk"),
     "horovod": horovod,
     "balance": partial(balance, "gangline"),
 }

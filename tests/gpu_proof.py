@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -43,13 +43,10 @@ import gangline.mxnet as mx
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, torch_backend
 from gangline.collectives.communicator import in_process
 from gangline.collectives.context import Context
-from gangline.collectives.devices.backends import nccl_bindings
-from gangline.collectives.devices.backends.nccl_bindings import BINDINGS
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.launcher.job import free_ports
 from gangline.models.zoo import create as create_network
-from tests.collectives.simulated_gpus import on_simulated_gpu, simulated_gpus
 from tests.integrations import test_horovod as horovod_calls
 
 _RESNET, _SMALL = "resnet50", "small"
@@ -101,25 +98,6 @@ def versions(proof: Proof) -> None:
     subprocess.run([sys.executable, "-m", "gangline", "env"], check=True)
     if not proof.simulate:
         assert found["nccl of torch"] == found["nccl of cupy"], "torch and cupy load different versions of NCCL"
-
-
-def bindings(proof: Proof) -> None:
-    """A communicator of one rank reduces by NCCL, through each binding."""
-    for name in BINDINGS:
-        os.environ[nccl_bindings.VARIABLE] = name
-        with ExitStack() as stack:
-            if proof.simulate:
-                stack.enter_context(simulated_gpus())
-                value: Tensor = on_simulated_gpu(torch.arange(5.0))
-            else:
-                value = torch.arange(5.0, device=proof.device)
-            comm = stack.enter_context(in_process(1)[0])
-            comm.all_reduce(value)
-            rows = comm.all_gather(value)
-            assert value.tolist() == rows.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-            lack = nccl_bindings.missing(name)
-            assert (comm._gpus.nccl is None) == bool(lack), "NCCL was not used"
-            proof.says(f"{name} {lack or 'ok'}")
 
 
 def late_owners(proof: Proof) -> None:
@@ -545,7 +523,6 @@ _SIMULATED = ("tests/collectives/test_gpu_tensors.py", "tests/kvstore/test_allre
 
 STEPS: dict[str, tuple[int, Step]] = {
     "versions": (40, versions),
-    "bindings": (40, bindings),
     "kernels": (150, _tests(*_KERNELS)),
     "streams": (150, _tests(*_STREAMS)),
     "processes": (120, _tests("tests/kvstore/test_allreduce_on_gpus.py")),

@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 KILLS = 5
@@ -117,18 +120,11 @@ WAYS = tuple(Way(loop, store) for store in ("dist_sync", "allreduce") for loop i
 
 def processes(launcher: int) -> dict[str, list[int]]:
     """Return the running processes of a job, which are children of the launcher's supervisor, by their role."""
-    parents: dict[int, int] = {}
-    found: dict[str, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (entry / "stat").read_text().rpartition(")")[2].split()
-            if words[0] != "Z":
-                parents[int(entry.name)] = int(words[1])
-    for pid, parent in parents.items():
-        if parents.get(parent) == launcher:
-            with suppress(OSError):
-                role = re.search(rb"(?:^|\0)DMLC_ROLE=(\w+)", Path(f"/proc/{pid}/environ").read_bytes())
-                found.setdefault(role[1].decode() if role else "worker", []).append(pid)
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    with suppress(psutil.NoSuchProcess):
+        for process in (one for supervisor in psutil.Process(launcher).children() for one in supervisor.children()):
+            with suppress(psutil.Error):  # it has ended
+                found[process.environ().get("DMLC_ROLE", "worker")].append(process.pid)
     return found
 
 

@@ -46,28 +46,23 @@ def store() -> Call:
     return lambda tensor: made.pushpull(0, tensor, out=tensor)
 
 
-def trainer() -> Call:
-    network = nn.Linear(3, 1)
-    made = Trainer(network, "sgd")
-
+def _training(network: nn.Module, optimizer: Any, *batch_size: int) -> Call:
     def call(tensor: Tensor) -> None:
-        made.zero_grad()
+        optimizer.zero_grad()
         network(tensor).sum().backward()
-        made.step(1)
+        optimizer.step(*batch_size)
 
     return call
+
+
+def trainer() -> Call:
+    network = nn.Linear(3, 1)
+    return _training(network, Trainer(network, "sgd"), 1)
 
 
 def optimizer() -> Call:
     network = nn.Linear(3, 1)
-    made = DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), "local")
-
-    def call(tensor: Tensor) -> None:
-        made.zero_grad()
-        network(tensor).sum().backward()
-        made.step()
-
-    return call
+    return _training(network, DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), "local"))
 
 
 @pytest.fixture

@@ -36,16 +36,12 @@ def test_contexts(way: Callable[[str], Weights], store: str) -> None:
     check(partial(way, store), partial(way, store))
 
 
-def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("servers", "words"),
+    [("0", ()), *(pytest.param("1", (way,), marks=pytest.mark.slow) for way in ("module", "trainer", "sparse"))],
+)
+def test_jobs(servers: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORES", str(tmp_path))
-    with launch("-n", "2", "-s", "0", "--", sys.executable, "-m", "tests.default_device") as job:
-        code, output, errors = job.end()
-    assert code == 0, "\n".join([*output, *errors])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["module", "trainer", "sparse"])
-def test_servers(way: str) -> None:
-    with launch("-n", "2", "-s", "1", "--", sys.executable, "-m", "tests.default_device", way) as job:
+    with launch("-n", "2", "-s", servers, "--", sys.executable, "-m", "tests.default_device", *words) as job:
         code, output, errors = job.end()
     assert code == 0, "\n".join([*output, *errors])

@@ -14,8 +14,8 @@ import pytest
 import gangline
 from gangline import spawn
 from tests import printed
+from tests.programs import ROOT, product_files
 
-ROOT = Path(__file__).parent.parent
 OWN_TESTS = ("collectives.md", "protocol.md")  # their examples are checked in the tests of their subjects
 ALL = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [
@@ -48,8 +48,7 @@ def run(page: Path, folder: Path, with_launches: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in LONG else ()) for page in PAGES],
+    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in LONG else ()) for page in PAGES]
 )
 def test_a_page_runs_as_printed(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path, with_launches=False)
@@ -74,24 +73,7 @@ def test_linked_files_exist(page: Path) -> None:
     assert not missing
 
 
-SOURCES = [
-    file
-    for folder in (
-        "bench",
-        "models",
-        "kvstore",
-        "collectives",
-        "gangline/advise",
-        "gangline/cli",
-        "gangline/doctor",
-        "gangline/horovod",
-        "gangline/integrations",
-        "gangline/launcher",
-        "gangline/mxnet",
-        "gangline/status",
-    )
-    for file in (ROOT / folder).rglob("*.py")
-]
+SOURCES = list(product_files("bench", "models", "kvstore", "collectives", "gangline"))
 
 
 @pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
@@ -208,10 +190,6 @@ def test_the_page_of_environment_variables_is_complete() -> None:
     documented = re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)
     assert len(documented) == len(set(documented))
     ours = re.compile(r"\b(?:GANGLINE|DMLC)_[A-Z_]*[A-Z]\b")
-    files = [
-        file
-        for folder in ("collectives", "kvstore", "models", "gangline/cli")
-        for file in (ROOT / folder).rglob("*.py")
-    ]
+    files = product_files("collectives", "kvstore", "models", "gangline/cli")
     read = {name for file in files for name in ours.findall(file.read_text())}
     assert read == {name for name in documented if ours.match(name)}

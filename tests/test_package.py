@@ -16,12 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.programs import ROOT
+
 OURS = ("bench", "collectives", "kvstore", "models")
-UNTYPED = {
-    "tests": "tests are read by ruff alone",
-    "docs": "examples are programs of users, who need no types",
-}
+UNTYPED = {"tests": "tests are read by ruff alone", "docs": "examples are programs of users, who need no types"}
 """Folders that mypy does not check, with the reason."""
 
 SCRIPT = """
@@ -64,12 +62,7 @@ class Installed(NamedTuple):
 
     def run(self, *words: str) -> str:
         done = subprocess.run(
-            [*self.python, *words],
-            cwd=self.project,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            [*self.python, *words], cwd=self.project, env=self.environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -80,6 +73,13 @@ def build(source: Path, target: Path, *what: str) -> list[Path]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(target.iterdir())
+
+
+def install(wheel: Path, target: Path) -> dict[str, str]:
+    """Install a wheel into a folder of its own; return the environment in which Python finds it there."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True)
+    return {**os.environ, "PYTHONPATH": str(target)}
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(wheel: Path, project: Path, tmp_path: Path) -> Installed:
-    target = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
-    subprocess.run(command, check=True)
-    return Installed([sys.executable], project, {**os.environ, "PYTHONPATH": str(target)})
+    return Installed([sys.executable], project, install(wheel, tmp_path / "site"))
 
 
 def python_files(folder: Path, *names: str) -> set[str]:
@@ -157,20 +154,8 @@ def test_a_wheel_is_built_without_a_compiler_and_works(
     bare = shutil.copytree(source, tmp_path / "bare", symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
     [wheel] = build(Path(bare), tmp_path / "wheel", "--wheel")
     assert "gangline/_core.abi3.so" not in zipfile.ZipFile(wheel).namelist()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(tmp_path / "site"),
-        wheel,
-    ]
-    subprocess.run(command, check=True)
+    one = Installed([sys.executable], tmp_path, install(wheel, tmp_path / "site"))
     (tmp_path / "site" / "sitecustomize.py").write_text(NOT_EDITABLE)
-    one = Installed([sys.executable], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     assert "compiled core: not used: No module named 'gangline._core'" in one.run("-m", "gangline", "env")
     (tmp_path / "sums.py").write_text(SUMS)
     assert one.run("sums.py") == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n"
@@ -237,13 +222,7 @@ def test_ruff_reads_every_file() -> None:
 
 
 def test_mypy_reads_every_file_of_the_package() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SOURCES_OF_MYPY],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run([sys.executable, "-c", SOURCES_OF_MYPY], cwd=ROOT, capture_output=True, text=True, check=True)
     read = {
         str(Path(line).resolve().relative_to(ROOT.resolve())) for line in done.stdout.split() if line.endswith(".py")
     }

@@ -180,19 +180,8 @@ def test_keys_are_the_parameters_of_the_network() -> None:
 
 
 def test_the_recorded_command_leaves_output_files_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = [
-        "gangline",
-        "bench",
-        "kvstore",
-        "--json",
-        "a.json",
-        "--peers",
-        "mxnet, torch",
-        "--plot=b.png",
-        "--runs",
-        "3",
-    ]
-    monkeypatch.setattr("sys.argv", line)
+    words = ("--json", "a.json", "--peers", "mxnet, torch", "--plot=b.png", "--runs", "3")
+    monkeypatch.setattr("sys.argv", ["gangline", "bench", "kvstore", *words])
     assert command_line() == "gangline bench kvstore --peers 'mxnet, torch' --runs 3"
 
 

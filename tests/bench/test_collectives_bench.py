@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -82,8 +83,7 @@ def test_a_rank_prepares_measures_checks_and_sleeps(alone: Candidate) -> None:
         assert group.seconds(5, "a", 2) > 0
         assert group.ask({"check": "a"}) == [{"wrong": 0}]
         (pid,) = group._processes.pids.values()
-        stat = Path(f"/proc/{pid}/task/{pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "S":  # it may still be sending the answer
+        while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:  # it may still be sending the answer
             pass
         group.release()
         with pytest.raises(GroupError, match="alone, rank 0 failed: KeyError: 'a'"):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 _MARK = "GANGLINE_TEST_HOST"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
 
@@ -53,7 +55,6 @@ class Sshd:
         self._log = (folder / "sshd.log").open("wb")
         self.process = subprocess.Popen([*enter, str(SSHD), "-D", "-e", "-f", str(config)], stderr=self._log)
         self.address = address
-        self._enter = enter
         until = time.monotonic() + 20
         while b"Server listening" not in (folder / "sshd.log").read_bytes():
             if self.process.poll() is not None or time.monotonic() > until:
@@ -73,12 +74,8 @@ class Sshd:
 
     def running(self) -> set[int]:
         """Return the process ids of what the sessions of this sshd started."""
-        found = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return found
+        found = psutil.process_iter(["environ"])
+        return {one.pid for one in found if (one.info["environ"] or {}).get(_MARK) == self.mark}
 
     def wait_until_empty(self) -> None:
         """Wait until no process of a session is left."""

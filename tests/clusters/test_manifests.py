@@ -127,17 +127,8 @@ def test_wrong_usage_is_named(words: list[str], error: str) -> None:
 def test_the_example_for_skypilot_has_the_shape_of_a_task() -> None:
     yaml = pytest.importorskip("yaml", reason="pip install PyYAML")
     task = yaml.safe_load((Path(__file__).parents[2] / "docs" / "examples" / "skypilot.yaml").read_text())
-    assert task.keys() <= {
-        "name",
-        "num_nodes",
-        "resources",
-        "envs",
-        "secrets",
-        "file_mounts",
-        "workdir",
-        "setup",
-        "run",
-    }
+    known = ("name", "num_nodes", "resources", "envs", "secrets", "file_mounts", "workdir", "setup", "run")
+    assert task.keys() <= set(known)
     assert (type(task["num_nodes"]), type(task["resources"])) == (int, dict)
     for part in ("setup", "run"):
         assert subprocess.run(["sh", "-n"], input=task[part], text=True, capture_output=True).stderr == ""

@@ -15,10 +15,7 @@ from gangline.launcher.engines.ssh_agent import find_address
 from tests.clusters import sshd
 from tests.kvstore.test_launch import PYTHON, ROOT, Launch
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(sshd.missing() is not None, reason=str(sshd.missing())),
-]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(sshd.missing() is not None, reason=str(sshd.missing()))]
 HEAD = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
 READY = "print('ready', flush=True)\nwhile True: signal.pause()\n"
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ SLOT_BYTES = SHARED_LIMIT
 LARGE = SLOT_BYTES // 4 + 4_011
 """Number of 4-byte elements that exceed a slot and that no number of ranks divides."""
 PIECE = 1 << 19  # bytes
+PATIENT = SimpleNamespace(check=lambda missing: None)
+"""Wait policy without limits."""
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
 

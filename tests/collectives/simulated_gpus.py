@@ -553,7 +553,7 @@ class HostRank(NcclCalls):
         assert len(unique_id) == 128
         self.is_aborted = False
         self.is_destroyed = False
-        self._device, self._rank, self._size = device, rank, size
+        self._rank, self._size = rank, size
         with _lock:  # the ranks are threads, and a defaultdict can give two of them different values
             self._table = self._shared[unique_id]
         self._number = 0

@@ -8,6 +8,7 @@ import platform
 import sys
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,25 +97,13 @@ def test_an_all_reduce_through_the_compiled_core_takes_few_python_calls() -> Non
         assert len(calls) <= CALLS, calls
 
 
-class _CountingExchange:
-    """A `BootstrapAllGather` over an open communicator that counts its calls."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.calls = 0
-        self._exchange = exchange_over(comm)
-
-    def __call__(self, blob: bytes) -> list[bytes]:
-        self.calls += 1
-        return self._exchange(blob)
-
-
 def _rounds(comm: Communicator) -> dict[str, int]:
     rounds = {}
     for transport in ROUNDS:
-        exchange = _CountingExchange(comm)
+        exchange = Mock(wraps=exchange_over(comm))
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
             assert other.all_reduce(torch.ones(1)).item() == comm.size
-        rounds[transport] = exchange.calls
+        rounds[transport] = exchange.call_count
     return rounds
 
 
@@ -128,18 +117,15 @@ def _no_memory_on_rank_1(comm: Communicator, transport: str, machine: str = "") 
     handler.emit = lambda record: texts.append(record.getMessage())
     logging.getLogger("gangline").addHandler(handler)
 
-    def refuse(nbytes: int) -> None:
-        raise OSError(f"no {'memory' if nbytes else 'bytes'}")
-
-    exchange = _CountingExchange(comm)
+    exchange = Mock(wraps=exchange_over(comm))
     with pytest.MonkeyPatch.context() as patch:
         if machine:
             patch.setattr(platform, "machine", lambda: machine)
         elif comm.rank == 1:
-            patch.setattr(host_group, "Offer", refuse)
+            patch.setattr(host_group, "Offer", Mock(side_effect=OSError("no memory")))
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
             assert other.all_reduce(torch.ones(3)).tolist() == [comm.size] * 3
-            return other.transport, exchange.calls, texts
+            return other.transport, exchange.call_count, texts
 
 
 def test_all_ranks_use_sockets_if_one_cannot_share_memory_and_each_warns_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,19 +25,15 @@ def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
     values = [torch.randn(COUNT) for _ in range(contexts)]
     outs = [torch.empty(COUNT) for _ in range(contexts)]
     expected = torch.stack(values).sum(0) if contexts == 2 else ((values[0] + values[1]) + values[2]) + values[3]
-    counts: list[tuple[int, int, int]] = []  # elements, values, outputs and the store's own copy
-
-    def counted(dtype: int, op: int, divisor: int, count: int, sources: Any, targets: Any, streams: bool) -> None:
-        counts.append((count, len(sources), len(targets)))
-        combine(dtype, op, divisor, count, sources, targets, streams)
-
-    combine = core.combine
-    monkeypatch.setattr(core, "combine", counted)
+    combine = Mock(wraps=core.combine)
+    monkeypatch.setattr(core, "combine", combine)
     with create(store) as kv:
         kv.init("w", torch.zeros(COUNT))
         kv.pushpull("w", values, outs)
-        assert sum(count for count, *_ in counts) == COUNT
-        assert {tuple(rest) for _, *rest in counts} == {(contexts, contexts + 1)}
+        calls = [call.args[3:6] for call in combine.call_args_list]
+        assert sum(count for count, _, _ in calls) == COUNT
+        pairs = {(len(sources), len(targets)) for _, sources, targets in calls}
+        assert pairs == {(contexts, contexts + 1)}  # the store's own copy is an output too
         outs[0].fill_(-1.0)
         kv.pull("w", outs[0])
     assert all(torch.equal(out, expected) for out in outs)

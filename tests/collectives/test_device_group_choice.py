@@ -111,12 +111,6 @@ def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch)
         DeviceGroup([cpu(), cpu()], "copies")
 
 
-@pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
-def test_cpu_contexts_refuse_nccl_and_peer_to_peer(name: str) -> None:
-    with pytest.raises(ValueError, match=f"implementation is '{name}', but cpu is not a GPU"):
-        DeviceGroup([cpu(), cpu()], name)
-
-
 def test_unfit_devices_and_missing_requirements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Known().install(monkeypatch)
     with pytest.raises(ValueError, match=r"gpu\(1\) is listed twice, and NCCL needs distinct GPUs"):
@@ -151,17 +145,6 @@ def test_an_unknown_nccl_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # -- invalid arguments ----------------------------------------------------------------------------------------------
 
 
-def test_devices_must_exist() -> None:
-    with pytest.raises(ValueError, match="context is empty"):
-        DeviceGroup([])
-    with pytest.raises(ValueError, match="is not on this machine"):
-        DeviceGroup([gpu(num_gpus())])
-    with pytest.raises(TypeError, match="a device is 'cpu'; expected a Context"):
-        DeviceGroup(["cpu"])
-    with pytest.raises(ValueError, match="a device is meta; expected the CPU or a GPU"):
-        DeviceGroup([torch.device("meta")])
-
-
 def pair(**kwargs: Any) -> list[torch.Tensor]:
     return [torch.zeros(2, 3, **kwargs) for _ in range(2)]
 
@@ -169,6 +152,12 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda _: DeviceGroup([]), ValueError, "context is empty"),
+        (lambda _: DeviceGroup([gpu(num_gpus())]), ValueError, "is not on this machine"),
+        (lambda _: DeviceGroup(["cpu"]), TypeError, "a device is 'cpu'; expected a Context"),
+        (lambda _: DeviceGroup([torch.device("meta")]), ValueError, "a device is meta; expected the CPU or a GPU"),
+        (lambda _: DeviceGroup([cpu()] * 2, "nccl"), ValueError, "implementation is 'nccl', but cpu is not a GPU"),
+        (lambda _: DeviceGroup([cpu()] * 2, "peer_to_peer"), ValueError, "is 'peer_to_peer', but cpu is not a GPU"),
         (lambda group: group.all_reduce(pair()[:1]), ValueError, "tensors has 1 entries for 2 devices"),
         (lambda group: group.all_reduce(pair(), "avg"), ValueError, "op is 'avg'; expected one of sum, mean"),
         (lambda group: group.all_reduce(pair(dtype=torch.int32), "mean"), TypeError, "the mean of torch.int32"),
@@ -204,7 +193,7 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         (lambda group: group.reduce_scatter([torch.zeros(()), torch.zeros(())]), ValueError, r"expected \(2, ...\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_devices_and_tensors_that_do_not_fit_are_named(
     call: Callable[[DeviceGroup], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ def rank_info(variables: Mapping[str, str]) -> RankInfo:
     return find_rank_info(None, None, None, variables)
 
 
+def without(variables: Mapping[str, str], missing: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name != missing}
+
+
 # Variables of launchers
 
 
@@ -119,49 +123,50 @@ def test_ranks_of_srun_connect_to_the_first_host_of_their_step(changes: dict[str
     assert rank_info(variables)[:3] == (3, 8, host)
 
 
-def test_without_a_launcher_the_error_names_ways_to_start() -> None:
-    with pytest.raises(RuntimeError, match=r"torchrun, mpirun or srun, .* gangline\.spawn"):
-        rank_info({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+INCOMPLETE = [
+    *((TORCHRUN, name) for name in TORCHRUN),
+    (MVAPICH, "MV2_COMM_WORLD_SIZE"),
+    (MPICH, "PMI_SIZE"),
+    (PET, "PET_NNODES"),
+    (SKYPILOT, "SKYPILOT_NUM_NODES"),
+    (DMLC | {"DMLC_WORKER_ID": "0"}, "DMLC_NUM_WORKER"),
+    (DMLC, "DMLC_WORKER_ID"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
+    (SLURM, "SLURM_NTASKS"),
+]
+"""Variables of launchers, and the one of them that is not set."""
 
 
 @pytest.mark.parametrize(
-    ("environment", "missing"),
+    ("variables", "error", "text"),
     [
-        *((TORCHRUN, name) for name in TORCHRUN),
-        (MVAPICH, "MV2_COMM_WORLD_SIZE"),
-        (MPICH, "PMI_SIZE"),
-        (PET, "PET_NNODES"),
-        (SKYPILOT, "SKYPILOT_NUM_NODES"),
-        (DMLC | {"DMLC_WORKER_ID": "0"}, "DMLC_NUM_WORKER"),
-        (DMLC, "DMLC_WORKER_ID"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
-        (OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
-        (SLURM, "SLURM_NTASKS"),
+        *((without(found, name), ValueError, rf"{name}( or \w+)? is not set") for found, name in INCOMPLETE),
+        (TORCHRUN | {"RANK": "one"}, ValueError, "RANK is 'one'; expected a whole number, at least 0"),
+        (TORCHRUN | {"RANK": "-1"}, ValueError, "RANK is '-1'; expected a whole number, at least 0"),
+        (TORCHRUN | {"RANK": "4"}, ValueError, "rank is 4; expected 0 to 3, because the size is 4"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, ValueError, "WORLD_SIZE is '0'; expected a whole number, at least 1"),
+        (TORCHRUN | {"WORLD_SIZE": "4.0"}, ValueError, "WORLD_SIZE is '4.0'; expected"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, ValueError, "MASTER_PORT is 'http'; expected a whole number, 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, ValueError, "MASTER_PORT is '65536'; expected"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, ValueError, "MASTER_PORT is '0'; expected"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ValueError, "^MASTER_ADDR is not set"),  # several machines
+        (KUBERNETES | {"HOSTNAME": "node-7"}, ValueError, "^MASTER_ADDR is not set"),  # a host's name, not the job's
+        (ADDRESS, RuntimeError, r"torchrun, mpirun or srun, .* gangline\.spawn"),
+        (
+            {"JOB_COMPLETION_INDEX": "2"},
+            RuntimeError,
+            "JOB_COMPLETION_INDEX is set, but GANGLINE_SIZE, the number of processes, is not",
+        ),
+        ({"PMIX_RANK": "0"}, RuntimeError, "PMIX_RANK is set, but GANGLINE_SIZE"),
+        ({"SLURM_PROCID": "0"}, RuntimeError, "this is a batch script or a shell of Slurm, not a task of srun"),
     ],
 )
-def test_incomplete_variables_are_an_error_that_names_the_missing_ones(
-    environment: Mapping[str, str], missing: str
+def test_variables_that_describe_no_rank_are_refused_by_name(
+    variables: Mapping[str, str], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{missing}( or \w+)? is not set"):
-        rank_info({name: value for name, value in environment.items() if name != missing})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("RANK", "one", "RANK is 'one'; expected a whole number, at least 0"),
-        ("RANK", "-1", "RANK is '-1'; expected a whole number, at least 0"),
-        ("RANK", "4", "rank is 4; expected 0 to 3, because the size is 4"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is '0'; expected a whole number, at least 1"),
-        ("WORLD_SIZE", "4.0", "WORLD_SIZE is '4.0'; expected"),
-        ("MASTER_PORT", "http", "MASTER_PORT is 'http'; expected a whole number, 1 to 65535"),
-        ("MASTER_PORT", "65536", "MASTER_PORT is '65536'; expected"),
-        ("MASTER_PORT", "0", "MASTER_PORT is '0'; expected"),
-    ],
-)
-def test_a_bad_number_is_named_with_its_value(name: str, value: str, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        rank_info(TORCHRUN | {name: value})
+    with pytest.raises(error, match=text):
+        rank_info(variables)
 
 
 def test_arguments_override_the_environment() -> None:
@@ -225,7 +230,7 @@ def test_the_innermost_launcher_counts(variables: dict[str, str], names: list[st
     "variables",
     [
         {},
-        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},  # a batch script
+        without(SLURM, "SLURM_STEP_ID"),  # a batch script
         SLURM | {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
         {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "my-job-2"},  # each pod may work for itself
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"},
@@ -236,22 +241,6 @@ def test_the_innermost_launcher_counts(variables: dict[str, str], names: list[st
 def test_a_process_that_is_no_rank_is_not_taken_for_one(variables: dict[str, str]) -> None:
     assert environments.find(variables) is None
     assert (environments.local_rank(variables), environments.local_size(variables)) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("variables", "hint"),
-    [
-        (
-            {"JOB_COMPLETION_INDEX": "2"},
-            "JOB_COMPLETION_INDEX is set, but GANGLINE_SIZE, the number of processes, is not",
-        ),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but GANGLINE_SIZE"),
-        ({"SLURM_PROCID": "0"}, "this is a batch script or a shell of Slurm, not a task of srun"),
-    ],
-)
-def test_an_environment_that_is_almost_a_ranks_is_named(variables: dict[str, str], hint: str) -> None:
-    with pytest.raises(RuntimeError, match=hint):
-        rank_info(variables)
 
 
 @pytest.mark.parametrize(
@@ -291,18 +280,6 @@ def test_ports_come_from_the_job() -> None:
         assert rank_info(variables).port != rank_info(variables | other).port
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},  # on several machines
-        KUBERNETES | {"HOSTNAME": "node-7"},  # a pod whose host name is not that of its job
-    ],
-)
-def test_ranks_whose_launcher_names_no_address_need_one(variables: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"^MASTER_ADDR is not set"):
-        rank_info(variables)
-
-
 # Environments of others
 
 
@@ -321,15 +298,8 @@ class Flux(environments.LauncherEnvironment):
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1"}
 
 
-@pytest.fixture
-def _no_others() -> Iterator[None]:
-    before = list(registry._own)
-    yield
-    registry._own[:] = before
-
-
-@pytest.mark.usefixtures("_no_others")
-def test_a_registered_environment_comes_before_engines_and_after_torchrun() -> None:
+def test_a_registered_environment_comes_before_engines_and_after_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_own", [])
     assert environments.register(Flux) is Flux
     variables = FLUX | SLURM | {"MY_FIRST_HOST": "n7", "MASTER_PORT": "5000"}
     assert rank_info(variables) == (1, 2, "n7", 5000)
@@ -339,7 +309,6 @@ def test_a_registered_environment_comes_before_engines_and_after_torchrun() -> N
         environments.register(Flux)
 
 
-@pytest.mark.usefixtures("_no_others")
 def test_only_named_environments_are_registered() -> None:
     with pytest.raises(TypeError, match=r"the argument of register\(\) is <class 'int'>; expected a subclass"):
         environments.register(int)

@@ -66,11 +66,7 @@ FAILURES: dict[str, tuple[Callable[[Communicator, Tensor], None], Callable[[Comm
         lambda comm, tensor: comm.recv(tensor, 0),
         r"rank 0 closed its communicator \(rank 1 waited in recv\(1048576 x float32\)\)",
     ),
-    "send that was aborted": (
-        _abort_a_pending_send,
-        lambda comm, tensor: comm.recv(tensor, 0),
-        "rank 0 has no time",
-    ),
+    "send that was aborted": (_abort_a_pending_send, lambda comm, tensor: comm.recv(tensor, 0), "rank 0 has no time"),
 }
 
 

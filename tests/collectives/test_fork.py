@@ -37,6 +37,20 @@ def texts_of(calls: Iterable[Callable[[], object]]) -> str:
     return "\n".join(error.text if error else "no error" for error in map(error_of, calls))
 
 
+def in_child(run: Callable[[], str]) -> tuple[int, list[str]]:
+    """Fork; return the exit status of the child, and the lines that ``run`` returned in it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends a child that hangs
+        os.write(writing, run().encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        lines = pipe.read().splitlines()
+    return os.waitpid(child, 0)[1], lines
+
+
 def _fork(comm: Communicator) -> tuple[int, list[str]]:
     """Fork while this rank's threads hold the communicator's locks; return this process's id and the child's errors."""
     for _ in range(2):
@@ -51,23 +65,21 @@ def _fork(comm: Communicator) -> tuple[int, list[str]]:
             holding[1].wait()
 
     running.wait()
-    threading.Thread(target=hold).start()
-    holding[0].wait()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def call_all_and_end() -> str:
+        nonlocal comm, work, running
         texts = texts_of(partial(call, comm) for call in CALLS)
         comm.close()
         del comm, work, running
         gc.collect()
         atexit._run_exitfuncs()
-        os.write(writing, texts.encode())
-        os._exit(0)
-    os.close(writing)
+        return texts
+
+    threading.Thread(target=hold).start()
+    holding[0].wait()
+    status, lines = in_child(call_all_and_end)
     holding[1].set()
-    with open(reading) as pipe:
-        lines = pipe.read().splitlines()
-    assert os.waitpid(child, 0)[1] == 0
+    assert status == 0
     all_reduce(100, comm, 0)
     all_reduce(1 << 19, comm, 0)
     comm.send(torch.ones(10), 1 - comm.rank, 3)
@@ -86,22 +98,13 @@ def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
     else:
         running = dist.all_reduce(sums, async_op=True)
         queued = dist.all_reduce(torch.ones(3), async_op=True)
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            signal.alarm(20)  # ends a child that hangs
-            calls: list[Callable[[], object]] = [
-                lambda: dist.all_reduce(torch.ones(3)),
-                lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
-                running.wait,
-                queued.wait,
-            ]
-            os.write(writing, texts_of(calls).encode())
-            os._exit(0)
-        os.close(writing)
-        with open(reading) as pipe:
-            texts = pipe.read().splitlines()
-        rank.tell([os.getpid(), os.waitpid(child, 0)[1], texts])
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+            running.wait,
+            queued.wait,
+        )
+        rank.tell([os.getpid(), *in_child(lambda: texts_of(calls))])
         rank.hear()
         running.wait()
     dist.all_reduce(torch.ones(3))

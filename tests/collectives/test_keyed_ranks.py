@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
@@ -84,30 +85,17 @@ def test_ranks_with_different_keys_are_told_on_all_sides(tmp_path: Path, kind: s
                     assert text.startswith("rank 1 has no job key, unlike ranks 0, 2: ")
 
 
-class RecordingStore:
-    """Store of one process that runs ranks in threads; a stranger may read and change its values.
-
-    Args:
-        change: returns the value that is stored instead of a value, given its key.
-    """
+class RecordingStore(dist.HashStore):
+    """Store whose values a stranger reads, and changes before they are stored, given key and value."""
 
     def __init__(self, change: Callable[[str, bytes], bytes] = lambda _, value: value) -> None:
-        self.values: dict[str, bytes] = {}
+        super().__init__()
         self.seen: dict[str, bytes] = {}
         self._change = change
 
     def set(self, key: str, value: bytes | str) -> None:
-        stored = value.encode() if isinstance(value, str) else value
-        self.values[key] = self.seen[key] = self._change(key, stored)
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.values[key] for key in keys]
-
-    def delete_key(self, key: str) -> None:
-        self.values.pop(key, None)
+        self.seen[key] = self._change(key, value.encode() if isinstance(value, str) else value)
+        super().set(key, self.seen[key])
 
 
 def _exchange_three_times(store: Any, key: JobKey) -> list[Any]:

@@ -294,8 +294,13 @@ def _make_one_long_call(seconds: float) -> None:
         rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("tcp", 3, 0), ("ipc", 2, 0)])
+@pytest.mark.parametrize(
+    ("transport", "size", "busy"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared_memory", 2, 1), ("tcp", 3, 0))),
+        ("ipc", 2, 0),
+    ],
+)
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
         for _ in range(2):

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -39,7 +40,7 @@ from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import with_exchange
+from tests.collectives.ranks import PATIENT, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -87,30 +88,6 @@ def test_a_rank_that_dies_while_the_ranks_connect_is_named(address: str) -> None
         assert ranks.heard(0) == "rank 1 died while the ranks connected"
 
 
-def _busy(rank: Rank) -> None:
-    membership = open_membership(rank, "ipc", limit=0.5)
-    rank.tell("ready")
-    if rank.rank == 0:
-        rank.hear()
-        until(lambda: membership.at.get(1) == (2, FROM_0), membership)
-        rank.tell(membership.gone)
-    else:
-        end = time.monotonic() + 3 * 0.5
-        while time.monotonic() < end:  # sends nothing but heartbeats
-            pass
-        rank.tell("done")
-        membership.poll(2, FROM_0)
-    rank.hear()
-
-
-def test_a_rank_busy_in_python_is_not_taken_for_dead() -> None:
-    with Processes(_busy, 2) as ranks:
-        assert ranks.all_heard() == ["ready"] * 2
-        ranks.say(0, "look")
-        assert ranks.heard(1) == "done"
-        assert ranks.heard(0) == {}
-
-
 # Messages
 
 
@@ -139,26 +116,21 @@ def test_an_error_reaches_the_others_with_its_class_and_text() -> None:
 # Invalid input
 
 
-def pair_of(
-    function: Callable[..., None], address: str = "ipc", limit: float = LIMIT, *, tell_port: bool = False
-) -> None:
-    """Call ``function`` with the membership of rank 0 and the bare sockets of rank 1."""
-    gathered: list[bytes] = []
-    identity = msgpack.packb(["another host", 1, 1])
+@contextmanager
+def pair_of(address: str = "ipc", limit: float = LIMIT) -> Iterator[tuple[ProcessMembership, PeerSockets, str]]:
+    """Yield the membership of rank 0, the bare sockets of rank 1, and rank 0's endpoint."""
+    noted, identity = Mock(), msgpack.packb(["another host", 1, 1])
 
     def own(rank: int, exchange: BootstrapAllGather) -> ProcessMembership:
-        def noted(data: bytes) -> list[bytes]:
-            gathered.append(data)
-            return exchange(data)
-
+        noted.side_effect = exchange
         return ProcessMembership(rank, 2, noted, heartbeat=0.2, limit=limit, address=address)
 
     membership, other = with_exchange(
         own, lambda rank, exchange: PeerSockets(rank, 2, exchange, address=address, options={}, payload=identity)
     )
     try:
-        ports = [endpoint for endpoint, _ in msgpack.unpackb(gathered[-1], strict_map_key=False)[1].values()]
-        function(membership, other, *(ports if tell_port else ()))
+        [(endpoint, _)] = msgpack.unpackb(noted.call_args.args[0], strict_map_key=False)[1].values()
+        yield membership, other, endpoint
     finally:
         other.close(0)
         membership.close()
@@ -186,7 +158,7 @@ INVALID = [
 
 
 def test_invalid_messages_are_counted_and_dropped() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets) -> None:
+    with pair_of() as (membership, other, _):
         for message in INVALID:
             other.sockets[0].send(message)
         other.sockets[0].send(msgpack.packb(["at", 7, FROM_0]))
@@ -194,11 +166,10 @@ def test_invalid_messages_are_counted_and_dropped() -> None:
         assert membership.connections.invalid_messages == len(INVALID)
         assert (membership.gone, membership.failure, membership.at[1]) == ({}, None, (7, FROM_0))
 
-    pair_of(check)
-
 
 def test_no_bytes_break_a_membership() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets) -> None:
+    with pair_of() as (membership, other, _):
+
         @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.binary(max_size=100))
         def look(message: bytes) -> None:
@@ -208,43 +179,17 @@ def test_no_bytes_break_a_membership() -> None:
 
         look()
 
-    pair_of(check)
-
 
 def test_a_message_beyond_the_limit_ends_the_connection_and_is_dropped() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets) -> None:
+    with pair_of() as (membership, other, _):
         other.sockets[0].send(bytes(1 << 20))
         until(lambda: membership.gone, membership)
         assert membership.gone == {1: f"was killed, left, or gave no sign of life for {LIMIT:g} s"}
         assert membership.connections.invalid_messages == 0
 
-    pair_of(check)
-
-
-def _with_a_stranger(rank: Rank) -> None:
-    ports: list[str] = []
-
-    def exchange(data: bytes) -> list[bytes]:
-        gathered = rank.exchange(data)
-        if rank.rank == 0:
-            ports.extend(endpoint for endpoint, _ in msgpack.unpackb(data, strict_map_key=False)[1].values())
-        return gathered
-
-    membership = ProcessMembership(
-        rank.rank, rank.size, exchange, heartbeat=0.2, limit=LIMIT, address="tcp://127.0.0.1"
-    )
-    rank.tell(ports)
-    rank.hear()
-    until(lambda: membership.at.get(1 - rank.rank) == (2, SUM), membership, 2)
-    end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
-    until(lambda: time.monotonic() > end, membership, 2)
-    rank.tell([membership.connections.invalid_messages, membership.gone])
-    rank.hear()
-
 
 def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
-    with Processes(_with_a_stranger, 2) as ranks:
-        (port,), _ = ranks.all_heard()
+    with pair_of("tcp://127.0.0.1") as (membership, other, port):
         with zmq.Context() as context, context.socket(zmq.PAIR) as stranger:
             stranger.linger = 0
             monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -255,15 +200,19 @@ def test_a_stranger_at_the_port_neither_joins_nor_ends_a_connection() -> None:
             monitor.close()
         assert is_turned_away
         host, _, number = port.removeprefix("tcp://").partition(":")
-        with socket.create_connection((host, int(number))) as other:
-            other.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
-        for rank in range(2):
-            ranks.say(rank, "look")
-        assert ranks.all_heard() == [[0, {}]] * 2
+        with socket.create_connection((host, int(number))) as program:
+            program.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
+        end = time.monotonic() + LIMIT / 2  # time enough for a lost connection to count
+        until(lambda: time.monotonic() > end, membership, 2)
+        other.sockets[0].send(msgpack.packb(["at", 2, SUM]))
+        until(lambda: 1 in membership.at, membership, 2)
+        assert (membership.connections.invalid_messages, membership.gone) == (0, {})
+        assert other.sockets[0].socket.poll(10_000)
+        assert other.sockets[0].receive() == msgpack.packb(["at", 2, SUM])
 
 
 def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
+    with pair_of("tcp://127.0.0.1", 4) as (membership, other, port):
         other.close(0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -274,11 +223,9 @@ def test_a_stranger_that_replaces_a_lost_rank_is_ignored() -> None:
         assert membership.gone == {1: "was killed, left, or gave no sign of life for 8 s"}
         assert (membership.at.keys(), membership.failure) == ({0}, None)
 
-    pair_of(check, "tcp://127.0.0.1", 4, tell_port=True)
-
 
 def test_a_lost_connection_may_be_restored() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets, port: str) -> None:
+    with pair_of("tcp://127.0.0.1", 40) as (membership, other, port):
         token = other.sockets[0].token
         other.close(0)
         membership.fail(StallError("too late"))
@@ -295,8 +242,6 @@ def test_a_lost_connection_may_be_restored() -> None:
                 msgpack.packb(["failed", "StallError", "too late"]),  # which may not have arrived before
             ]
 
-    pair_of(check, "tcp://127.0.0.1", 40, tell_port=True)
-
 
 # File descriptors
 
@@ -310,19 +255,17 @@ def _count_descriptors(rank: Rank) -> None:
         other.connect("inproc://nobody")
         other.send(b"", copy=False, track=True)
     before = len(os.listdir("/proc/self/fd"))
-    patient = SimpleNamespace(check=lambda missing: None)
-    for address in ADDRESSES:
-        for kind in ("membership", "transport"):
-            opened: Any = (
-                open_membership(rank, address, limit=10)
-                if kind == "membership"
-                else ZmqTransport(rank.rank, rank.size, rank.exchange, patient, address=address)
-            )
-            rank.tell(len(os.listdir("/proc/self/fd")) - before)
-            rank.exchange(b"")
-            opened.close()
-            rank.tell(len(os.listdir("/proc/self/fd")) - before)
-            rank.exchange(b"")
+    kinds: tuple[Callable[[str], Any], ...] = (
+        lambda address: open_membership(rank, address, limit=10),
+        lambda address: ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address),
+    )
+    for address, kind in itertools.product(ADDRESSES, kinds):
+        opened = kind(address)
+        rank.tell(len(os.listdir("/proc/self/fd")) - before)
+        rank.exchange(b"")
+        opened.close()
+        rank.tell(len(os.listdir("/proc/self/fd")) - before)
+        rank.exchange(b"")
 
 
 def test_sixteen_ranks_open_few_descriptors_and_close_them() -> None:
@@ -391,7 +334,7 @@ def test_a_full_descriptor_table_kills_nobody() -> None:
 
 
 def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
-    def check(membership: ProcessMembership, other: PeerSockets) -> None:
+    with pair_of() as (membership, other, _):
         with zmq.Context() as context:
             broken = PeerSocket(context, bytes(32), binds=False)
             broken.close(0)
@@ -402,8 +345,6 @@ def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
         membership.connections.peers.sockets = sockets
         assert other.sockets[0].socket.poll(10_000)
         assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
-
-    pair_of(check)
 
 
 # Groups that are split off
@@ -490,18 +431,13 @@ def test_groups_close_one_by_one_in_any_order_and_the_connection_ends(address: s
 
 
 def _count_rounds_of_split(rank: Rank) -> None:
-    calls: list[int] = []
-
-    def exchange(data: bytes) -> list[bytes]:
-        calls.append(len(data))
-        return rank.exchange(data)
-
+    exchange = Mock(wraps=rank.exchange)
     comm = open_communicator(rank.rank, rank.size, exchange)
-    assert len(calls) == 4
+    assert exchange.call_count == 4
     sockets = [len(comm._resources.membership.connections.peers.sockets)]
     before, number = _holdings(), comm._engine.next_number
     group = comm.split(0)
-    assert len(calls) == 4
+    assert exchange.call_count == 4
     sockets.append(len(group._resources.membership.connections.peers.sockets))
     collectives = comm._engine.next_number - number
     rank.tell([sockets, _holdings() == before, collectives])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -59,12 +59,9 @@ def test_a_collective_is_a_group_of_a_call_per_position(group: DeviceGroup) -> N
 def test_unsupported_dtypes_use_copies(group: DeviceGroup, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "gangline")
     tensors = on_gpus(given(4, 8, torch.int16))
-    for call in (
-        group.all_reduce,
-        group.all_gather,
-        lambda _: group.reduce_scatter([one.view(4, 2) for one in tensors]),
-    ):
-        call(tensors)
+    group.all_reduce(tensors)
+    group.all_gather(tensors)
+    group.reduce_scatter([one.view(4, 2) for one in tensors])
     assert not HostGpus.groups
     assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
 
@@ -96,17 +93,7 @@ def test_pynccl_refuses_counts_beyond_a_c_int() -> None:
 # -- the bindings ---------------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A library, or one of its communicators, that records its calls."""
-
-    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
-        self._name, self._calls = name, calls
-
-    def __getattr__(self, function: str) -> Callable[..., None]:
-        return lambda *arguments: self._calls.append((self._name, function, *arguments))
-
-
-def recorded(binding: nccl_bindings.Binding, calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def make_each_call(binding: nccl_bindings.Binding) -> None:
     binding.start()
     binding.all_reduce(1, 16, 32, 5, 7, 0, 64)
     binding.reduce(0, 16, 32, 5, 7, 2, 1, 64)
@@ -118,63 +105,61 @@ def recorded(binding: nccl_bindings.Binding, calls: list[tuple[Any, ...]]) -> li
     binding.end()
     binding.abort()
     binding.destroy()
-    return calls
 
 
 def test_calls_of_cupy_are_methods_of_its_communicators() -> None:
-    calls: list[tuple[Any, ...]] = []
-    communicators = [Recorder("first", calls), Recorder("second", calls)]
-    assert recorded(nccl_bindings.CupyBinding(Recorder("cupy", calls), communicators), calls) == [
-        ("cupy", "groupStart"),
-        ("second", "allReduce", 16, 32, 5, 7, 0, 64),
-        ("first", "reduce", 16, 32, 5, 7, 2, 1, 64),
-        ("first", "broadcast", 16, 32, 5, 7, 1, 64),
-        ("first", "allGather", 16, 32, 5, 7, 64),
-        ("second", "reduceScatter", 16, 32, 5, 7, 3, 64),
-        ("first", "send", 16, 5, 1, 2, 64),
-        ("first", "recv", 32, 5, 1, 1, 64),
-        ("cupy", "groupEnd"),
-        ("first", "abort"),
-        ("first", "destroy"),
-        ("second", "destroy"),
+    library = Mock()
+    make_each_call(nccl_bindings.CupyBinding(library, [library.first, library.second]))
+    assert library.mock_calls == [
+        call.groupStart(),
+        call.second.allReduce(16, 32, 5, 7, 0, 64),
+        call.first.reduce(16, 32, 5, 7, 2, 1, 64),
+        call.first.broadcast(16, 32, 5, 7, 1, 64),
+        call.first.allGather(16, 32, 5, 7, 64),
+        call.second.reduceScatter(16, 32, 5, 7, 3, 64),
+        call.first.send(16, 5, 1, 2, 64),
+        call.first.recv(32, 5, 1, 1, 64),
+        call.groupEnd(),
+        call.first.abort(),
+        call.first.destroy(),
+        call.second.destroy(),
     ]
 
 
 def test_calls_of_pynccl_are_functions_that_take_the_communicator_before_the_stream() -> None:
-    calls: list[tuple[Any, ...]] = []
-    binding = nccl_bindings.PyncclBinding(Recorder("pynccl", calls), [101, 102])
-    assert [call[1:] for call in recorded(binding, calls)] == [
-        ("group_start",),
-        ("all_reduce", 16, 32, 5, 7, 0, 102, 64),
-        ("reduce", 16, 32, 5, 7, 2, 1, 101, 64),
-        ("broadcast", 16, 32, 5, 7, 1, 101, 64),
-        ("all_gather", 16, 32, 5, 7, 101, 64),
-        ("reduce_scatter", 16, 32, 5, 7, 3, 102, 64),
-        ("pp_send", 16, 5, 1, 2, 101, 64),
-        ("pp_recv", 32, 5, 1, 1, 101, 64),
-        ("group_end",),
-        ("comm_abort", 101),
-        ("comm_destroy", 101),
-        ("comm_destroy", 102),
+    library = Mock()
+    make_each_call(nccl_bindings.PyncclBinding(library, [101, 102]))
+    assert library.mock_calls == [
+        call.group_start(),
+        call.all_reduce(16, 32, 5, 7, 0, 102, 64),
+        call.reduce(16, 32, 5, 7, 2, 1, 101, 64),
+        call.broadcast(16, 32, 5, 7, 1, 101, 64),
+        call.all_gather(16, 32, 5, 7, 101, 64),
+        call.reduce_scatter(16, 32, 5, 7, 3, 102, 64),
+        call.pp_send(16, 5, 1, 2, 101, 64),
+        call.pp_recv(32, 5, 1, 1, 101, 64),
+        call.group_end(),
+        call.comm_abort(101),
+        call.comm_destroy(101),
+        call.comm_destroy(102),
     ]
 
 
 AT_EXIT = """
 import atexit
-calls = []
-atexit.register(lambda: print(calls))  # after what is registered later
+from unittest.mock import Mock
+library = Mock()
+atexit.register(lambda: print([*library.mock_calls]))  # after what is registered later
 import torch
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.backends.nccl_bindings import CupyBinding
-from tests.collectives.test_nccl_bindings import Recorder
-communicators = [Recorder("first", calls), Recorder("second", calls)]
-backend = Nccl([torch.device("cpu")] * 2, CupyBinding(Recorder("cupy", calls), communicators))
+backend = Nccl([torch.device("cpu")] * 2, CupyBinding(library, [library.first, library.second]))
 """
 
 
 def test_communicators_are_destroyed_as_one_group_before_the_interpreter_ends() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True, cwd=ROOT)
-    destroyed = [("cupy", "groupStart"), ("first", "destroy"), ("second", "destroy"), ("cupy", "groupEnd")]
+    destroyed = [call.groupStart(), call.first.destroy(), call.second.destroy(), call.groupEnd()]
     assert done.stdout.strip() == str(destroyed), done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from gangline.collectives import algorithms
 from gangline.collectives.communicator import Communicator
@@ -13,18 +12,15 @@ from gangline.collectives.processes.spawning import spawn
 from tests.collectives.ranks import LARGE, in_threads, same
 
 
-def _mean_of_halves(comm: Communicator, value: float) -> list[float]:
-    """Return the lowest and the highest element of all means of tensors whose sum exceeds float16."""
-    found: list[Tensor] = []
+def _mean_of_halves(comm: Communicator, value: float) -> None:
+    """Check means of tensors whose sum exceeds float16."""
     for count in (5, 100_003, LARGE):
         own = torch.full((count,), value, dtype=torch.float16)
-        found += [comm.all_reduce(own, "mean", out=torch.empty_like(own))]
-        found += [comm.reduce_scatter(own.expand(comm.size, -1), "mean")]
-        found += [
-            mean for root in range(comm.size) if (mean := comm.reduce(own, root, "mean", out=own * 0)) is not None
-        ]
-        assert bool((own == value).all())
-    return [min(float(mean.min()) for mean in found), max(float(mean.max()) for mean in found)]
+        means = [comm.all_reduce(own, "mean", out=torch.empty_like(own))]
+        means.append(comm.reduce_scatter(own.expand(comm.size, -1), "mean"))
+        means += [comm.reduce(own, root, "mean", out=own * 0) for root in range(comm.size)]
+        assert [mean is None for mean in means[2:]] == [rank != comm.rank for rank in range(comm.size)]
+        assert all(mean is None or bool((mean == value).all()) for mean in (*means, own))
 
 
 @pytest.mark.parametrize("algorithm", sorted({*algorithms.names("all_reduce"), *algorithms.names("reduce"), "shared"}))
@@ -35,12 +31,7 @@ def test_mean_of_float16_does_not_overflow(algorithm: str, monkeypatch: pytest.M
         if algorithm in (*algorithms.names(collective), "shared")
     ]
     monkeypatch.setenv("GANGLINE_ALGO", ",".join(choices))
-    assert in_threads(8, _mean_of_halves, 10_000.0) == [[10_000, 10_000]] * 8
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_mean_of_float16_is_the_same_by_every_transport(transport: str) -> None:
-    assert spawn(_mean_of_halves, 4, 40_000.0, transport=transport, timeout=60) == [[40_000, 40_000]] * 4
+    in_threads(8, _mean_of_halves, 10_000.0)
 
 
 def _aliased(comm: Communicator) -> None:
@@ -68,9 +59,14 @@ def test_results_may_overlap_inputs(size: int) -> None:
     in_threads(size, _aliased)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_results_may_overlap_inputs_between_processes(transport: str) -> None:
-    spawn(_aliased, 3, transport=transport, timeout=60)
+def _in_processes(comm: Communicator) -> None:
+    _mean_of_halves(comm, 40_000.0)
+    _aliased(comm)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
+def test_means_and_results_that_overlap_inputs_are_right_by_every_transport(transport: str) -> None:
+    spawn(_in_processes, 4, transport=transport, timeout=60)
 
 
 def _complex(comm: Communicator) -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,15 +26,8 @@ from gangline.collectives.transports.shm import transport as shm_transport
 from tests.collectives.ranks import check, in_threads, same, values
 from tests.collectives.stage import WAITS, Actor, Stage
 
-SIZES = (
-    1,
-    0,
-    300_007,
-    17,
-    8_192,
-    8_193,
-    20_000,
-)  # float32 elements: none, few, around and above the limit for copied messages
+SIZES = (1, 0, 300_007, 17, 8_192, 8_193, 20_000)
+"""Numbers of float32 elements: none, few, around and above the limit for copied messages."""
 
 
 def _message(number: int, rank: int) -> Tensor:
@@ -142,6 +136,18 @@ def _from_any_rank(comm: Communicator) -> None:
     comm.barrier()
 
 
+def _written_again(comm: Communicator) -> None:
+    """A send keeps its message until it is sent completely."""
+    for number in range(3):
+        size = (8 << 20) + 5 + number  # the last piece is small
+        tensor = (torch.arange(251) + number).to(torch.uint8).repeat(size // 251 + 1)[:size]
+        if comm.rank == 0:
+            comm.send(tensor, 1)
+            tensor.zero_()
+        else:
+            _receive(comm, 0, 0, tensor)
+
+
 def _everything(comm: Communicator) -> None:
     _between_collectives(comm)
     _from_any_rank(comm)
@@ -151,6 +157,7 @@ def _everything(comm: Communicator) -> None:
         _any_layout(comm)
         _misfits(comm, 5)
         _misfits(comm, 50_000)
+        _written_again(comm)
     comm.barrier()
 
 
@@ -163,22 +170,6 @@ def test_messages_between_threads(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_between_processes(transport: str, size: int) -> None:
     spawn(_everything, size, transport=transport, timeout=60)
-
-
-def _written_again(comm: Communicator) -> None:
-    for number in range(3):
-        size = (8 << 20) + 5 + number  # the last piece is small
-        tensor = (torch.arange(251) + number).to(torch.uint8).repeat(size // 251 + 1)[:size]
-        if comm.rank == 0:
-            comm.send(tensor, 1)
-            tensor.zero_()
-        else:
-            _receive(comm, 0, 0, tensor)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_a_send_keeps_its_message_until_it_is_sent_completely(transport: str) -> None:
-    spawn(_written_again, 2, transport=transport, timeout=60)
 
 
 @pytest.mark.parametrize("sources", [[0], [0, 2]], ids=["named", "any"])
@@ -287,26 +278,20 @@ def test_a_receive_from_any_rank_needs_no_rank_that_has_closed(transport: str) -
 def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
     """Return how often rank 1 looked for the messages until they came, 20 checks of its wait later."""
     actor = Actor(comm.rank, path)
-    looks = 0
     if comm.rank == 0:
         actor.hear()
         comm.send(torch.ones(3), 1, 5)
         comm.send(torch.ones(3), 1)
         return 0
 
-    def counted(messages: point_to_point.PointToPoint) -> bool:
-        nonlocal looks
-        looks += 1
-        return advance(messages)
-
-    advance = point_to_point.PointToPoint._advance
-    point_to_point.PointToPoint._advance = counted
+    looks = Mock(wraps=comm._messages._advance)
+    comm._messages._advance = looks
     actor.announce_waits(20)
     works = [comm.recv(torch.empty(3), 0, 5, async_op=True)] if async_op else []
     comm.recv(torch.empty(3), 0)
     for work in works:
         work.wait()
-    return looks
+    return looks.call_count
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -345,12 +330,9 @@ def _send_from_memory_that_goes_away(comm: Communicator, async_op: bool) -> list
     work, other = comm._messages.receive(target, [0], 0), comm._messages.receive(torch.empty(3), [0], 7)
     if async_op:
         comm._messages.finish(work, async_op=True)
-        texts = [_text_of(partial(work.wait, 30))]
-    else:
-        texts = [_text_of(lambda: comm._messages.finish(work, async_op=False))]
-    texts.append(_text_of(partial(other.wait, 30)))
-    texts += [_text_of(partial(comm.recv, target, 0)), _text_of(partial(comm.send, target, 0)), _text_of(comm.barrier)]
-    return texts
+    receive = partial(work.wait, 30) if async_op else partial(comm._messages.finish, work, async_op=False)
+    later = (partial(other.wait, 30), partial(comm.recv, target, 0), partial(comm.send, target, 0), comm.barrier)
+    return [_text_of(call) for call in (receive, *later)]
 
 
 @pytest.mark.parametrize("async_op", [True, False])
@@ -364,10 +346,7 @@ def test_memory_that_cannot_be_read_fails_all_messages_of_both_ranks(async_op: b
 def test_any_error_of_the_background_thread_fails_what_is_pending(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(request: ReceiveRequest) -> None:
-        raise error
-
-    monkeypatch.setattr(point_to_point, "_read_early", fail)
+    monkeypatch.setattr(point_to_point, "_read_early", Mock(side_effect=error))
 
     def run(comm: Communicator) -> list[str]:
         if comm.rank == 0:
@@ -382,10 +361,7 @@ def test_any_error_of_the_background_thread_fails_what_is_pending(
 
 
 def test_an_error_of_a_sleep_of_the_background_thread_fails_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(InProcessTransport, "waiter", fail)
+    monkeypatch.setattr(InProcessTransport, "waiter", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
 
     def run(comm: Communicator) -> list[str]:
         if comm.rank == 1:
@@ -402,11 +378,7 @@ def test_an_interrupted_receive_takes_no_later_message(monkeypatch: pytest.Monke
         got = torch.zeros(3)
         if comm.rank == 1:
             with monkeypatch.context() as patch:
-
-                def interrupt(*_: object) -> None:
-                    raise KeyboardInterrupt
-
-                patch.setattr(point_to_point.PointToPoint, "_pause", interrupt)
+                patch.setattr(point_to_point.PointToPoint, "_pause", Mock(side_effect=KeyboardInterrupt))
                 with pytest.raises(KeyboardInterrupt):
                     comm.recv(got, 0)
         text = _text_of(comm.barrier)

@@ -128,32 +128,22 @@ def test_a_missing_rank_0_is_named(address: str) -> None:
         Rendezvous(1, 2, address, timeout=0.2, environment={})
 
 
-def test_the_death_of_rank_0_is_an_error_on_waiting_ranks(address: str) -> None:
-    _, waiter = outcomes_of(_keeper_dies, 2, (address,))
-    assert isinstance(waiter.error, DeadNodeError)
-    assert str(waiter.error).startswith(f"rank 1 of 2 lost the process that serves the store at {address}, rank 0")
-
-
-def _keeper_dies(comm: Bare, address: str) -> None:
-    job = Rendezvous(comm.rank, comm.size, address, timeout=20, environment={})
-    comm.exchange(b"")
-    if comm.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    job.exchange(b"")
-
-
 def test_a_rank_of_this_host_that_dies_is_named_at_once(address: str) -> None:
-    first, second, _ = outcomes_of(_one_dies_between_exchanges, 3, (address,))
-    assert [type(first.error), type(second.error)] == [DeadNodeError] * 2
+    _, waiter = outcomes_of(_one_dies_between_exchanges, 2, (address, 0))
+    lost = f"rank 1 of {{}} lost the process that serves the store at {address}, rank 0"
+    assert str(waiter.error).startswith(lost.format(2))
+    first, second, _ = outcomes_of(_one_dies_between_exchanges, 3, (address, 2))
     text = f"rank 2 of 3 died before all had joined at {address}"
     assert str(first.error) == text
-    assert str(second.error).startswith((text, "rank 1 of 3 lost the process that serves the store"))  # with rank 0
+    assert str(second.error).startswith((text, lost.format(3)))  # with rank 0
+    assert [type(one.error) for one in (waiter, first, second)] == [DeadNodeError] * 3
 
 
-def _one_dies_between_exchanges(comm: Bare, address: str) -> None:
+def _one_dies_between_exchanges(comm: Bare, address: str, victim: int) -> None:
     job = Rendezvous(comm.rank, comm.size, address, timeout=1000, environment={})
     job.exchange(b"here")
-    if comm.rank == 2:
+    comm.exchange(b"")
+    if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     job.exchange(b"and here")
 

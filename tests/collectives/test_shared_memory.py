@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableK
 from gangline.collectives.work import Work
 from tests.collectives.ranks import (
     LARGE,
+    PATIENT,
     SLOT_BYTES,
     cases,
     check,
@@ -51,14 +54,12 @@ from tests.collectives.ranks import (
 COUNT = 2 * (SLOT_BYTES // 4)  # float32 elements: whole pieces, and more than a slot holds
 
 
+@dataclass
 class Counts:
-    """Counts of reads and copies in this process."""
+    """Bytes of each read of another process's memory, and of each piece that this rank staged for another one."""
 
-    def __init__(self) -> None:
-        self.reads: list[int] = []
-        """Bytes of each read of another process's memory."""
-        self.staged: list[int] = []
-        """Bytes of each piece that this rank staged for another one."""
+    reads: list[int] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
 
     def take(self) -> tuple[int, int, int, int]:
         """Return reads, their bytes, staged pieces, their bytes, since the last call."""
@@ -150,30 +151,18 @@ def test_registered_memory_is_read_in_place_other_memory_by_cma_or_staged(
 
 
 def _small_and_large(comm: Communicator) -> list[tuple[int, int, int, int]]:
+    """Send messages of five sizes from rank 0 to rank 1, then broadcast memory of the process and of the segment."""
     taken = []
     with counted() as counts:
         for nbytes in (0, 1, 1 << 15, (1 << 15) + 1, PIECE + 1):
             counts.take()
             if comm.rank == 0:
                 comm.send(values(nbytes, 0, torch.uint8), 1)
-            else:
+            elif comm.rank == 1:
                 got = torch.empty(nbytes, dtype=torch.uint8)
                 comm.recv(got, 0)
                 same(got, values(nbytes, 0, torch.uint8), f"{nbytes} bytes")
             taken.append(counts.take())
-    return taken
-
-
-def test_small_messages_are_staged_even_if_memory_is_readable() -> None:
-    sender, receiver = spawn(_small_and_large, 2, transport="shared_memory", timeout=60)
-    assert sender == [(0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1 << 15), (0, 0, 0, 0), (0, 0, 0, 0)]
-    assert receiver[:3] == [(0, 0, 0, 0)] * 3
-    assert receiver[3:] == [(1, (1 << 15) + 1, 0, 0), (1, PIECE + 1, 0, 0)]
-
-
-def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
-    taken = []
-    with counted() as counts:
         for tensor in (torch.empty(COUNT), comm.empty(COUNT)):
             _filled(tensor, comm.rank)
             comm.barrier()
@@ -184,11 +173,12 @@ def _root_alone_gives(comm: Communicator) -> list[tuple[int, int, int, int]]:
     return taken
 
 
-def test_a_broadcast_is_one_read_for_each_rank() -> None:
-    found = spawn(_root_alone_gives, 3, transport="shared_memory", timeout=60)
-    one_read = (1, COUNT * 4, 0, 0)
-    nothing = (0, 0, 0, 0)
-    assert found == [[one_read, nothing], [nothing, nothing], [one_read, nothing]]
+def test_small_messages_are_staged_and_large_ones_and_broadcasts_are_one_read() -> None:
+    sender, receiver, third = spawn(_small_and_large, 3, transport="shared_memory", timeout=60)
+    nothing, of_root = (0, 0, 0, 0), (1, COUNT * 4, 0, 0)
+    assert sender == [nothing, (0, 0, 1, 1), (0, 0, 1, 1 << 15), nothing, nothing, of_root, nothing]
+    assert receiver == [nothing] * 3 + [(1, (1 << 15) + 1, 0, 0), (1, PIECE + 1, 0, 0), nothing, nothing]
+    assert third == [nothing] * 5 + [of_root, nothing]
 
 
 # Full queues
@@ -485,12 +475,8 @@ def test_registered_memory_holds_no_descriptors_and_is_released_when_its_tensors
 
 
 def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
-    class Patient:
-        def check(self, missing: Any) -> None:
-            pass
-
     group = open_host_group(rank, [0, 1], SharedMemoryTransport.nbytes(2), exchange)
-    return SharedMemoryTransport(group, Patient())
+    return SharedMemoryTransport(group, PATIENT)
 
 
 def test_an_invalid_queue_entry_is_an_error() -> None:
@@ -571,25 +557,20 @@ def test_the_first_transport_is_closed_if_the_second_fails() -> None:
 
 def _yields_before_sleep(comm: Communicator, *, is_crowded: bool, async_op: bool) -> int:
     """Return the yields of rank 0 while it waits for rank 1, which is late."""
-    libc, yields = futex_wakeup._libc, []
-    sched_yield = libc.sched_yield
-
-    def counted() -> None:
-        yields.append(None)
-        sched_yield()
-
+    libc = futex_wakeup._libc
+    yields = Mock(wraps=libc.sched_yield)
     with pytest.MonkeyPatch.context() as patch:
         if is_crowded:
             patch.setattr(os, "sched_getaffinity", lambda _: {0})
         with open_communicator(comm.rank, comm.size, exchange_over(comm), transport="shared_memory") as other:
             other.barrier()
-            patch.setattr(libc, "sched_yield", counted)
+            patch.setattr(libc, "sched_yield", yields)
             if comm.rank == 1:
                 time.sleep(0.3)
             work = other.all_reduce(torch.ones(3), async_op=async_op)
             if isinstance(work, Work):
                 work.wait()
-    return len(yields)
+    return yields.call_count
 
 
 @pytest.mark.parametrize(("is_crowded", "async_op"), [(True, False), (False, True)])
@@ -600,14 +581,9 @@ def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep(is_cro
 
 def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:
     """Return how often rank 0 yields, as on a host whose cores are busy, before it notices that rank 1 is late."""
-    yields = []
-
-    def slow() -> None:
-        yields.append(0)
-        time.sleep(0.005)
-
+    yields = Mock(side_effect=partial(time.sleep, 0.005))
     comm.barrier()
-    futex_wakeup._libc = SimpleNamespace(sched_yield=slow, syscall=futex_wakeup._libc.syscall)
+    futex_wakeup._libc = SimpleNamespace(sched_yield=yields, syscall=futex_wakeup._libc.syscall)
     if comm.rank == 1:
         while not noticed.exists():
             time.sleep(0.01)
@@ -615,7 +591,7 @@ def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:
         with pytest.raises(StallError):
             comm.barrier()
         noticed.touch()
-    return len(yields)
+    return yields.call_count
 
 
 def test_a_wait_is_bounded_by_time_however_slow_its_yields_are(tmp_path: Path) -> None:

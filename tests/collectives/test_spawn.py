@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -51,8 +52,8 @@ def _server(comm: Bare) -> int:
     return os.getppid()
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def _children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children()
 
 
 # Arguments and results
@@ -336,17 +337,13 @@ def _compute_or_stop(comm: Bare) -> None:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    while _state(pid) != "T":
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         os.sched_yield()
 
 
 def _is_dead(pid: int) -> bool:
     """Return whether a process is dead; a zombie that init has not reaped counts."""
-    return not os.path.exists(f"/proc/{pid}") or _state(pid) == "Z"
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 PROGRAM = """

@@ -110,29 +110,28 @@ def test_the_file_is_json_after_each_write_and_readable_if_one_is_cut(
     monkeypatch.setenv("GANGLINE_TIMELINE_JOB", "the test")
     monkeypatch.setattr(recorder.Timeline, "_start", lambda _: None)  # of a thread that writes as long as the process
     path = tmp_path / "trace.json"
-    names = []
-    for number in range(3):
+
+    def append(name: str) -> None:
         timeline = recorder.Timeline(path)
-        timeline.add_instant(f"event {number}")
+        timeline.add_instant(name)
         timeline.write()
-        names.append(f"event {number}")
-        assert [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "i"] == names
+
+    def instants(events: list[dict[str, Any]]) -> list[str]:
+        return [event["name"] for event in events if event["ph"] == "i"]
+
+    names = [f"event {number}" for number in range(3)]
+    for number, name in enumerate(names, 1):
+        append(name)
+        assert instants(json.loads(path.read_text())) == names[:number]
     text = path.read_text()
     first = text.index(",\n")
     for length in (*range(first + 2, len(text), 7), len(text) - 1, len(text) - 3):
         path.write_text(text[:length])
-        assert [event["name"] for event in read_events(path) if event["ph"] == "i"] in (
-            names[:0],
-            names[:1],
-            names[:2],
-            names,
-        )
-        timeline = recorder.Timeline(path)
-        timeline.add_instant("appended")
-        timeline.write()
-        found = [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "i"]
-        assert found[-1] == "appended"
-        assert found[:-1] == names[: len(found) - 1]
+        kept = instants(read_events(path))
+        assert kept == names[: len(kept)]
+        append("appended")
+        found = instants(json.loads(path.read_text()))
+        assert found == [*names[: len(found) - 1], "appended"]
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial, reduce
 from itertools import product
-from pathlib import Path
+from operator import and_, or_, xor
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,16 +63,9 @@ def scattered(values: Tensor) -> Tensor:
 
 @case
 def bits_are_combined(rank: int, size: int) -> None:
-    rows = torch.stack([given(11, other, torch.int64) + 1 for other in range(size)])
-    for op, function in {
-        ReduceOp.BAND: torch.bitwise_and,
-        ReduceOp.BOR: torch.bitwise_or,
-        ReduceOp.BXOR: torch.bitwise_xor,
-    }.items():
-        want = rows[0]
-        for row in rows[1:]:
-            want = function(want, row)
-        tensor = rows[rank].clone()
+    rows = [given(11, other, torch.int64) + 1 for other in range(size)]
+    for op, function in ((ReduceOp.BAND, and_), (ReduceOp.BOR, or_), (ReduceOp.BXOR, xor)):
+        want, tensor = reduce(function, rows), rows[rank].clone()
         dist.all_reduce(tensor, op)
         same(tensor, want)
         tensor = rows[rank].clone()
@@ -80,10 +73,7 @@ def bits_are_combined(rank: int, size: int) -> None:
         same(tensor, want if rank == size - 1 else rows[rank])
         out = torch.zeros(11, dtype=torch.int64)
         dist.reduce_scatter(out, [rows[rank] + place for place in range(size)], op)
-        expected = rows[0] + rank
-        for row in rows[1:]:
-            expected = function(expected, row + rank)
-        same(out, expected)
+        same(out, reduce(function, [row + rank for row in rows]))
 
 
 @case
@@ -202,10 +192,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
         lambda x: group().allreduce(x.tensor, x.op, LIMIT),
         lambda x: functional.all_reduce(x.tensor, x.op_name, group()),
     ),
-    "reduce": (
-        lambda x: dist.reduce(x.tensor, x.root, x.op),
-        lambda x: group().reduce(x.tensor, x.root, x.op, LIMIT),
-    ),
+    "reduce": (lambda x: dist.reduce(x.tensor, x.root, x.op), lambda x: group().reduce(x.tensor, x.root, x.op, LIMIT)),
     "broadcast": (
         lambda x: dist.broadcast(x.tensor, x.root),
         lambda x: dist.broadcast(x.tensor, x.root, async_op=True),
@@ -633,61 +620,27 @@ def run_cases(rank: Rank, path: str) -> None:
     rank.tell(outcomes)
 
 
-@cache
-def outcomes_of(size: int, folder: str) -> list[dict[str, str]]:
-    with Processes(run_cases, size, f"{folder}/{size}", limit=100) as processes:
+@pytest.fixture(scope="module", params=[2, 3])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return the outcomes of all cases on each rank of a job."""
+    store = tmp_path_factory.mktemp("torch_backend") / "store"
+    with Processes(run_cases, request.param, str(store), limit=100) as processes:
         return processes.all_heard()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("torch_backend")
-    outcomes_of.cache_clear()
-
-
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", [*CASES, "end"])
-def test_case(name: str, size: int, folder: Path) -> None:
-    said = [outcomes.get(name, "not reached") for outcomes in outcomes_of(size, str(folder))]
-    assert not any(said), "\n".join(f"rank {rank} of {size}: {words}" for rank, words in enumerate(said))
+def test_case(name: str, outcomes: list[dict[str, str]]) -> None:
+    for rank, of_rank in enumerate(outcomes):
+        assert of_rank.get(name, "not reached") == "", f"rank {rank} of {len(outcomes)}"
 
 
 NOT_CALLS = {
-    "BackendType",
-    "CUSTOM",
-    "GLOO",
-    "MPI",
-    "NCCL",
-    "UCC",
-    "UNDEFINED",
-    "XCCL",
-    "_add_ephemeral_timeout",
-    "_backend_id",
-    "_id",
-    "_pybind11_conduit_v1_",
-    "_register_backend",
-    "_set_default_backend",
-    "_set_group_desc",
-    "_set_group_name",
-    "bound_device_id",
-    "boxed",
-    "get_reconfigure_handle",
-    "group_desc",
-    "group_name",
-    "new_window",
-    "rank",
-    "reconfigure",
-    "register_abort_hook",
-    "register_post_hook",
-    "register_pre_hook",
-    "size",
-    "supports_reconfigure",
-    "supports_window",
-    "unbox",
-    "unregister_abort_hook",
-    "unregister_post_hook",
-    "unregister_pre_hook",
-    "use_pg_for_symm_mem_rendezvous",
+    *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "_add_ephemeral_timeout"),
+    *("_backend_id", "_id", "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend"),
+    *("_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "get_reconfigure_handle", "group_desc"),
+    *("group_name", "new_window", "rank", "reconfigure", "register_abort_hook", "register_post_hook"),
+    *("register_pre_hook", "size", "supports_reconfigure", "supports_window", "unbox", "unregister_abort_hook"),
+    *("unregister_post_hook", "unregister_pre_hook", "use_pg_for_symm_mem_rendezvous"),
 }
 """Attributes that torch handles itself and never asks of a backend."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,9 +117,7 @@ def a_gradient_that_cannot_be_sent_is_named(rank: int, group: dist.ProcessGroup)
 def networks(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[nn.Module, DistributedDataParallel]:
     torch.manual_seed(5)
     alone = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 4)).to(dtype)
-    torch.manual_seed(5)
-    shared = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 4)).to(dtype)
-    return alone, DistributedDataParallel(shared, process_group=group, bucket_cap_mb=0.005)
+    return alone, DistributedDataParallel(copy.deepcopy(alone), process_group=group, bucket_cap_mb=0.005)
 
 
 @case
@@ -136,10 +135,8 @@ def unequal_ranks_have_the_gradient_of_the_whole_batch(rank: int, group: dist.Pr
         first.zero_grad()
         second.zero_grad()
         cross_entropy(alone(data), label).backward()
-        if samples.count:
-            cross_entropy(shared(data[share]), label[share]).backward()
-        else:
-            cross_entropy(shared(data * torch.nan), label).backward()
+        own = (data[share], label[share]) if samples.count else (data * torch.nan, label)
+        cross_entropy(shared(own[0]), own[1]).backward()
         for want, got in zip(alone.parameters(), shared.parameters(), strict=True):
             assert (got.grad - want.grad).norm() <= 1e-11 * want.grad.norm()
         first.step()
@@ -182,29 +179,29 @@ def run_cases(rank: Rank, path: str) -> None:
         dist.destroy_process_group()
 
 
-@cache
-def outcomes_of(folder: str) -> list[dict[str, str]]:
-    with Processes(run_cases, 2, f"{folder}/store", limit=60) as processes:
-        return processes.all_heard()
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("torch_hooks"))
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return the outcomes of all cases on each rank."""
+    store = tmp_path_factory.mktemp("torch_hooks") / "store"
+    with Processes(run_cases, 2, str(store), limit=60) as processes:
+        return processes.all_heard()
 
 
 @pytest.mark.parametrize("backend", ["gangline", "gloo"])
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, backend: str, folder: str) -> None:
-    for rank, outcomes in enumerate(outcomes_of(folder)):
-        outcome = outcomes.get(f"{name} {backend}", "not reached")
-        assert not outcome, f"rank {rank}: {outcome}"
+def test_case(name: str, backend: str, outcomes: list[dict[str, str]]) -> None:
+    for rank, of_rank in enumerate(outcomes):
+        assert of_rank.get(f"{name} {backend}", "not reached") == "", f"rank {rank}"
 
 
-def test_options_are_those_of_the_codecs() -> None:
-    with pytest.raises(ValueError, match="there is no compression type '3bit'; expected one of"):
-        compress_hook("3bit")
-    with pytest.raises(ValueError, match="has no option 'ratio'"):
-        compress_hook("2bit", ratio=0.1)
-    with pytest.raises(ValueError, match="threshold is 0"):
-        compress_hook("2bit", threshold=0)
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("3bit", {}, "there is no compression type '3bit'; expected one of"),
+        ("2bit", {"ratio": 0.1}, "has no option 'ratio'"),
+        ("2bit", {"threshold": 0}, "threshold is 0"),
+    ],
+)
+def test_options_are_those_of_the_codecs(name: str, options: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        compress_hook(name, **options)

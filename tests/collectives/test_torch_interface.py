@@ -10,8 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gangline.collectives import torch_backend
-from tests.collectives.processes import Processes, Rank
+from tests.collectives.processes import Processes, Rank, join_group
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch itself calls
@@ -49,7 +47,7 @@ def all_reduced(tensor: Tensor, group: Any, op: Any = ReduceOp.SUM) -> Any:
     return tensor
 
 
-# Collectives: test_torch_backend checks the values of each; here is what they do beside
+# Collectives: test_torch_backend checks their values; these are other effects and other ways to call them
 
 
 @probe
@@ -71,24 +69,6 @@ def a_reduced_tensor_is_resized(group: Any, rank: int, _: int) -> Any:
 
 
 @probe
-def sparse_all_reduce(group: Any, rank: int, _: int) -> Any:
-    found = []
-    for shape in ((4, 3), (4,)):
-        dense = torch.zeros(shape)
-        dense[rank] = rank + 1.0
-        dense[3] = 5.0
-        tensor = dense.to_sparse(1)
-        dist.all_reduce(tensor, group=group)
-        found += [tensor.coalesce().indices(), tensor.to_dense()]
-    work = dist.all_reduce(dense.to_sparse(), group=group, async_op=True)
-    work.wait()
-    return [*found, work.result()[0].to_dense()]
-
-
-# Groups
-
-
-@probe
 def subgroups(group: Any, rank: int, size: int) -> Any:
     half = dist.new_group([0, size - 1])
     own, _ = dist.new_subgroups(1)
@@ -98,9 +78,6 @@ def subgroups(group: Any, rank: int, size: int) -> Any:
         found.append(all_reduced(given(rank), half))
     dist.barrier(group)
     return found
-
-
-# Other ways to call
 
 
 @probe
@@ -193,14 +170,9 @@ def trained(model: nn.Module, rank: int, steps: int = 4, optimizer: Any = None) 
     return [value.detach() for value in model.parameters()]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "views": {"gradient_as_bucket_view": True},
-    "static_graph": {"static_graph": True},
-    "unused_parameters": {"find_unused_parameters": True},
-}
-for option_name in OPTIONS:
-    PROBES[f"ddp_{option_name}"] = lambda group, rank, _, name=option_name: trained(
-        DistributedDataParallel(network(), process_group=group, **OPTIONS[name]), rank
+for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
+    PROBES[f"ddp_{option}"] = lambda group, rank, _, option=option: trained(
+        DistributedDataParallel(network(), process_group=group, **{option: True}), rank
     )
 
 HOOKS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
@@ -210,14 +182,15 @@ HOOKS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
         powerSGD_hook.powerSGD_hook,
     ),
 }
-for hook_name in HOOKS:
 
-    def train_with_hook(group: Any, rank: int, _: int, name: str = hook_name) -> Any:
-        model = DistributedDataParallel(network(), process_group=group)
-        model.register_comm_hook(*HOOKS[name](group))
-        return trained(model, rank)
 
-    PROBES[f"ddp_hook_{hook_name}"] = train_with_hook
+def train_with_hook(name: str, group: Any, rank: int, _: int) -> Any:
+    model = DistributedDataParallel(network(), process_group=group)
+    model.register_comm_hook(*HOOKS[name](group))
+    return trained(model, rank)
+
+
+PROBES |= {f"ddp_hook_{name}": partial(train_with_hook, name) for name in HOOKS}
 
 
 @probe
@@ -268,17 +241,15 @@ def is_near(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
-    assert torch_backend.__all__
+def run_probes(rank: Rank, backend: str, path: str) -> None:
     warnings.simplefilter("ignore")
     compiled(torch.sin)(given(rank.rank))  # the first compilation imports for seconds, which no group is to wait for
-    place = {"rank": rank.rank, "world_size": rank.size}
-    dist.init_process_group(backend, init_method=f"file://{path}", timeout=timedelta(seconds=60), **place)
+    join_group(rank, path, backend, seconds=60)
     outcomes = {}
-    for name in names:
+    for name, run in PROBES.items():
         group = dist.new_group(timeout=timedelta(seconds=60))  # ranks that compile share the cores, maybe for 30 s
         try:
-            outcomes[name] = ["", plain(PROBES[name](group, rank.rank, rank.size))]
+            outcomes[name] = ["", plain(run(group, rank.rank, rank.size))]
         except BaseException:  # noqa: BLE001  the test looks at it
             outcomes[name] = [traceback.format_exc(), None]
         dist.barrier()
@@ -286,26 +257,21 @@ def run_probes(rank: Rank, backend: str, path: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-@cache
-def outcomes_of(backend: str, size: int, folder: str) -> list[dict[str, list[Any]]]:
-    with Processes(run_probes, size, backend, f"{folder}/{backend}{size}", list(PROBES), limit=200) as processes:
-        return processes.all_heard()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    outcomes_of.cache_clear()
-    return tmp_path_factory.mktemp("torch_interface")
+@pytest.fixture(scope="module", params=[2, 3])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Return the outcomes of all probes with gloo and with gangline, each on each rank."""
+    folder, found = tmp_path_factory.mktemp("torch_interface"), []
+    for backend in ("gloo", "gangline"):
+        with Processes(run_probes, request.param, backend, f"{folder}/{backend}", limit=200) as processes:
+            found.append(processes.all_heard())
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)  # the first one runs all probes
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", PROBES)
-def test_what_gloo_does_gangline_does(name: str, size: int, folder: Path) -> None:
-    pairs = zip(outcomes_of("gloo", size, str(folder)), outcomes_of("gangline", size, str(folder)), strict=True)
-    for rank, (by_gloo, by_gangline) in enumerate(pairs):
-        (_, wanted), (error, found) = by_gloo[name], by_gangline[name]
-        assert not error, f"rank {rank} of {size}: {error}"
-        assert not by_gloo[name][0], f"with gloo, rank {rank} of {size}: {by_gloo[name][0]}"
-        assert is_near(found, wanted), f"rank {rank} of {size}: {found}, gloo has {wanted}"
+def test_what_gloo_does_gangline_does(name: str, outcomes: list[list[dict[str, Any]]]) -> None:
+    for rank, (by_gloo, by_gangline) in enumerate(zip(*outcomes, strict=True)):
+        for backend, of_rank in (("gangline", by_gangline), ("gloo", by_gloo)):
+            assert not of_rank[name][0], f"{backend}, rank {rank} of {len(outcomes[0])}"
+        assert is_near(by_gangline[name][1], by_gloo[name][1]), f"rank {rank} of {len(outcomes[0])}"

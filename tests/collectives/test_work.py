@@ -58,22 +58,10 @@ def failing(error: BaseException) -> Callable[[], None]:
 # -- the handle -------------------------------------------------------------------------------------------------------
 
 
-def test_work_is_running_until_its_operation_is_done(queue: WorkQueue) -> None:
+def test_work_is_running_until_its_operation_is_done_and_a_wait_may_end_before(queue: WorkQueue) -> None:
     finished = Work.finished("push of key 'w'")
     finished.wait(0)
     assert (finished.is_completed(), finished.exception()) == (True, None)
-    work = Work("push of key 'w'")
-    with blocked(queue):
-        queue.submit(lambda: None, work, ["w"], 0)
-        assert not work.is_completed()
-        assert work.exception() is None
-        assert "running" in repr(work)
-    work.wait(LIMIT)
-    assert work.is_completed()
-    assert "done" in repr(work)
-
-
-def test_wait_ends_at_its_timeout_and_the_operation_continues(queue: WorkQueue) -> None:
     order: list[str] = []
     work = Work("pull of key 'w'")
     with blocked(queue):
@@ -81,34 +69,27 @@ def test_wait_ends_at_its_timeout_and_the_operation_continues(queue: WorkQueue) 
         for timeout in (0, 0.01):
             with pytest.raises(TimeoutError, match=f"pull of key 'w' is still running after {timeout} s"):
                 work.wait(timeout)
-        assert order == []
+        assert (order, work.is_completed(), work.exception()) == ([], False, None)
+        assert "running" in repr(work)
     work.wait(LIMIT)
-    assert order == ["w"]
+    assert (order, work.is_completed()) == (["w"], True)
+    assert "done" in repr(work)
 
 
-def test_an_exception_reaches_each_wait_and_exception(queue: WorkQueue) -> None:
-    error = KeyError("lost")
-    work = Work("push of key 'w'")
-    queue.submit(failing(error), work, ["w"], 0)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="lost") as caught:
-            work.wait(LIMIT)
-        assert caught.value is error
-    assert work.is_completed()
-    assert work.exception() is error
-    assert "failed" in repr(work)
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["SystemExit", "KeyboardInterrupt"])
-def test_a_base_exception_reaches_the_waiter_and_the_queue_continues(queue: WorkQueue, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyError("lost"), SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
+def test_an_exception_reaches_each_waiter_and_the_queue_continues(queue: WorkQueue, error: BaseException) -> None:
     work, after = Work("first"), Work("second")
     queue.submit(failing(error), work, ["w"], 0)
     queue.submit(lambda: None, after, ["w"], 0)
-    with pytest.raises(type(error)):
-        work.wait(LIMIT)
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            work.wait(LIMIT)
+        assert caught.value is error
     after.wait(LIMIT)
-    assert work.exception() is error
-    assert after.exception() is None
+    assert (work.is_completed(), work.exception(), after.exception()) == (True, error, None)
+    assert "failed" in repr(work)
 
 
 def test_wait_joins_streams_after_success_and_failure(queue: WorkQueue) -> None:
@@ -185,11 +166,13 @@ def test_one_operation_runs_at_a_time(queue: WorkQueue) -> None:
 
 
 def test_run_uses_the_callers_thread_if_the_queue_is_idle(queue: WorkQueue) -> None:
-    threads: list[threading.Thread] = []
-    work = Work("pull")
-    queue.run(lambda: threads.append(threading.current_thread()), work, ["w"], 0)
-    assert threads == [threading.current_thread()]
-    assert work.is_completed()
+    before, threads = set(threading.enumerate()), []
+    works = [Work(str(index)) for index in range(5)]
+    for index, work in enumerate(works):
+        queue.run(lambda: threads.append(threading.current_thread()), work, [index % 2], 0)
+    assert threads == [threading.current_thread()] * 5
+    assert all(work.is_completed() for work in works)
+    assert set(threading.enumerate()) <= before
 
 
 def releasing(release: threading.Event) -> Iterator[str]:
@@ -198,17 +181,17 @@ def releasing(release: threading.Event) -> Iterator[str]:
     yield "w"
 
 
-def test_run_follows_pending_work_on_the_same_key(queue: WorkQueue) -> None:
-    order: list[str] = []
-    release = threading.Event()
-    queue.submit(lambda: release.wait(LIMIT), Work("blocker"), ["blocker"], 0)
-    queue.submit(appending(order, "async 1"), Work("async 1"), ["w"], -5)
-    queue.submit(appending(order, "async 2"), Work("async 2"), ["w"], -5)
-    queue.run(appending(order, "run"), Work("run"), releasing(release), 99)
-    assert order == ["async 1", "async 2", "run"]
-
-
-def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) -> None:
+@pytest.mark.parametrize(
+    ("pending", "expected"),
+    [
+        ([("1", "w", -5), ("2", "w", -5)], ["1", "2", "run"]),
+        ([("other", "v", 1)], ["run", "other"]),
+    ],
+    ids=["same key", "other key"],
+)
+def test_run_follows_pending_work_on_its_key_and_overtakes_other_work_of_a_lower_priority(
+    queue: WorkQueue, pending: list[tuple[str, str, int]], expected: list[str]
+) -> None:
     order: list[str] = []
     started, release = threading.Event(), threading.Event()
 
@@ -218,11 +201,13 @@ def test_run_overtakes_independent_work_of_a_lower_priority(queue: WorkQueue) ->
 
     queue.submit(block, Work("blocker"), ["blocker"], 0)
     assert started.wait(LIMIT)
-    other = Work("other")
-    queue.submit(appending(order, "other"), other, ["other"], 1)
+    works = [Work(name) for name, _, _ in pending]
+    for work, (name, key, priority) in zip(works, pending, strict=True):
+        queue.submit(appending(order, name), work, [key], priority)
     queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
-    other.wait(LIMIT)
-    assert order == ["run", "other"]
+    for work in works:
+        work.wait(LIMIT)
+    assert order == expected
 
 
 def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
@@ -309,10 +294,3 @@ def test_an_operation_may_close_the_queue_it_runs_in() -> None:
     assert closing.exception() is None
     with pytest.raises(RuntimeError, match=r"late.*closed"):
         queue.run(lambda: None, Work("late"), ["w"], 0)
-
-
-def test_no_thread_is_started_while_every_operation_is_waited_for(queue: WorkQueue) -> None:
-    before = set(threading.enumerate())
-    for index in range(5):
-        queue.run(lambda: None, Work(str(index)), [index % 2], 0)
-    assert set(threading.enumerate()) <= before

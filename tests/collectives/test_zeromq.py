@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from gangline import connect
 from gangline.bench.driver.hosts import Hosts, enter, obstacle
@@ -28,13 +29,14 @@ from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import with_exchange
+from tests.collectives.ranks import PATIENT, values, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
 ADDRESSES = ("ipc", "tcp://127.0.0.1")
 SUM = CallSignature("all_reduce", 4, torch.float32, "sum").code
 LIMIT = 1.0
+ramp = partial(values, dtype=torch.uint8)
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +47,8 @@ def _no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     assert list(tmp_path.iterdir()) == []
 
 
-class Forever:
-    """Wait policy without limits."""
-
-    def check(self, missing: Iterable[int]) -> None:
-        pass
-
-
 def open_transport(rank: Rank, address: str) -> ZmqTransport:
-    return ZmqTransport(rank.rank, rank.size, rank.exchange, Forever(), address=address)
-
-
-def ramp(nbytes: int, rank: int, to: int = 0) -> Tensor:
-    """Return a message whose byte i is i * 7 + rank * 31 + to * 5, modulo 251."""
-    period = (torch.arange(251) * 7 + rank * 31 + to * 5).remainder(251).to(torch.uint8)
-    return period.repeat(nbytes // 251 + 1)[:nbytes]
+    return ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address)
 
 
 # Valid messages
@@ -69,17 +58,17 @@ def _side_by_side(rank: Rank) -> None:
     transport = open_transport(rank, "ipc")
     count = 3 * PIECE // 4
     if rank.rank:
-        values = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
-        transport.send(0, values.view(torch.uint8), MessageTag(1, SUM)).wait()
+        given = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
+        transport.send(0, given.view(torch.uint8), MessageTag(1, SUM)).wait()
         rank.tell(None)
     else:
         messages = [transport.receive(source) for source in (1, 2)]
         wrong = []
         for piece in range(3):
-            values, others = (message.piece(piece).view(torch.float32) for message in messages)
+            first, second = (message.piece(piece).view(torch.float32) for message in messages)
             begin = piece * PIECE // 4
             expected = torch.arange(begin, begin + PIECE // 4, dtype=torch.float32) * 2 + 3000
-            if not torch.equal(values + others, expected):
+            if not torch.equal(first + second, expected):
                 wrong.append(piece)
         for message in messages:
             message.done()
@@ -152,14 +141,15 @@ def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
 # Invalid messages
 
 
-def bare(function: Callable[[ZmqTransport, PeerSockets], None]) -> None:
-    """Call ``function`` with the transport of rank 0 and the bare sockets of rank 1."""
+@contextmanager
+def bare() -> Iterator[tuple[ZmqTransport, PeerSockets]]:
+    """Yield the transport of rank 0 and the bare sockets of rank 1."""
     transport, other = with_exchange(
-        lambda rank, exchange: ZmqTransport(rank, 2, exchange, Forever(), address="ipc"),
+        lambda rank, exchange: ZmqTransport(rank, 2, exchange, PATIENT, address="ipc"),
         lambda rank, exchange: PeerSockets(rank, 2, exchange, address="ipc", options={}),
     )
     try:
-        function(transport, other)
+        yield transport, other
     finally:
         other.close(0)
         transport.close()
@@ -231,17 +221,15 @@ def test_a_late_rank_buffers_a_bounded_amount(count: int, nbytes: int) -> None:
     ],
 )
 def test_a_bad_header_is_refused(message: bytes, text: str) -> None:
-    def check(transport: ZmqTransport, other: PeerSockets) -> None:
+    with bare() as (transport, other):
         other.sockets[0].send(message)
         with pytest.raises(ProtocolError, match=text):
             transport.receive(1)
 
-    bare(check)
-
 
 @pytest.mark.parametrize("frame", [b"", bytes(PIECE - 1), bytes(PIECE + 1)])
 def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
-    def check(transport: ZmqTransport, other: PeerSockets) -> None:
+    with bare() as (transport, other):
         for number, read in enumerate(("piece", "into", "done")):
             other.sockets[0].send(header(number=number, nbytes=2 * PIECE))
             other.sockets[0].send(frame)
@@ -251,8 +239,6 @@ def test_a_piece_of_another_size_is_refused(frame: bytes) -> None:
                 ProtocolError, match=f"sent {len(frame)} bytes as a piece of a message, expected {PIECE}"
             ):
                 getattr(receive_request, read)(*arguments)
-
-    bare(check)
 
 
 # Lost ranks

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from gangline.cli.env import show_devices
-from gangline.doctor.gpu_links import (
-    Link,
-    LinkKind,
-    LinkMatrix,
-    links_by_nvml,
-    nvlink,
-    pcie,
-    read_links,
-)
+from gangline.doctor.gpu_links import Link, LinkKind, LinkMatrix, links_by_nvml, nvlink, pcie, read_links
 from gangline.doctor.inventory import device_table
 from tests.doctor.matrices import BRIDGE, CUBE_MESH, NONE, NVMLError, RecordedNVML
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from gangline.bench.driver.hosts import Hosts, obstacle
@@ -264,19 +265,10 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _listening(pid: int) -> Iterator[tuple[str, int] | str]:
-    """Yield the addresses at which a process listens."""
-    own = set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            own.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in own:
-            yield "127.0.0.1", int(fields[1].partition(":")[2], 16)
-    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
-        fields = line.split()
-        if int(fields[3], 16) & 1 << 16 and fields[6] in own and len(fields) > 7:  # it accepts connections
-            yield fields[7].replace("@", "\0", 1)
+    """Yield the addresses at which a process listens, and those of its other Unix sockets, which refuse connections."""
+    process = psutil.Process(pid)
+    yield from (tuple(one.laddr) for one in process.net_connections("tcp4") if one.status == psutil.CONN_LISTEN)
+    yield from (one.laddr.replace("@", "\0", 1) for one in process.net_connections("unix") if one.laddr)
 
 
 @contextmanager
