@@ -34,8 +34,6 @@ def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.M
         first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
         second.pushpull("key", torch.full((3,), 4.0), out)
         assert out.tolist() == [5, 5, 5]
-        for kv in stores:
-            kv.close()
 
 
 def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +54,6 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypat
         second.push("key", torch.ones(LARGE))
         second.pull("key", out)
         assert out.unique().tolist() == [1]
-        for kv in stores:
-            kv.close()
 
 
 def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_requested_again(
@@ -94,8 +90,6 @@ def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_request
         assert out.unique().tolist() == [0]
         first.pull("key", out)
         assert out.unique().tolist() == [1]
-        for kv in stores:
-            kv.close()
 
 
 LARGE = 1_000_000

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.work import Work
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.parameter_server.client import server_client
-from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Pull, Values, ValuesRead
+from gangline.kvstore.parameter_server.protocol import DENSE, Pull, Values, ValuesRead
 from gangline.kvstore.parameter_server.server import sessions
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -45,7 +44,6 @@ def test_an_init_that_fails_leaves_no_key() -> None:
             return pulled(kv, "b")
 
         assert job.each(stores, begin) == [2.0, 2.0]
-        job.each(stores, DistStore.close)
 
 
 def test_a_queued_push_has_the_learning_rate_of_its_call() -> None:
@@ -74,7 +72,6 @@ def test_a_join_that_timed_out_is_an_error_of_all_later_calls_and_of_the_others(
                 call()
         with pytest.raises(DeadNodeError, match=r"worker 0 has given up join\(\)"):
             second.barrier()
-        job.each(stores, DistStore.close)
 
 
 AFTER_A_REFUSAL: dict[str, Callable[[DistStore], object]] = {
@@ -111,7 +108,6 @@ def test_a_refused_push_is_reported_to_each_rank_once(call: str) -> None:
         assert texts[0].startswith("ValueError: the gradient of key 'w' holds NaN")
         assert "the push of worker 0 for key 'w' was refused" in texts[1]
         job.each(stores, AFTER_A_REFUSAL[call])
-        job.each(stores, DistStore.close)
 
 
 def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +128,6 @@ def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytes
             return outs[0][0].item(), outs[1][-1].item()
 
         assert job.each(stores, push) == [(2.0 * rounds, 2.0 * rounds)] * 2
-        job.each(stores, DistStore.close)
 
 
 def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +143,9 @@ def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeyp
 
     monkeypatch.setattr(Listener, "send", recorded)
     with Job(1) as job, RawClient.of_worker(job.member()) as client:
-        definition = Define(1, [[5, "float32", [nbytes // 4], 1, msgpack.packb("key"), 0, True]], None)
-        assert client.request(definition, bytes(nbytes)) == Ack([1])
+        client.define(1, 5, [nbytes // 4], bytes(nbytes))
         for sequence in range(2, 2 + pulls):
-            client.send(Pull(sequence, [[5, 0, DENSE, 0]], False, None))
+            client.pull(sequence, 5, 0)
         for sequence in range(2, 2 + pulls):
             values, (data,) = client.receive()
             assert isinstance(values, Values)
@@ -174,8 +168,7 @@ def test_copies_of_values_that_a_worker_does_not_read_do_not_pile_up_over_tcp(mo
     monkeypatch.setattr(Listener, "send", recorded)
     numbers = torch.arange(rows).numpy().tobytes()
     with Job(1) as job, RawClient.of_worker(job.member()) as client:
-        definition = Define(1, [[5, "float32", [rows, width], width, msgpack.packb("key"), 0, True]], None)
-        assert client.request(definition, bytes(4 * rows * width)) == Ack([1])
+        client.define(1, 5, [rows, width], bytes(4 * rows * width), width=width)
         for sequence in range(2, 2 + pulls):
             client.send(Pull(sequence, [[5, 0, DENSE, len(numbers)]], True, None), numbers)
         values, _ = client.receive()
@@ -209,4 +202,3 @@ def test_push_on_one_rank_and_push_weighted_on_another_is_an_error_on_both(weigh
         assert all(text in one for one in job.each(stores, step))
         job.each(stores, lambda kv: kv.push_weighted("w", torch.full((1,), 4.0), kv.rank + 1.0))
         assert job.each(stores, lambda kv: pulled(kv, "w")) == [4.0, 4.0]
-        job.each(stores, DistStore.close)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
-import msgpack
 import pytest
 import torch
 
 from gangline.collectives.errors import DeadNodeError, StallError
-from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Define, Failed, Pull, Push, Values, ValuesRead
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Failed, Pull, Values, ValuesRead
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 from tests.kvstore.parameter_server.test_failures import digits_of
@@ -42,7 +41,6 @@ def test_a_push_that_stalled_is_final() -> None:
         second.pushpull("key", digit(1), out)  # the server has the first worker's push
         with pytest.raises(DeadNodeError, match="worker 0 has given up a push: pushpull of key 'key' has waited"):
             second.pushpull("key", digit(2), out)
-        job.each(stores, DistStore.close)
 
 
 def test_the_death_of_another_worker_ends_a_push_for_good() -> None:
@@ -55,14 +53,13 @@ def test_the_death_of_another_worker_ends_a_push_for_good() -> None:
         for _ in range(2):
             with pytest.raises(DeadNodeError, match="worker 1 has left"):
                 first.pushpull("mine", digit(0), out)
-        first.close()
 
 
 def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
     with Job(1) as job, RawClient.of_worker(job.member(), mode="async") as client:
-        definition = Define(1, [[5, "float32", [4], 1, msgpack.packb("key"), 0, True]], None)
-        assert client.request(definition, bytes(16)) == Ack([1])
-        assert client.request(Push(2, [[5, 1, DENSE, 8]], None, None, False, None), bytes(8)) == Ack([2])
+        client.define(1, 5, [4], bytes(16))
+        client.push(2, 5, 1, bytes(8))
+        assert client.receive()[0] == Ack([2])
         pull = Pull(4, [[5, 1, DENSE, 0]], False, None)
         numbers = []
         for _ in range(2):  # the worker asks again on a new connection, because the answer may be lost
@@ -98,7 +95,6 @@ def test_close_waits_until_servers_have_all_pushes(gate: threading.Event) -> Non
         out = torch.zeros(LARGE, dtype=torch.float64)
         second.pull("key", out)
         assert [digits_of(value) for value in out.unique().tolist()] == [[1] * 24]
-        second.close()
 
 
 def push_and_fail(store: DistStore) -> None:

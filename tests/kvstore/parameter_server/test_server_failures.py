@@ -6,7 +6,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,42 +16,50 @@ from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.server import Server
 from gangline.kvstore.parameter_server.server.sessions import Sessions
+from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(60)
 
 
+LARGE = 1 << 17
+"""Elements of a key that a thread of the pool updates."""
+
+
 def divide_by_zero(*_: object) -> None:
     raise ZeroDivisionError("inside the server")
 
 
-@pytest.mark.parametrize("numel", [1, 1 << 17])  # in the main thread, and in a thread of the pool
-def test_an_error_in_an_update_carries_the_servers_traceback(
-    numel: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("owner", "method", "call"),
+    [
+        (ShardOptimizers, "apply", lambda kv: kv.pushpull("small", torch.ones(1))),
+        (ShardOptimizers, "apply", lambda kv: kv.pushpull("large", torch.ones(LARGE))),
+        (Server, "_run_command", lambda kv: kv.set_optimizer("sgd")),
+    ],
+    ids=["update", "update in a thread of the pool", "command"],
+)
+def test_an_error_in_a_server_carries_its_traceback(
+    owner: type,
+    method: str,
+    call: Callable[[DistStore], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Job(1) as job, job.stores()[0] as kv:
-        kv.init("key", torch.zeros(numel))
+        kv.init(["small", "large"], [torch.zeros(1), torch.zeros(LARGE)])
         kv.set_optimizer("sgd")
-        monkeypatch.setattr(ShardOptimizers, "apply", divide_by_zero)
-        with pytest.raises(MismatchError, match="ZeroDivisionError: inside the server") as told:
-            kv.pushpull("key", torch.ones(numel), torch.ones(numel))
+        monkeypatch.setattr(owner, method, divide_by_zero)
+        with pytest.raises((MismatchError, RuntimeError)) as told:
+            call(kv)
+    if owner is Server:
+        assert (type(told.value), str(told.value)) == (RuntimeError, "inside the server")
+    else:
+        assert isinstance(told.value, MismatchError)
+        assert "ZeroDivisionError: inside the server" in str(told.value)
     (note,) = told.value.__notes__
     assert note.startswith("Traceback of the server")
-    assert "in divide_by_zero" in note
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
-
-
-def test_an_error_in_a_command_carries_the_servers_traceback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Job(1) as job, job.stores()[0] as kv:
-        kv.init("key", torch.zeros(1))
-        monkeypatch.setattr(Server, "_run_command", divide_by_zero)
-        with pytest.raises(RuntimeError, match="inside the server") as told:
-            kv.set_optimizer("sgd")
-    (note,) = told.value.__notes__
-    assert str(told.value) == "inside the server"
     assert "in divide_by_zero" in note
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
@@ -61,7 +69,7 @@ def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch:
         stores = job.stores(timeout=10)
         job.each(stores, lambda kv: kv.init("key", torch.zeros(1)))
         job.expected = (ZeroDivisionError,)
-        waiting = [job.later(lambda kv=kv: kv.pushpull("key", torch.ones(1), torch.ones(1))) for kv in stores[:1]]  # type: ignore[misc]
+        waiting = [job.later(lambda: stores[0].pushpull("key", torch.ones(1), torch.ones(1)))]
         monkeypatch.setattr(Sessions, "flush", divide_by_zero)
         waiting.append(job.later(lambda: stores[1].pushpull("key", torch.ones(1), torch.ones(1))))
         for rank, call in enumerate(waiting):
@@ -69,8 +77,6 @@ def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch:
             assert isinstance(error, DeadNodeError)
             assert "server 0 ended with an error: ZeroDivisionError: inside the server" in str(error)
             assert f"worker {rank} waited in pushpull of key 'key'" in str(error)
-        for kv in stores:
-            kv.close()
 
 
 class Awaited(logging.Handler):
