@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from gangline.kvstore import KVStore, create
+from gangline.kvstore import KVStore
 from gangline.kvstore.buckets import plan
 from tests.kvstore.test_launch import launch
 
@@ -18,11 +17,10 @@ KEYS = [f"key {number}" for number in range(40)]
 Tensors = list[list[torch.Tensor]]
 
 
-@pytest.fixture(params=["local", "device"])
-def kv(request: pytest.FixtureRequest) -> Any:
-    with create(request.param) as store:
-        store.init(KEYS, [torch.zeros(2, 3) for _ in KEYS])
-        yield store
+@pytest.fixture
+def kv(kv: KVStore) -> KVStore:
+    kv.init(KEYS, [torch.zeros(2, 3) for _ in KEYS])
+    return kv
 
 
 def tensors(value: float, count: int = 2) -> Tensors:

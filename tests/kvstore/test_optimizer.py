@@ -22,9 +22,19 @@ from safetensors.torch import save_file
 from gangline.kvstore import KVStore, OptimizerSpec, create
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
-from tests.kvstore.keyed import OPTIMIZERS, SHAPES, Tensors, check_same, gradient, pulled, push, weights
+from tests.kvstore.keyed import (
+    OPTIMIZERS,
+    SHAPES,
+    STORES,
+    Careless,
+    Tensors,
+    check_same,
+    gradient,
+    pulled,
+    push,
+    weights,
+)
 
-STORES = ["local", "device"]
 LR = 0.05
 
 
@@ -236,21 +246,6 @@ class Heavy(torch.optim.Optimizer):
                 ball = state.setdefault("ball", torch.zeros_like(p))
                 ball.mul_(group["weight"]).add_(p.grad, alpha=1 / state["count"])
                 p.add_(ball, alpha=-group["lr"])
-
-
-class Careless(torch.optim.Optimizer):
-    """Optimizer that adds weight decay to the gradient in place, as older ones do."""
-
-    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.add_(p, alpha=group["weight_decay"])
-                    p.add_(p.grad, alpha=-group["lr"])
 
 
 def test_an_unknown_optimizer_class_is_supported(kv: KVStore, tmp_path: Path) -> None:
