@@ -15,8 +15,8 @@ import torch
 
 from gangline import Module, kvstore
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.kvstore.parameter_server.digits import digits_of
 from tests.kvstore.parameter_server.processes import DistJob, run_job
-from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(110)
 

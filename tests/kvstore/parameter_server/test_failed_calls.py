@@ -20,8 +20,8 @@ from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Failed, Pull,
 from gangline.kvstore.parameter_server.server import sessions
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
+from tests.kvstore.parameter_server.digits import digits_of
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
-from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(60)
 

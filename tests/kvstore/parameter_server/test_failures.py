@@ -18,8 +18,10 @@ from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import WAITS, Actor
-from tests.kvstore.parameter_server import processes
+from tests.kvstore.parameter_server import digits, processes
 from tests.kvstore.parameter_server.faults import DistStage, Waits, break_connections
 
 pytestmark = pytest.mark.timeout(110)
@@ -222,38 +224,14 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
 # Lost connections
 
 ROUNDS = 8
-DIGITS = 4.0 ** torch.arange(3 * ROUNDS, dtype=torch.float64)
 
 
-def push_digits(name: str) -> dict[str, list[list[int]]]:
-    """Push a different base-4 digit each time and return the digits of the results, which must all be 1."""
-    wrong: dict[str, list[list[int]]] = {}
-    numel = {"small": SMALL, "cut": CUT}
-    with kvstore.create(name, timeout=60) as kv:
-        kv.init(list(numel), [torch.zeros(n, dtype=torch.float64) for n in numel.values()])
-        if name == "dist_sync":
-            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        outs = {key: torch.empty(n, dtype=torch.float64) for key, n in numel.items()}
-        for step in range(ROUNDS):
-            for key, n in numel.items():
-                kv.push(key, torch.full((n,), float(DIGITS[kv.rank + 3 * step]), dtype=torch.float64), async_op=True)
-            if step % 2:
-                kv.pull(list(numel), list(outs.values()))
-        kv.pull(list(numel), list(outs.values()))
-        kv.barrier()
-        kv.pull(list(numel), list(outs.values()))
-        for key, out in outs.items():
-            wrong[key] = [digits_of(value) for value in out.unique().tolist()]
-    return wrong
-
-
-def digits_of(value: float) -> list[int]:
-    """Return the base-4 digits of a whole number, the last one first."""
-    rest, digits = int(abs(value)), []
-    while rest:
-        rest, digit = divmod(rest, 4)
-        digits.append(digit)
-    return digits
+def push_digits(name: str) -> dict[Key, list[int]]:
+    with DistStore(name, timeout=60) as kv:
+        outs = digits.init(kv, {"small": SMALL, "cut": CUT})
+        digits.train(kv, outs, ROUNDS)
+        kv.pull(list(outs), list(outs.values()))
+        return digits.sums(kv, outs)
 
 
 class _RoleProcess(processes.RoleProcess):
@@ -272,4 +250,4 @@ def test_every_push_counts_once_when_connections_break(name: str, way: str, monk
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:
         for told in ranks.results()[3:]:
-            assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}
+            assert told == {"small": [1] * 3 * ROUNDS, "cut": [1] * 3 * ROUNDS}
