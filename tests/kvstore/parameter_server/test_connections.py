@@ -17,14 +17,20 @@ from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSe
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
 from tests.collectives.stage import Actor
-from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess, proxied_streams
+from tests.kvstore.parameter_server.faults import BreakingProxy, CuttableHosts, DistStage, HostProcess, announce_proxies
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxies = proxied_streams(monkeypatch)
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
+    """Return the proxies of servers whose data are all sent over Unix streams."""
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    return announce_proxies(monkeypatch)
+
+
+def test_a_lost_push_is_repeated_while_its_worker_computes(proxies: list[BreakingProxy]) -> None:
     with Job(2) as job:
         first, second = stores = job.stores(timeout=10)
         out = torch.empty(3)
@@ -36,8 +42,9 @@ def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.M
         assert out.tolist() == [5, 5, 5]
 
 
-def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxies = proxied_streams(monkeypatch)
+def test_others_may_push_though_the_word_that_values_were_read_is_lost(
+    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)  # read in the server's memory
@@ -57,9 +64,8 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypat
 
 
 def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_requested_again(
-    monkeypatch: pytest.MonkeyPatch,
+    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxies = proxied_streams(monkeypatch)
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)

@@ -22,7 +22,7 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import WAITS, Actor
 from tests.kvstore.parameter_server import digits, processes
-from tests.kvstore.parameter_server.faults import DistStage, Waits, break_connections
+from tests.kvstore.parameter_server.faults import DistStage, Waits, announce_proxies
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -240,7 +240,7 @@ class _RoleProcess(processes.RoleProcess):
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
         super().__init__(rank, size, exchange, **more)
         chance = random.Random(rank)
-        break_connections([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
+        announce_proxies(pytest.MonkeyPatch(), [chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
 
 
 @pytest.mark.slow
