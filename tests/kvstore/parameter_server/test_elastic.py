@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -115,7 +116,8 @@ def run(
 ) -> list[Any]:
     """Run a job; return the results of its workers."""
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": bounds, **more}):
-        job = DistJob(play, workers, servers, str(tmp_path), workers, "dist_sync", steps, plan, successors=late)
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        job = DistJob(play, workers, servers, folder, workers, "dist_sync", steps, plan, successors=late)
         with job:
             return job.results()
 
@@ -167,10 +169,8 @@ def test_one_worker_then_three_then_two(tmp_path: Path, transport: str) -> None:
 def test_collectives_in_a_step_are_of_its_workers(tmp_path: Path) -> None:
     plan = {(0, 0): "start 2", (0, 3): "until 0+1+2", (1, 5): "leave", (0, 8): "start 3", (2, 9): "leave"}
     plan |= {(0, 10): "until 0+3"}
-    for number in range(3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        ranks = check(run(folder, 2, 2, plan, 14, 2, barrier=""), 14)
+    for _ in range(3):
+        ranks = check(run(tmp_path, 2, 2, plan, 14, 2, barrier=""), 14)
         assert ranks[13] == [0, 3]
 
 
@@ -234,10 +234,8 @@ def test_a_slow_server_delays_the_change_for_all(tmp_path: Path, point: str, pla
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_last_push_of_a_leaving_worker_counts_once(tmp_path: Path, action: str, transport: str) -> None:
     for number in range(7, 13):  # two or three messages a step on two servers, around the last one of worker 1
-        folder = tmp_path / str(number)
-        folder.mkdir()
         more = {"GANGLINE_FAULT": f"worker 1 {action} at push-sent {number}", "GANGLINE_TRANSPORT": transport}
-        ranks = check(run(folder, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
+        ranks = check(run(tmp_path, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
         assert (ranks[2], ranks[8]) == ([0, 1], [0])
 
 
@@ -265,10 +263,8 @@ def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
 ) -> None:
     plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
     for number in range(1, 19 if role == "scheduler" else 7, 1 if action == "break" else 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         script = f"{role} {action} at view {number}"
-        ranks = check(run(folder, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
+        ranks = check(run(tmp_path, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
         assert (ranks[2], ranks[15]) == ([0, 1], [0]), script
 
 
