@@ -418,25 +418,16 @@ def test_under_nohup_a_hangup_is_ignored() -> None:
 # The command
 
 
-def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXT", 'it\'s "this" $HOME')
     file = tmp_path / "a file"
     command = ["sh", "-c", f"echo \"$RANK of $WORLD_SIZE, $TEXT, $GANGLINE_WORK_LOAD_LIST\" >> '{file}'"]
-    environment = {**os.environ, "TEXT": 'it\'s "this" $HOME'}
     arguments = ["-n", "2", "--env", "TEXT", "--work-load-list", "3,0.5", "--dry-run", *command]
-    done = subprocess.run(
-        [sys.executable, "-m", "gangline", "launch", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    assert all(
-        f"-m gangline.kvstore.parameter_server.{role}" in line
-        for role, line in zip(("scheduler", "server"), lines, strict=False)
-    )
+    with launch(*arguments) as run:
+        code, lines, _ = run.end()
+    assert (code, len(lines)) == (0, 4)
+    for role, line in zip(("scheduler", "server"), lines, strict=False):
+        assert f"-m gangline.kvstore.parameter_server.{role}" in line
     assert not file.exists()
     for line in lines[2:]:
         subprocess.run(line, shell=True, check=True)
