@@ -14,6 +14,9 @@ from gangline.kvstore.device import DeviceStore
 SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
 KEYS = list(SHAPES)
 Tensors = dict[Any, torch.Tensor]
+STORES = ["local", "device"]
+LIMIT = 20.0
+"""Time limit of a wait, in seconds."""
 
 # Every name with its class, and arguments that make its arithmetic matter.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -32,6 +35,21 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 0.05, "etas": (0.4, 1.3)}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
 }
+
+
+class Careless(torch.optim.Optimizer):
+    """Optimizer that adds weight decay to the gradient in place, as older ones do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=group["weight_decay"])
+                    p.add_(p.grad, alpha=-group["lr"])
 
 
 def weights(dtype: torch.dtype = torch.float32) -> Tensors:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -92,53 +93,51 @@ def test_a_bucket_is_one_reduction_by_nccl_or_one_copy_to_the_host_and_back(nccl
         assert len(names) == (0 if nccl else 2 * 2)  # steps and ranks
 
 
-def _exchanges(comm: Communicator) -> int:
+def _exchanges_of_a_bucket(comm: Communicator, count: Callable[[], int]) -> list[int]:
+    """Return the exchanges of a push: the header, which also says whether the tensor is on the GPU of NCCL."""
     with create("allreduce", communicator=comm) as kv:
         bucket = fused(kv, on_card(comm))
         flat = on_simulated_gpu(torch.ones(bucket.numel), comm.rank)
         kv.push_bucket(bucket, [flat])
-        exchanges = CountedGather.of_rank.setdefault(comm.rank, 0)
+        before = count()
         kv.push_bucket(bucket, [flat])
-        return CountedGather.of_rank[comm.rank] - exchanges
+        return [count() - before]
 
 
-class CountedGather:
-    of_rank: ClassVar[dict[int, int]] = {}
-
-    @classmethod
-    def call(cls, host: HostCollectives, *arguments: Any) -> None:
-        cls.of_rank[host._rank] = cls.of_rank.get(host._rank, 0) + 1
-        _gather(host, *arguments)
-
-
-_gather = HostCollectives.all_gather
-
-
-def test_with_nccl_a_bucket_costs_one_exchange_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header of the call, which also says whether the tensor is on the GPU that NCCL was made for."""
-    monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
-    with simulated_gpus():
-        assert in_threads(2, _exchanges) == [1, 1]
-
-
-def _exchanges_of_a_module(comm: Communicator) -> tuple[int, int]:
+def _exchanges_of_a_module(comm: Communicator, count: Callable[[], int]) -> list[int]:
+    """Return the exchanges of six weights: 7 for each call if they were sent one by one."""
     with create("allreduce", communicator=comm) as kv:
         tensors = [on_simulated_gpu(torch.full((4,), comm.rank + 1.0), comm.rank) for _ in range(6)]
         owners = [number % 2 for number in range(6)]
         kv.copy_from_owners("weights", tensors, owners)()
         assert [tensor.host().tolist() for tensor in tensors] == [[owner + 1.0] * 4 for owner in owners]
-        before = CountedGather.of_rank[comm.rank]
+        before = count()
         kv.copy_from_owners("weights", tensors, owners)()
-        copied = CountedGather.of_rank[comm.rank] - before
+        copied = count()
         kv.reduce_to_owners("weights", tensors, owners).wait()
-        return copied, CountedGather.of_rank[comm.rank] - before - copied
+        return [copied - before, count() - copied]
 
 
-def test_with_nccl_the_weights_of_a_module_cost_one_exchange_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are: 7 each for 6 weights if they were sent one by one."""
-    monkeypatch.setattr(HostCollectives, "all_gather", lambda host, *arguments: CountedGather.call(host, *arguments))
+def _counted(comm: Communicator, worker: Callable[..., list[int]], counts: Counter[int]) -> list[int]:
+    return worker(comm, lambda: counts[comm.rank])
+
+
+@pytest.mark.parametrize("worker", [_exchanges_of_a_bucket, _exchanges_of_a_module])
+def test_with_nccl_a_call_costs_one_exchange_on_the_host(
+    worker: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[int] = Counter()
+    gather = HostCollectives.all_gather
+
+    def counted_gather(host: HostCollectives, *arguments: Any) -> None:
+        counts[host._rank] += 1
+        gather(host, *arguments)
+
+    monkeypatch.setattr(HostCollectives, "all_gather", counted_gather)
     with simulated_gpus():
-        assert in_threads(2, _exchanges_of_a_module) == [(1, 1), (1, 1)]
+        first, second = in_threads(2, _counted, worker, counts)
+    assert first == second
+    assert set(first) == {1}
 
 
 def _moves_to_the_host(comm: Communicator) -> list[float]:
@@ -203,18 +202,12 @@ def test_the_payloads_of_a_bucket_are_copied_to_the_host_once(monkeypatch: pytes
 
 
 def _some_keys(comm: Communicator) -> Any:
+    """The mean of a key that a rank leaves out is that of the others."""
     with create("allreduce", communicator=comm) as kv:
         bucket = fused(kv, on_card(comm))
         flat = on_simulated_gpu(torch.full((bucket.numel,), comm.rank + 1.0), comm.rank)
         kv.push_bucket(bucket, [flat], KEYS[comm.rank : comm.rank + 2], weight=1.0)
         return [out.unique().tolist() for out in pulled(kv, KEYS)]
-
-
-@pytest.mark.usefixtures("stream_order")
-def test_keys_that_a_rank_leaves_out_are_the_mean_without_them() -> None:
-    with simulated_gpus():
-        for values in in_threads(2, _some_keys):
-            assert values == [[0.5], [1.5], [1.0], *[[0.0]] * 4]
 
 
 def _after_join(comm: Communicator) -> Any:
@@ -290,7 +283,13 @@ def _begun_early(comm: Communicator) -> Any:
 @pytest.mark.parametrize("nccl", ["", NO_NCCL])
 @pytest.mark.parametrize(
     ("worker", "expected"),
-    [(_after_join, [4.0]), (_ordered, [50.0]), (_dropped, [3.0]), (_begun_early, ([20.0], (3, 4.0, False)))],
+    [
+        (_some_keys, [[0.5], [1.5], [1.0], *[[0.0]] * 4]),
+        (_after_join, [4.0]),
+        (_ordered, [50.0]),
+        (_dropped, [3.0]),
+        (_begun_early, ([20.0], (3, 4.0, False))),
+    ],
 )
 def test_calls_are_ordered_with_the_callers_kernels(nccl: str, worker: Callable[..., Any], expected: Any) -> None:
     with simulated_gpus(nccl=nccl):
@@ -433,10 +432,8 @@ def _through_nccl(comm: Communicator) -> Any:
     device = torch.device("cuda", comm.rank)
     with create("allreduce", communicator=comm) as kv:
         bucket = fused(kv, lambda tensor: tensor.to(device))
-        flat, out = (
-            torch.full((bucket.numel,), comm.rank + 1.0, device=device),
-            torch.empty(bucket.numel, device=device),
-        )
+        flat = torch.full((bucket.numel,), comm.rank + 1.0, device=device)
+        out = torch.empty_like(flat)
         torch.cuda.synchronize(device)
         torch.cuda.set_sync_debug_mode("error")  # a copy to the host would wait
         kv.push_bucket(bucket, [flat])

@@ -18,12 +18,10 @@ from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
 from tests.kvstore import keyed
-from tests.kvstore.keyed import KEYS, SHAPES, check_same, gradient, held, owned, pulled, push, weights
+from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, check_same, gradient, held, owned, pulled, push, weights
 from tests.operations import Operations
 
 CPU = torch.device("cpu")
-LIMIT = 20.0
-"""Time limit of a wait, in seconds."""
 DEVICES = 2
 OPTIMIZERS = {name: arguments for name, (_, arguments) in keyed.OPTIMIZERS.items()}
 OPTIMIZERS["nag"] = OPTIMIZERS["nag"] | {"lr_mult": {3: 10}, "wd_mult": {"3": 0}}
@@ -411,36 +409,26 @@ def test_a_store_without_bucket_support_takes_buckets(fused: bool) -> None:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-ANY: list[str] = ["fuse", "push_bucket", "pull_bucket"]
-MOVED = ANY[1:]
-NOT_IN_STORE = ("3", torch.empty(3, 3)), ("nope", torch.zeros(2))
+THREE = ("3", torch.empty(3, 3))
 
-# The calls, their bucket, the flat tensors, other arguments, the class of the error, what it says.
-REFUSED: dict[str, tuple[list[str], Any, Any, dict[str, Any], type[Exception], str]] = {
-    "too short": (MOVED, None, [torch.zeros(79)], {}, ValueError, r"80 elements of torch.float32 .* shape \(79,\)"),
-    "too long": (MOVED, None, [torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
-    "dtype": (MOVED, None, [torch.zeros(80).double()], {}, ValueError, "80 elements of torch.float32 .* torch.float64"),
-    "strides": (MOVED, None, [torch.zeros(160)[::2]], {}, ValueError, "80 elements .* expected a contiguous flat one"),
-    "second": (MOVED, None, [torch.zeros(80), torch.zeros(81)], {}, ValueError, r"80 elements .* shape \(81,\)"),
-    "none": (MOVED, None, [], {}, ValueError, "empty"),
-    "priority": (MOVED, None, None, {"priority": "high"}, TypeError, "priority is 'high'; expected an int"),
-    "unknown": (ANY, NOT_IN_STORE, None, {}, KeyError, "key 'nope' was not initialised; known keys: .*'fc.weight', 3"),
-    "shape": (
-        ANY,
-        [("3", torch.empty(3, 3)), (3, torch.zeros(5, 2))],
-        None,
-        {},
-        ValueError,
-        r"key 3 has shape \(2, 5\), but got a tensor of shape \(5, 2\)",
+# The flat tensors, the class of the error, what it says.
+WRONG_FLATS: dict[str, tuple[list[torch.Tensor], type[Exception], str]] = {
+    "too short": ([torch.zeros(79)], ValueError, r"80 elements of torch.float32 .* shape \(79,\)"),
+    "too long": ([torch.zeros(81)], ValueError, r"80 elements .* shape \(81,\)"),
+    "dtype": ([torch.zeros(80).double()], ValueError, "80 elements of torch.float32 .* torch.float64"),
+    "strides": ([torch.zeros(160)[::2]], ValueError, "80 elements .* expected a contiguous flat one"),
+    "second": ([torch.zeros(80), torch.zeros(81)], ValueError, r"80 elements .* shape \(81,\)"),
+    "none": ([], ValueError, "empty"),
+}
+# The tensors of the bucket's keys, the class of the error, what it says.
+WRONG_KEYS: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown": (
+        [THREE, ("nope", torch.zeros(2))],
+        KeyError,
+        "'nope' was not initialised; known keys: .*'fc.weight', 3",
     ),
-    "key's dtype": (
-        ANY,
-        [(key, value.double()) for key, value in weights().items()],
-        None,
-        {},
-        ValueError,
-        r"key 'fc.weight' has dtype torch\.float32, but got a tensor of torch\.float64",
-    ),
+    "shape": ([THREE, (3, torch.zeros(5, 2))], ValueError, r"key 3 has shape \(2, 5\), but got .* of shape \(5, 2\)"),
+    "dtype": (weights(torch.float64).items(), ValueError, "key 'fc.weight' has dtype torch.float32, .*torch.float64"),
 }
 
 
@@ -451,18 +439,28 @@ def test_wrong_arguments_are_refused_and_nothing_changes(store: str, fused: bool
         prepared(kv, SETTINGS["sgd"])
         if fused:
             kv.fuse(bucket_of())
-        for case, (calls, tensors, given_flats, options, error, words) in REFUSED.items():
-            bucket = bucket_of() if tensors is None else next(plan(tensors, 1 << 20))
-            flat_tensors = [torch.full((bucket.numel,), 7.0).to(bucket.dtype)] if given_flats is None else given_flats
-            before = [one.clone() for one in flat_tensors]
-            for call in calls:
-                for more in [{}] if call == "fuse" else [{"async_op": False}, {"async_op": True}]:
-                    arguments = () if call == "fuse" else (flat_tensors,)
-                    with pytest.raises(error, match=words) as caught:
-                        getattr(kv, call)(bucket, *arguments, **options, **more)
-                    assert type(caught.value) is error, case
-            assert all(torch.equal(one, old) for one, old in zip(flat_tensors, before, strict=True)), case
+
+        def check(call: Callable[[], object], error: type[Exception], words: str) -> None:
+            with pytest.raises(error, match=words) as caught:
+                call()
+            assert type(caught.value) is error
             check_same(pulled(kv), weights())
+
+        def check_moves(bucket: Bucket, flats: list[torch.Tensor], *expected: Any, **options: Any) -> None:
+            before = [one.clone() for one in flats]
+            for move in (kv.push_bucket, kv.pull_bucket):
+                for async_op in (False, True):
+                    check(lambda: move(bucket, flats, async_op=async_op, **options), *expected)  # noqa: B023
+            assert all(torch.equal(one, old) for one, old in zip(flats, before, strict=True))
+
+        for flats, *expected in WRONG_FLATS.values():
+            check_moves(bucket_of(), flats, *expected)
+        ones = [torch.ones(bucket_of().numel)]
+        check_moves(bucket_of(), ones, TypeError, "priority is 'high'; expected an int", priority="high")
+        for tensors, *expected in WRONG_KEYS.values():
+            bucket = next(plan(tensors, 1 << 20))
+            check(lambda: kv.fuse(bucket), *expected)  # noqa: B023
+            check_moves(bucket, [bucket.empty(CPU).fill_(7)], *expected)
 
 
 @pytest.mark.parametrize(
@@ -493,16 +491,24 @@ def test_fusing_keys_that_the_optimizer_refuses_changes_all_or_nothing(
 
 counting = pytest.mark.usefixtures("only_what_the_test_makes")
 KEY_BYTES = sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
-COPIES: dict[str, tuple[int, int]] = {"nothing": (0, 0), "sgd": (1, 1), "clipped sgd": (1, 0)}
-"""By setting: number of flat sums for two devices, and of weight-sized state tensors."""
 
 
 @counting
-@pytest.mark.parametrize("setting", COPIES)
-def test_a_bucket_holds_one_copy_of_the_weights_and_one_sum(kv: KVStore, setting: str) -> None:
-    sums, states = COPIES[setting]
-    bucket, values = bucket_of(), flats(bucket_of(), 0)
-    outs = [torch.empty(bucket.numel) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("setting", "devices", "sums", "states"),
+    [
+        ("nothing", 2, 1, 0),  # some of the keys need a sum of all to be copied from
+        ("nothing", 1, 0, 0),
+        ("sgd", 2, 1, 1),
+        ("sgd", 1, 0, 1),
+        ("clipped sgd", 2, 1, 0),
+    ],
+)
+def test_a_bucket_holds_one_copy_of_the_weights_and_one_sum_of_several_devices(
+    kv: KVStore, setting: str, devices: int, sums: int, states: int
+) -> None:
+    bucket, values = bucket_of(), flats(bucket_of(), 0, devices)
+    outs = [torch.empty(bucket.numel) for _ in range(devices)]
     before = held()
     prepared(kv, SETTINGS[setting])
     assert held() - before == KEY_BYTES
@@ -513,20 +519,7 @@ def test_a_bucket_holds_one_copy_of_the_weights_and_one_sum(kv: KVStore, setting
         kv.push_bucket(bucket, values, keys)
         kv.pull_bucket(bucket, outs)
     kv.push_bucket(bucket, values, async_op=True).wait(LIMIT)
-    partly = int(setting == "nothing")  # without an optimizer some of the keys need a sum of all to be copied from
-    assert held() - before == bucket.nbytes * (1 + sums + partly) + KEY_BYTES * states
-
-
-@counting
-@pytest.mark.parametrize("setting", ["nothing", "sgd"])
-def test_one_device_needs_no_sum(kv: KVStore, setting: str) -> None:
-    bucket, values = bucket_of(), flats(bucket_of(), 0, 1)
-    before = held()
-    prepared(kv, SETTINGS[setting]).fuse(bucket)
-    choices: list[list[Any] | None] = [None, [3, "3"], None]
-    for keys in choices:
-        kv.push_bucket(bucket, values, keys)
-    assert held() - before == bucket.nbytes + KEY_BYTES * COPIES[setting][1]
+    assert held() - before == bucket.nbytes * (1 + sums) + KEY_BYTES * states
 
 
 @counting

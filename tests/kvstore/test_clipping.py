@@ -19,16 +19,7 @@ from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.parameter_server.protocol import (
-    DENSE,
-    Ack,
-    Command,
-    CommandResult,
-    Define,
-    Pull,
-    Push,
-    ValuesRead,
-)
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Command, CommandResult, Push, ValuesRead
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.cases import check
@@ -412,11 +403,8 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
         (member,) = job.members()
         with RawClient.of_worker(member) as client:
             sizes = {5: count, 6: small}
-            made = [
-                [number, "float32", [size], 1, msgpack.packb(str(number)), 0, True] for number, size in sizes.items()
-            ]
-            zeros = [bytes(4 * size) for size in sizes.values()]
-            assert client.request(Define(1, made, None), *zeros) == Ack([1])
+            for sequence, (number, size) in enumerate(sizes.items(), 11):
+                client.define(sequence, number, [size], bytes(4 * size), key=str(number))
             assert "RuntimeError" in client.refusal(Command(2, "norms", b""))
             assert client.request(Command(3, "optimizer", spec)) == CommandResult(3, b"")
             entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
@@ -425,21 +413,22 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
             for _ in range(2):  # asked again, for the answer was lost
                 norms = msgpack.unpackb(client.request(Command(5, "norms", b"")).payload)
                 assert norms == [pytest.approx(math.sqrt(count)), 2.0]
-            values, (data,) = read_large(client, Pull(6, entries[:1], False, None))
+            values, (data,) = read_large(client, 6)
             assert not torch.frombuffer(bytearray(data), dtype=torch.float32).any()
             update = Command(7, "update", msgpack.packb([0.5, 3.0]))
             client.send(update)
-            assert client.request(Pull(8, [[99, 0, DENSE, 0]], False, None)).error == "KeyError"
+            client.pull(8, 99, 0)
+            assert client.receive()[0].error == "KeyError"
             assert client.has_nothing()
             assert client.request(ValuesRead([values.number])) == CommandResult(7, b"")
             assert client.request(update) == CommandResult(7, b"")  # it came before, and is not done twice
-            values, (data,) = read_large(client, Pull(9, entries[:1], False, None))
+            values, (data,) = read_large(client, 9)
             assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.full((count,), -1.5))
             assert msgpack.unpackb(client.request(Command(10, "norms", b"")).payload) == []
 
 
-def read_large(client: RawClient, pull: Pull) -> tuple[Any, list[bytes]]:
-    client.send(pull)
+def read_large(client: RawClient, sequence: int) -> tuple[Any, list[bytes]]:
+    client.pull(sequence, 5, 1)
     values, frames = client.receive()
     assert values.number  # the server waits for ValuesRead
     return values, frames

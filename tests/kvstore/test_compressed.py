@@ -6,7 +6,7 @@ import functools
 import gc
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,22 +14,23 @@ import torch
 
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.compression import TwoBit, compress
-from tests.kvstore.keyed import KEYS, SHAPES, bits, gradient
+from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, bits, gradient
 from tests.kvstore.keyed import pulled as all_pulled
 
-LIMIT = 20.0
-"""Time limit of a wait, in seconds."""
 W = "fc.weight"
 THRESHOLD = 0.3
 TWO_BIT = {"type": "2bit", "threshold": THRESHOLD}
 
 
-@pytest.fixture(params=["local", "device"])
-def kv(request: pytest.FixtureRequest) -> Iterator[KVStore]:
-    """A store with zeros for all of `SHAPES`."""
-    with create(request.param) as made:
-        made.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
-        yield made
+def prepared(kv: KVStore) -> KVStore:
+    kv.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
+    return kv
+
+
+@pytest.fixture
+def kv(kv: KVStore) -> KVStore:
+    """Return a store with zeros for all of `SHAPES`."""
+    return prepared(kv)
 
 
 def gradients(step: int, senders: int) -> list[list[torch.Tensor]]:
@@ -199,8 +200,7 @@ def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
     assert same(all_pulled(kv), weights)
     assert same(kv.optimizer_state().tensors, state)
     with create(kv.type) as other:  # which never saw the bad push
-        other.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
-        other.set_optimizer(("adam", {"lr": 0.5}))
+        prepared(other).set_optimizer(("adam", {"lr": 0.5}))
         other.set_gradient_compression(CODECS[codec])
         for store, steps in ((kv, (1, 2)), (other, (0, 1, 2))):
             for step in steps:
@@ -341,8 +341,7 @@ def test_saved_and_loaded_residuals_continue_bit_for_bit(kv: KVStore, codec: str
     names = ['"fc.weight"', "3", '"3"', '"a/b.gamma"']
     assert set(residuals) == {f"{name}/{place}" for name in names for place in range(3)}
     with create(target) as fresh:
-        fresh.init(KEYS, [torch.zeros(shape) for shape in SHAPES.values()])
-        fresh.set_gradient_compression(CODECS[codec])
+        prepared(fresh).set_gradient_compression(CODECS[codec])
         fresh.push(W, [gradient(W, 77)] * 5)  # its residual is replaced by the load
         fresh.load_compression_residuals(residuals)
         for step in range(5, 10):

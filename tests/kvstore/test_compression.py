@@ -208,12 +208,8 @@ def test_top_k_is_the_sorted_rule(dtype: torch.dtype, ratio: float) -> None:
 @pytest.mark.parametrize("ratio", [0.01, 0.001, 0.9])
 def test_top_k_finds_the_same_from_a_sample(ratio: float) -> None:
     numel = 2**17 + 3  # every second value is sampled
-    for values in (
-        normal(numel),
-        normal(numel, dtype=torch.bfloat16),
-        torch.arange(numel) % 2 * 1.0,
-        torch.zeros(numel),
-    ):
+    tied = torch.arange(numel) % 2 * 1.0
+    for values in (normal(numel), normal(numel, dtype=torch.bfloat16), tied, torch.zeros(numel)):
         count = math.ceil(ratio * numel)
         best = values.abs().sort(descending=True, stable=True).indices[:count].sort().values
         indices, _ = parts(TopK(ratio).encode(values), count, values.dtype)
@@ -240,11 +236,9 @@ def test_top_k_refuses_what_int32_cannot_index() -> None:
 
 def test_top_k_refuses_an_index_out_of_range() -> None:
     for index in (-1, 10):
-        payload = torch.cat(
-            (torch.tensor([index], dtype=torch.int32).view(torch.uint8), torch.ones(1).view(torch.uint8))
-        )
+        payload = torch.cat((torch.tensor([index], dtype=torch.int32), torch.ones(1).view(torch.int32)))
         with pytest.raises(ValueError, match=f"indices from {index} to {index}; expected 0 to 9"):
-            TopK(0.1).decode(payload, torch.zeros(10))
+            TopK(0.1).decode(payload.view(torch.uint8), torch.zeros(10))
 
 
 # -- every codec ------------------------------------------------------------------------------------------------------
@@ -388,23 +382,17 @@ def test_an_error_in_another_thread_reaches_the_caller(small_pieces: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("params", "expected"),
+    ("params", "added"),
     [
-        ({"type": "2bit"}, {"type": "2bit", "threshold": 0.5, "error_feedback": True, "pull_type": None}),
-        (
-            {"type": "2bit", "threshold": 1},
-            {"type": "2bit", "threshold": 1.0, "error_feedback": True, "pull_type": None},
-        ),
-        ({"type": "fp16"}, {"type": "fp16", "error_feedback": False, "pull_type": None}),
-        (
-            {"type": "bf16", "error_feedback": True, "pull_type": "fp16"},
-            {"type": "bf16", "error_feedback": True, "pull_type": "fp16"},
-        ),
-        ({"type": "topk"}, {"type": "topk", "ratio": 0.01, "error_feedback": True, "pull_type": None}),
+        ({"type": "2bit"}, {"threshold": 0.5, "error_feedback": True, "pull_type": None}),
+        ({"type": "2bit", "threshold": 1}, {"threshold": 1.0, "error_feedback": True, "pull_type": None}),
+        ({"type": "fp16"}, {"error_feedback": False, "pull_type": None}),
+        ({"type": "bf16", "error_feedback": True, "pull_type": "fp16"}, {}),
+        ({"type": "topk"}, {"ratio": 0.01, "error_feedback": True, "pull_type": None}),
     ],
 )
-def test_params_are_completed(params: dict[str, Any], expected: dict[str, Any]) -> None:
-    made = parse(params)
+def test_params_are_completed(params: dict[str, Any], added: dict[str, Any]) -> None:
+    made, expected = parse(params), params | added
     assert made.params == expected
     assert made.error_feedback is expected["error_feedback"]
     assert (made.pull_codec is None) == (expected["pull_type"] is None)
@@ -412,24 +400,20 @@ def test_params_are_completed(params: dict[str, Any], expected: dict[str, Any]) 
     assert hash(parse(made.params)) == hash(made)
 
 
+TYPES = r"\['2bit', 'bf16', 'fp16', 'topk'\]"
+OPTIONS = r"\['threshold', 'error_feedback', 'pull_type'\]"
+
+
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
         ("2bit", TypeError, "compression is '2bit', a str; expected a dict"),
         (None, TypeError, "expected a dict"),
-        ({}, ValueError, r"names no type; expected 'type' to be one of \['2bit', 'bf16', 'fp16', 'topk'\]"),
-        (
-            {"type": "1bit"},
-            ValueError,
-            r"no compression type '1bit'; expected one of \['2bit', 'bf16', 'fp16', 'topk'\]",
-        ),
+        ({}, ValueError, f"names no type; expected 'type' to be one of {TYPES}"),
+        ({"type": "1bit"}, ValueError, f"no compression type '1bit'; expected one of {TYPES}"),
         ({"type": 2}, TypeError, "type is 2, a int; expected a str"),
         ({3: 4, "type": "2bit"}, TypeError, "an option 3, a int; expected a str"),
-        (
-            {"type": "2bit", "ratio": 0.5},
-            ValueError,
-            r"'2bit' has no option 'ratio'; expected \['threshold', 'error_feedback', 'pull_type'\]",
-        ),
+        ({"type": "2bit", "ratio": 0.5}, ValueError, f"'2bit' has no option 'ratio'; expected {OPTIONS}"),
         ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected a finite number > 0"),
         ({"type": "2bit", "threshold": math.inf}, ValueError, "threshold is inf"),
         ({"type": "2bit", "threshold": math.nan}, ValueError, "threshold is nan"),
@@ -439,11 +423,7 @@ def test_params_are_completed(params: dict[str, Any], expected: dict[str, Any]) 
         ({"type": "topk", "ratio": 1.5}, ValueError, "ratio is 1.5"),
         ({"type": "topk", "ratio": None}, TypeError, "ratio is None"),
         ({"type": "fp16", "error_feedback": 1}, TypeError, "error_feedback is 1, a int; expected a bool"),
-        (
-            {"type": "fp16", "pull_type": "2bit"},
-            ValueError,
-            r"pull_type is '2bit'; expected one of \['fp16', 'bf16', None",
-        ),
+        ({"type": "fp16", "pull_type": "2bit"}, ValueError, r"is '2bit'; expected one of \['fp16', 'bf16', None"),
         ({"type": "fp16", "pull_type": 16}, TypeError, "pull_type is 16, a int"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -212,37 +213,38 @@ def refused(comm: Communicator) -> list[str]:
             call()
         found.append(f"{type(caught.value).__name__}: {caught.value}")
 
+    def sgd(network: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(network.parameters(), lr=0.1)
+
+    @contextmanager
+    def distributed(network: nn.Module) -> Iterator[DistributedOptimizer]:
+        with create("allreduce", communicator=comm) as store:
+            optimizer = DistributedOptimizer(sgd(network), store)
+            yield optimizer
+            optimizer.close()
+
     with create("allreduce", communicator=comm) as store:
         said(lambda: DistributedOptimizer(torch.optim.LBFGS(layer.parameters()), store))
         said(lambda: DistributedOptimizer("sgd", store))  # type: ignore[arg-type]
-        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), None))  # type: ignore[arg-type]
-    with create("allreduce", communicator=comm) as store:
-        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store)
+        said(lambda: DistributedOptimizer(sgd(layer), None))  # type: ignore[arg-type]
+        store.set_optimizer(("sgd", {"learning_rate": 0.1}))
+        said(lambda: DistributedOptimizer(sgd(layer), store))
+    with distributed(layer) as optimizer:
         said(lambda: optimizer.add_param_group({"params": table.parameters()}))
         said(lambda: setattr(optimizer, "weight", -1.0))
-        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
-        optimizer.close()
-    with create("allreduce", communicator=comm) as store:
-        two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        optimizer = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.1), store)
+        said(lambda: DistributedOptimizer(sgd(layer), optimizer.kvstore))
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with distributed(two):
         hidden = checkpoint(two[0], torch.ones(1, 2, requires_grad=True), use_reentrant=True)
         said(lambda: two[1](hidden).sum().backward())
-        optimizer.close()
-        assert not any(parameter._post_accumulate_grad_hooks for parameter in two.parameters())
-    with create("allreduce", communicator=comm) as store:
-        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store)
-        store.set_gradient_compression({"type": "fp16"})
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in two.parameters())
+    with distributed(layer) as optimizer:
+        optimizer.kvstore.set_gradient_compression({"type": "fp16"})
         said(lambda: layer(torch.ones(1, 2)).sum().backward())
-        optimizer.close()
-    with create("allreduce", communicator=comm) as store:
-        two = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-        optimizer = DistributedOptimizer(torch.optim.SGD(two.parameters(), lr=0.1), store)
+    two[0].requires_grad_(False)
+    with distributed(two) as optimizer:
         two.requires_grad_(True)
         said(optimizer.step)
-        optimizer.close()
-    with create("allreduce", communicator=comm) as store:
-        store.set_optimizer(("sgd", {"learning_rate": 0.1}))
-        said(lambda: DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), store))
     return found
 
 
@@ -251,13 +253,13 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         "ValueError: optimizer LBFGS cannot be distributed: it searches along a line",
         "TypeError: optimizer is a str",
         "TypeError: kvstore is None",
+        "ValueError: the 'allreduce' store runs an optimizer of its own",
         "RuntimeError: add_param_group() came after DistributedOptimizer()",
         "ValueError: weight is -1.0",
         "ValueError: the 'allreduce' store holds keys [0, 1] already",
         "RuntimeError: a backward began inside another one",
         "ValueError: the 'allreduce' store compresses",
         "RuntimeError: parameters [0, 1] have requires_grad=True, but had False when the DistributedOptimizer was made",
-        "ValueError: the 'allreduce' store runs an optimizer of its own",
     ]
     for found in spawn(refused, 2):
         assert [text[: len(expected)] for text, expected in zip(found, words, strict=True)] == words
@@ -291,12 +293,7 @@ def assigns(communicator: Communicator) -> Weights:
 
 
 def gradients_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> list[Any]:
-    found = torch.autograd.grad(
-        F.cross_entropy(model(data, True), label),
-        list(model.parameters()),
-        allow_unused=True,  # type: ignore[arg-type]
-    )
-    return list(found)
+    return list(torch.autograd.grad(mean_loss(model, (data, label, True)), [*model.parameters()], allow_unused=True))
 
 
 def test_assigned_gradients_are_averaged_as_those_of_backward() -> None:

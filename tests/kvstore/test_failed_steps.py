@@ -54,6 +54,19 @@ class Layers(nn.Module):
         loss: torch.Tensor = self.last(Fails.apply(hidden) if fails else hidden).square().mean()  # type: ignore[no-untyped-call]
         return loss
 
+    def backward_of(self, step: int, workers: int = 2) -> None:
+        """Replace the gradients by those of the mean over all workers."""
+        self.zero_grad()
+        for rank in range(workers):
+            (self.loss(step, rank) / workers).backward()  # type: ignore[no-untyped-call]
+
+    def descend(self, step: int, workers: int = 2) -> torch.Tensor:
+        """Make a step of plain SGD at rate 0.1 and return the weights."""
+        self.backward_of(step, workers)
+        for parameter in self.parameters():
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+        return self.values()
+
     def values(self) -> torch.Tensor:
         return parameters_to_vector(self.parameters()).detach().clone()
 
@@ -98,7 +111,11 @@ def failed(errors: list[str]) -> list[int]:
     return [step for step, error in enumerate(errors) if error]
 
 
-def trainer_step(store: KVStore, handling: str) -> tuple[list[str], list[torch.Tensor]]:
+Trained = tuple[list[str], list[torch.Tensor]]
+"""Errors and weights of each step."""
+
+
+def trainer_step(store: KVStore, handling: str) -> Trained:
     """Train 5 steps; rank 0's backward of step 2 fails after it has sent the last layer. Return errors and weights."""
     model = Layers()
     clips = {"clip_global_norm": 1e9} if handling == "clipped" else {}
@@ -124,16 +141,11 @@ def trainer_step(store: KVStore, handling: str) -> tuple[list[str], list[torch.T
 @over(["half"], ["clipped", "skip", "step(0)", "next"])
 def test_a_backward_that_failed_after_it_sent_gradients_is_an_error_on_all(store: str, chosen: Any) -> None:
     for handling, first, second in run(store, trainer_step, chosen):
-        check_handling(handling, *first, *second)
+        check_handling(handling, first, second)
 
 
-def check_handling(
-    handling: str,
-    errors: list[str],
-    weights: list[torch.Tensor],
-    other_errors: list[str],
-    other_weights: list[torch.Tensor],
-) -> None:
+def check_handling(handling: str, first: Trained, second: Trained) -> None:
+    (errors, weights), (other_errors, other_weights) = first, second
     assert failed(errors) == failed(other_errors) == [2]
     assert errors[2].startswith("OutOfMemoryError: no memory for 8 GiB")
     assert ("RuntimeError: backward() sent a part" in errors[2]) == (handling not in ("next", "clipped"))
@@ -145,11 +157,7 @@ def check_handling(
     model = Layers()
     vector_to_parameters(weights[2], model.parameters())
     for step in (3, 4):
-        model.zero_grad()
-        sum(model.loss(step, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
-        for parameter in model.parameters():
-            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
-        assert (model.values() - weights[step]).abs().max() < 1e-14
+        assert (model.descend(step) - weights[step]).abs().max() < 1e-14
 
 
 def optimizer_steps(store: KVStore, retries: bool) -> tuple[list[str], torch.Tensor]:
@@ -176,8 +184,7 @@ def test_a_distributed_optimizer_goes_on_after_a_failed_backward(store: str, cho
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         for step in range(5):
             if step != 2 or retries:
-                optimizer.zero_grad()
-                sum(model.loss(step, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+                model.backward_of(step)
                 optimizer.step()
         assert [error for error in errors if error] == ["OutOfMemoryError: no memory for 8 GiB"]
         (found,) = [error for error in other_errors if error]
@@ -267,11 +274,7 @@ def expected_after_writes(way: str, workers: int) -> list[torch.Tensor]:
     weights = []
     for step in range(6):
         write(model, step, way, 0)
-        model.zero_grad()
-        sum(model.loss(step, rank) / workers for rank in range(workers)).backward()  # type: ignore[union-attr]
-        for parameter in model.parameters():
-            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
-        weights.append(model.values())
+        weights.append(model.descend(step, workers))
     return weights
 
 
@@ -289,7 +292,7 @@ def test_weights_written_through_data_are_taken(store: str, chosen: Any, caplog:
 # Samples and keys after an error
 
 
-def refused_step(store: KVStore, _: Any) -> tuple[list[str], list[torch.Tensor]]:
+def refused_step(store: KVStore, _: Any) -> Trained:
     """Train with a gradient that rank 0 cannot compress in step 1, clipped by the common norm."""
     model = Layers()
     store.set_gradient_compression({"type": "2bit", "threshold": 0.5})

@@ -191,13 +191,6 @@ def test_the_first_failure_is_named_after_its_output_and_the_others_are_stopped(
     ]
 
 
-def test_a_worker_killed_by_a_signal_gives_128_and_its_number() -> None:
-    with workers("if rank == 0: os.kill(os.getpid(), signal.SIGSEGV)\n" + READY) as run:
-        code, _, errors = run.end()
-    assert code == 128 + signal.SIGSEGV
-    assert re.fullmatch(r"gangline: worker 0 \(pid \d+\) was killed by SIGSEGV; .*", errors[0]), errors
-
-
 def test_a_command_that_cannot_be_run_gives_the_codes_of_a_shell(tmp_path: Path) -> None:
     for command, code, reason in ((tmp_path / "none", 127, "No such file"), (tmp_path, 126, "Permission denied")):
         with launch("-n", "2", "-s", "0", "--", str(command)) as run:
@@ -229,21 +222,23 @@ def test_servers_have_time_to_end_by_themselves_after_the_last_worker(tmp_path: 
         assert run.end() == (0, ["[server 0] ended"], [])
 
 
-def test_servers_that_do_not_end_are_named_and_stopped_and_the_job_succeeds() -> None:
-    with job({"scheduler": "exit 0", "server 0": "exec sleep 100", "worker 0": "exit 0"}, servers=0.3) as run:
-        code, _, errors = run.end()
-    assert code == 0
-    assert re.fullmatch(
-        r"gangline: all workers succeeded, but server 0 \(pid \d+\) did not end within 0.3 s after them; .*", errors[0]
-    )
-
-
-@pytest.mark.parametrize("worker", ["exit 0", "exec sleep 100"])
-def test_a_server_that_fails_is_a_failure_of_the_job(worker: str) -> None:
-    with job({"scheduler": "exec sleep 100", "server 0": "sleep 0.1; exit 7", "worker 0": worker}) as run:
-        code, _, errors = run.end()
-    assert code == 7
-    assert re.match(r"gangline: server 0 \(pid \d+\) exited with code 7", errors[0])
+@pytest.mark.parametrize(
+    ("scheduler", "server", "worker", "code", "words"),
+    [
+        ("exit 0", "exec sleep 100", "exit 0", 0, "all workers succeeded, but server 0 did not end within 0.3 s after"),
+        ("exec sleep 100", "sleep 0.1; exit 7", "exit 0", 7, "server 0 exited with code 7"),
+        ("exec sleep 100", "sleep 0.1; exit 7", "exec sleep 100", 7, "server 0 exited with code 7"),
+        ("exec sleep 100", "exec sleep 100", "kill -SEGV $$", 128 + signal.SIGSEGV, "worker 0 was killed by SIGSEGV"),
+    ],
+    ids=["server does not end", "server fails", "server fails before the worker ends", "worker is killed"],
+)
+def test_a_job_ends_with_the_code_of_its_failure_and_names_the_process(
+    scheduler: str, server: str, worker: str, code: int, words: str
+) -> None:
+    with job({"scheduler": scheduler, "server 0": server, "worker 0": worker}, servers=0.3) as run:
+        code_, _, errors = run.end()
+    assert code_ == code
+    assert re.sub(r" \(pid \d+\)", "", errors[0]).startswith(f"gangline: {words}"), errors
 
 
 def test_servers_outlive_the_workers_that_a_failure_stops(tmp_path: Path) -> None:
@@ -423,77 +418,54 @@ def test_under_nohup_a_hangup_is_ignored() -> None:
 # The command
 
 
-def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_lines_for_a_shell_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXT", 'it\'s "this" $HOME')
     file = tmp_path / "a file"
     command = ["sh", "-c", f"echo \"$RANK of $WORLD_SIZE, $TEXT, $GANGLINE_WORK_LOAD_LIST\" >> '{file}'"]
-    environment = {**os.environ, "TEXT": 'it\'s "this" $HOME'}
     arguments = ["-n", "2", "--env", "TEXT", "--work-load-list", "3,0.5", "--dry-run", *command]
-    done = subprocess.run(
-        [sys.executable, "-m", "gangline", "launch", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    assert all(
-        f"-m gangline.kvstore.parameter_server.{role}" in line
-        for role, line in zip(("scheduler", "server"), lines, strict=False)
-    )
+    with launch(*arguments) as run:
+        code, lines, _ = run.end()
+    assert (code, len(lines)) == (0, 4)
+    for role, line in zip(("scheduler", "server"), lines, strict=False):
+        assert f"-m gangline.kvstore.parameter_server.{role}" in line
     assert not file.exists()
     for line in lines[2:]:
         subprocess.run(line, shell=True, check=True)
     assert file.read_text().splitlines() == [f'{rank} of 2, it\'s "this" $HOME, 3,0.5' for rank in range(2)]
 
 
+# The arguments before "-- true", and what the error says.
+WRONG_USAGE = {
+    "-n 0": "--workers",
+    "-n 2 --nosuch": "--nosuch",
+    "-n 2 --launcher yarn": "'yarn' is not one of 'local'",
+    "-n 2 --gpus 0,x": "--gpus is '0,x'; expected numbers with commas",
+    "-n 2 --gpus 0,97": "97, which this machine does not have; the GPUs here: ",
+    "-n 2 --work-load-list 3,1,1": "has 3 entries for 2 workers",
+    "-n 2 --work-load-list 3,x": "'3,x'; expected numbers with commas, such as 3,1, or auto",
+    "-n 2 --env NOT_SET_HERE": "NOT_SET_HERE is not set here",
+    "-n 2 -s 0 --restart-processes 1": "--restart-processes needs servers",
+    "-n 2 --launcher mpi --max-restarts 1": "--max-restarts has no effect with --launcher mpi; expected --launcher ",
+    "-n 2 --launcher slurm --max-restarts 1": "Slurm queues the job again",
+    "-n 2 --launcher k8s --max-restarts 1": "failurePolicy.maxRestarts",
+    "-n 2 --elastic 3:4": "-n is 2; expected 3 to 4 workers, by --elastic",
+    "-n 2 --elastic 4": "--elastic is '4'; expected the least and the most workers, such as 1:4",
+    "-n 2 -s 0 --elastic 1:4": "--elastic needs servers, -s 1 or more",
+    "-n 2 --elastic 1:4 --work-load-list auto": "--work-load-list auto measures workers that stay",
+    "-n 2 --elastic 1:4 --launcher mpi": "--elastic has no effect with --launcher mpi; expected --launcher local",
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["-n", "2"], "CMD"),
-        (["--", "true"], "-n"),
-        (["-n", "0", "--", "true"], "--workers"),
-        (["-n", "2", "--nosuch", "--", "true"], "--nosuch"),
-        (["-n", "2", "--launcher", "yarn", "--", "true"], "'yarn' is not one of 'local'"),
-        (["-n", "2", "--gpus", "0,x", "--", "true"], "--gpus is '0,x'; expected numbers with commas"),
-        (["-n", "2", "--gpus", "0,97", "--", "true"], "97, which this machine does not have; the GPUs here: "),
-        (["-n", "2", "--work-load-list", "3,1,1", "--", "true"], "has 3 entries for 2 workers"),
-        (
-            ["-n", "2", "--work-load-list", "3,x", "--", "true"],
-            "'3,x'; expected numbers with commas, such as 3,1, or auto",
-        ),
-        (["-n", "2", "--env", "NOT_SET_HERE", "--", "true"], "NOT_SET_HERE is not set here"),
-        (["-n", "2", "-s", "0", "--restart-processes", "1", "--", "true"], "--restart-processes needs servers"),
-        *(
-            (["--launcher", launcher, "-n", "2", "--max-restarts", "1", "--", "true"], words)
-            for launcher, words in (
-                ("mpi", "--max-restarts has no effect with --launcher mpi; expected --launcher "),
-                ("slurm", "Slurm queues the job again"),
-                ("k8s", "failurePolicy.maxRestarts"),
-            )
-        ),
-        *(
-            (["-n", "2", *options.split(), "--", "true"], words)
-            for options, words in (
-                ("--elastic 3:4", "-n is 2; expected 3 to 4 workers, by --elastic"),
-                ("--elastic 4", "--elastic is '4'; expected the least and the most workers, such as 1:4"),
-                ("-s 0 --elastic 1:4", "--elastic needs servers, -s 1 or more"),
-                ("--elastic 1:4 --work-load-list auto", "--work-load-list auto measures workers that stay"),
-                (
-                    "--elastic 1:4 --launcher mpi",
-                    "--elastic has no effect with --launcher mpi; expected --launcher local",
-                ),
-            )
-        ),
-    ],
+    ("line", "words"),
+    [("-n 2", "CMD"), ("-- true", "-n"), *((f"{line} -- true", words) for line, words in WRONG_USAGE.items())],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from gangline.cli.main import main
 
-    monkeypatch.setattr(sys, "argv", ["gangline", "launch", *arguments])
+    monkeypatch.setattr(sys, "argv", ["gangline", "launch", *line.split()])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2

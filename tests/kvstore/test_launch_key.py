@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gangline.collectives.environments.job_key import JobKey, job_key
-from tests.kvstore.test_launch import ROOT, launch
+from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,18 +32,19 @@ raise RuntimeError(f"the test ends {kv.rank} with {key!r}")
 """
 
 
-def _proc(pid: int, name: str) -> bytes:
-    with suppress(OSError):
-        return (Path("/proc") / str(pid) / name).read_bytes()
+def _shown(pid: int) -> bytes:
+    """Return what `ps` shows of a process."""
+    with suppress(OSError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     return b""
 
 
 def _descriptors(pid: int) -> list[str]:
     found = []
-    with suppress(OSError):  # it has ended meanwhile
-        for entry in os.listdir(f"/proc/{pid}/fd"):
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                found.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
+                found.append(os.readlink(entry))
     return found
 
 
@@ -64,8 +64,7 @@ def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path
         assert len(running) >= 2 + 4 + 2  # the launcher, scheduler, server and workers, and children of these
         forms = (key.hex().encode(), key.hex().upper().encode(), bytes.fromhex(key.hex()))
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            shown = _proc(pid, "cmdline") + _proc(pid, "environ")
-            assert not any(form in shown for form in forms), pid
+            assert not any(form in _shown(pid) for form in forms), pid
         assert not [pid for pid in running if any("gangline-job-key" in one for one in _descriptors(pid))]
         (tmp_path / "end").touch()
         code, out, errors = job.end()
@@ -89,7 +88,8 @@ def test_each_job_has_a_key_of_its_own() -> None:
 
 
 def test_a_dry_run_shows_no_key() -> None:
-    command = [sys.executable, "-m", "gangline", "launch", "-n", "1", "--dry-run", "--", "true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "JOB_KEY" not in done.stdout + done.stderr
+    with launch("-n", "1", "--dry-run", "--", "true") as job:
+        code, out, errors = job.end()
+    assert code == 0
+    assert "JOB_KEY" not in "".join(out + errors)
     assert job_key() is None

@@ -21,6 +21,7 @@ KEYS = ["a", "b", 3]
 SHAPES = [(64, 33), (128,), (7, 5, 3)]
 WEIGHTS = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
 """Bytes of one copy of the weights, or of the gradients."""
+MOMENTUM = ("sgd", {"lr": 0.1, "momentum": 0.9})
 
 
 def values(devices: int, rank: int = 0) -> list[list[torch.Tensor]]:
@@ -60,7 +61,7 @@ def subtract(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
     ("spec", "copies_of_state", "sum_of_one", "step_counts"),
     [
         (("sgd", {"lr": 0.1, "wd": 0.1}), 0, False, 0),
-        (("sgd", {"lr": 0.1, "momentum": 0.9}), 1, False, 0),
+        (MOMENTUM, 1, False, 0),
         ("adam", 2, False, 4 * len(KEYS)),
         (subtract, 0, True, 0),
     ],
@@ -81,34 +82,46 @@ def test_a_store_holds_the_weights_one_sum_over_devices_and_the_state(
         assert held() - before == WEIGHTS * (1 + (devices > 1 or sum_of_one) + copies_of_state) + step_counts
 
 
-def test_only_pushed_keys_hold_a_sum_and_a_state(kv: KVStore) -> None:
-    given, grads = zeros(), values(2)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_optimizer(("sgd", {"lr": 0.1, "momentum": 0.9}))
+def push_one_key(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
     kv.push(KEYS[1], grads[1])
-    assert held() - before == WEIGHTS + 2 * grads[1][0].nbytes
 
 
-def test_a_new_optimizer_drops_the_state_of_the_one_before(kv: KVStore) -> None:
-    given, grads = zeros(), values(2)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_optimizer("adam")
+def push_to_another_optimizer(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
     kv.push(KEYS, grads)
     kv.set_optimizer(("sgd", {"lr": 0.1}))
     kv.push(KEYS, grads)
-    assert held() - before == WEIGHTS * 2
 
 
-def test_loading_a_state_holds_it_once(kv: KVStore) -> None:
+def load_the_state(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
+    kv.push(KEYS, grads)
+    kv.load_optimizer_state(kv.optimizer_state())
+
+
+def close(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
+    kv.push(KEYS, grads)
+    for work in [kv.push(key, grads[index], async_op=True) for index, key in enumerate(KEYS)]:
+        work.wait(20)
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (push_one_key, WEIGHTS + 2 * 4 * 128),  # only this key has a sum and a state
+        (push_to_another_optimizer, WEIGHTS * 2),  # the state of the first one is freed
+        (load_the_state, WEIGHTS * 3),
+        (close, 0),
+    ],
+)
+def test_sums_and_states_are_held_once_and_as_long_as_they_are_used(
+    kv: KVStore, use: Callable[[KVStore, list[list[torch.Tensor]]], None], expected: int
+) -> None:
     given, grads = zeros(), values(2)
     before = held()
     kv.init(KEYS, given)
-    kv.set_optimizer(("sgd", {"lr": 0.1, "momentum": 0.9}))
-    kv.push(KEYS, grads)
-    kv.load_optimizer_state(kv.optimizer_state())
-    assert held() - before == WEIGHTS * 3
+    kv.set_optimizer(MOMENTUM)
+    use(kv, grads)
+    assert held() - before == expected
 
 
 def test_half_precision_keeps_no_wide_sum(kv: KVStore) -> None:
@@ -121,22 +134,9 @@ def test_half_precision_keeps_no_wide_sum(kv: KVStore) -> None:
     assert held() - before == given.nbytes
 
 
-def test_close_frees_all_memory(kv: KVStore) -> None:
-    given, grads = zeros(), values(2)
-    before = held()
-    kv.init(KEYS, given)
-    kv.set_optimizer("adam")
-    kv.push(KEYS, grads)
-    works = [kv.push(key, grads[index], async_op=True) for index, key in enumerate(KEYS)]
-    for work in works:
-        work.wait(20)
-    kv.close()
-    assert held() == before
-
-
 def test_a_finished_push_releases_the_pushed_tensors(kv: KVStore) -> None:
     kv.init(KEYS, zeros())
-    kv.set_optimizer(("sgd", {"lr": 0.1, "momentum": 0.9}))
+    kv.set_optimizer(MOMENTUM)
     grads = values(2)
     before = held()
     kv.push(KEYS, grads)

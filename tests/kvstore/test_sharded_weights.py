@@ -125,12 +125,15 @@ def alone(make: Callable[[], nn.Module]) -> nn.Module:
     return network
 
 
+def check_state(found: dict[str, Any], expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(torch.as_tensor(found[name]), torch.as_tensor(value), rtol=0, atol=1e-11), name
+
+
 def check(found: Any, expected: nn.Module, make: Callable[[], nn.Module]) -> None:
-    state = expected.state_dict()
-    assert found[0][0].keys() == state.keys()
+    assert found[0][0].keys() == expected.state_dict().keys()
     assert all(not weights for weights, *_ in found[1:])
-    for name, value in state.items():
-        assert torch.allclose(found[0][0][name], value, rtol=0, atol=1e-11), name
+    check_state(found[0][0], expected)
     for *_, evaluated in found:
         assert torch.allclose(evaluated, expected(batch(make, 99)[0]), rtol=0, atol=1e-9)
 
@@ -166,16 +169,15 @@ def misused(communicator: Any) -> None:
     store = create("allreduce", communicator=communicator)
     network = mlp()
     optimizer = wrapped(store, network)
-    with pytest.raises(RuntimeError, match=r"call model_state_dict\(\)"):
-        network.state_dict()
-    with pytest.raises(RuntimeError, match=r"call model_state_dict\(\)"):
-        network.load_state_dict({})
-    with pytest.raises(ValueError, match=r"the state does not fit the network; .*'0.bias'"):
-        optimizer.load_model_state_dict({})
-    with pytest.raises(ValueError, match=r"another optimizer divides"):
-        wrapped(store, network)
-    with pytest.raises(TypeError, match=r"so it cannot be copied or pickled; copy model_state_dict\(\)"):
-        copy.deepcopy(network)
+    for error, words, call in (
+        (RuntimeError, r"call model_state_dict\(\)", network.state_dict),
+        (RuntimeError, r"call model_state_dict\(\)", lambda: network.load_state_dict({})),
+        (ValueError, "the state does not fit the network; .*'0.bias'", lambda: optimizer.load_model_state_dict({})),
+        (ValueError, "another optimizer divides", lambda: wrapped(store, network)),
+        (TypeError, "it cannot be copied or pickled; copy model_state_dict", lambda: copy.deepcopy(network)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
     others = [one for one in network.parameters() if one.untyped_storage().nbytes() == 8]
     assert others
     assert all(one.isnan().all() for one in others)
@@ -297,8 +299,7 @@ def test_what_one_process_can_do_gives_the_same_weights() -> None:
     unusual(network, optimizer_of(network))
     found, nothing = spawn(used_unusually, 2, threads=1)
     assert not nothing
-    for name, value in network.state_dict().items():
-        assert torch.allclose(torch.as_tensor(found[name]), torch.as_tensor(value), rtol=0, atol=1e-11), name
+    check_state(found, network)
 
 
 def clips_a_part(communicator: Any) -> list[float]:
@@ -385,12 +386,10 @@ def trained(communicator: Any, memory: Any, folder: str, resumes: bool = False) 
 
 
 def test_a_trainer_resumes_with_other_owners_at_the_rate_that_it_is_given(tmp_path: Path) -> None:
-    network = mlp()
-    trainer = Trainer(network, *ADAM, "local", shard="weights")
-    assert trainer.model_state_dict().keys() == network.state_dict().keys()
     for rates in ((0.01, 0.02, 0.02), (0.01, 0.02, 0.01)):
         network = mlp()
         trainer = Trainer(network, *ADAM, "local", shard="weights")
+        assert trainer.model_state_dict().keys() == network.state_dict().keys()
         for step in range(STEPS):
             trainer.set_learning_rate(rates[(step >= 5) + (step >= STEPS // 2)])
             data, label = batch(mlp, step)
@@ -400,8 +399,7 @@ def test_a_trainer_resumes_with_other_owners_at_the_rate_that_it_is_given(tmp_pa
         resumes = rates[2] == 0.01
         found = spawn(trained, 2, [0, 1] if resumes else [3, 1], str(tmp_path), resumes, threads=1)
         assert not found[1]
-        for name, value in network.state_dict().items():
-            assert torch.allclose(found[0][name], value, rtol=0, atol=1e-11), name
+        check_state(found[0], network)
 
 
 # Copies that begin before they are needed

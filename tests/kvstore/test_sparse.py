@@ -18,20 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import KVStore, RowSparse, create
 from tests.kvstore import keyed
+from tests.kvstore.keyed import LIMIT, STORES, Careless
 
-STORES = ["local", "device"]
-LIMIT = 20.0
-"""Time limit of a wait, in seconds."""
 ROWS, WIDTH = 6, 3
 
 # Every optimizer that works element by element.
 OPTIMIZERS = {name: one for name, one in keyed.OPTIMIZERS.items() if name not in ("adafactor", "muon")}
-# Those for which torch itself updates some rows only.
-TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05}),
-    "adagrad": OPTIMIZERS["adagrad"],
-    "sparseadam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
-}
+SPARSE_ADAM: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95)}
 NAMED = [[1, 4], [4, 0], [1], [], [5, 1, 4]]
 """Rows of each step's gradient; 2 and 3 never occur, 0 and 5 only late."""
 
@@ -50,17 +43,14 @@ def sparse(ids: Any, first: int = 1, rows: int = ROWS, dtype: torch.dtype = torc
 
 def dense(part: RowSparse) -> torch.Tensor:
     """The whole tensor, added up row by row."""
-    whole = torch.zeros(part.shape, dtype=part.dtype)
-    for row, value in zip(part.indices.tolist(), part.values, strict=True):
-        whole[row] += value
-    return whole
+    return torch.zeros(part.shape, dtype=part.dtype).index_add_(0, part.indices, part.values)
 
 
-def gradient(step: int, device: int = 0, dtype: torch.dtype = torch.float64) -> RowSparse:
-    """Return sevenths between -5/7 and 5/7 for the rows of `NAMED`, different by element, step and device."""
-    ids = NAMED[step % len(NAMED)]
-    numbers = torch.arange(len(ids) * WIDTH).reshape(len(ids), WIDTH)
-    return RowSparse(ids, (((numbers * 7 + step * 3 + device * 5) % 11 - 5) / 7).to(dtype), (ROWS, WIDTH))
+def gradient(step: int, device: int = 0, ids: Sequence[int] | None = None) -> RowSparse:
+    """Return sevenths between -5/7 and 5/7 by element, step and device, for the rows of `NAMED` or those given."""
+    ids = NAMED[step % len(NAMED)] if ids is None else ids
+    numbers = torch.arange(len(ids) * WIDTH).reshape(-1, WIDTH) * 7 + step * 3 + device * 5
+    return RowSparse(torch.tensor(ids, dtype=torch.int64), (numbers % 11 - 5).double() / 7, (ROWS, WIDTH))
 
 
 def pulled(kv: KVStore, key: Any = "w", like: torch.Tensor | None = None) -> torch.Tensor:
@@ -303,6 +293,8 @@ def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
 @given(
     store=st.sampled_from(STORES),
     devices=st.integers(1, 3),
+    lr_mult=st.sampled_from([1, 3, 0]),
+    wd_mult=st.sampled_from([1, 0.5, 0]),
     steps=st.lists(
         st.tuples(
             st.one_of(st.lists(st.integers(0, ROWS - 1), unique=True), st.just("dense")),
@@ -315,43 +307,43 @@ def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
     ),
 )
 def test_any_sequence_of_rows_is_the_dense_optimizer_on_these_rows(
-    name: str, store: str, devices: int, steps: list[Any]
+    name: str, store: str, devices: int, lr_mult: float, wd_mult: float, steps: list[Any]
 ) -> None:
     """A dense push of the key between has the state of its rows; states go on from files, in another store too."""
     given_values = []
+    optimizer_class, arguments = OPTIMIZERS[name]
+    spec = (name, arguments | {"lr_mult": {"w": lr_mult}})
+    expected = arguments | {"lr": arguments["lr"] * lr_mult}
+    if "weight_decay" in arguments:
+        spec[1]["wd_mult"] = {"w": wd_mult}
+        expected["weight_decay"] *= wd_mult
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         kv = stack.enter_context(create(store))
-        start(kv, (name, OPTIMIZERS[name][1]))
+        start(kv, spec)
         for step, (ids, form, is_async, change) in enumerate(steps):
             if change:
                 kv.save_optimizer_states(Path(folder, "states"))
                 if change in STORES:
                     weight, kv = double(kv), stack.enter_context(create(change))
-                    start(kv, (name, OPTIMIZERS[name][1]))
+                    start(kv, spec)
                     kv.assign("w", weight)
                 kv.load_optimizer_states(Path(folder, "states"))
             rows = list(range(ROWS)) if ids == "dense" else ids
-            parts = [rows_of(rows, step, device) for device in range(devices)]
+            parts = [gradient(step, device, rows) for device in range(devices)]
             pushed = [part.to_dense() if ids == "dense" else form(part) for part in parts]
             kv.push("w", pushed, priority=-step, async_op=is_async)
             total = torch.stack([part.values for part in parts]).sum(0)
             given_values.append(RowSparse(rows, total, (ROWS, WIDTH)))
-        weight, state = dense_run(*OPTIMIZERS[name], given_values)
+        weight, state = dense_run(optimizer_class, expected, given_values)
         torch.testing.assert_close(double(kv), weight, rtol=1e-12, atol=1e-13)
         found = {place: value for place, value in of_rows(kv).items() if by_row(value)}
         torch.testing.assert_close(found, state, rtol=1e-12, atol=1e-13)
 
 
-def rows_of(ids: Sequence[int], step: int, device: int) -> RowSparse:
-    numbers = (torch.arange(len(ids) * WIDTH).reshape(-1, WIDTH) * 7 + step * 3 + device * 5) % 11
-    return RowSparse(torch.tensor(ids, dtype=torch.int64), numbers.double() / 7.0 - 0.6, (ROWS, WIDTH))
-
-
 def test_torchs_own_sparse_optimizer_agrees(kv: KVStore) -> None:
-    optimizer_class, arguments = TORCHS["sparseadam"]
     weight = table(dtype=torch.float64)
-    optimizer = optimizer_class([weight], **arguments)
-    start(kv, ("sparseadam", arguments))
+    optimizer = torch.optim.SparseAdam([weight], **SPARSE_ADAM)
+    start(kv, ("sparseadam", SPARSE_ADAM))
     for step in range(2 * len(NAMED)):
         parts = [gradient(step, device) for device in range(3)]
         kv.push("w", [parts[0], parts[1].to_coo(), parts[2]])
@@ -372,27 +364,18 @@ def test_a_late_row_starts_from_the_initial_step_size_of_its_key(kv: KVStore) ->
     assert of_rows(kv, '"b"')["step_size"].unique().tolist() == [0.5]
 
 
-def test_lr_mult_and_wd_mult_apply_to_rows(kv: KVStore) -> None:
-    factors = {"lr_mult": {"a": 10, "c": 0}, "wd_mult": {"b": 0.5, "a": 0}}
-    start(kv, ("adam", {"lr": 0.01, "wd": 0.1} | factors), keys=["a", "b", "c", "d"])
-    for step in range(5):
-        kv.push(["a", "b", "c", "d"], [gradient(step)] * 4)
-    own = {"a": (0.1, 0.0), "b": (0.01, 0.05), "c": (0.0, 0.1), "d": (0.01, 0.1)}
-    for key, (lr, decay) in own.items():
-        weight, _ = dense_run(torch.optim.Adam, {"lr": lr, "weight_decay": decay}, [gradient(s) for s in range(5)])
-        torch.testing.assert_close(double(kv, key), weight, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", ["sgd", "sparseadam"])
-def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(kv: KVStore, name: str) -> None:
+@pytest.mark.parametrize(("name", "arguments"), [("sgd", {"lr": 0.05}), ("sparseadam", SPARSE_ADAM)])
+def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(
+    kv: KVStore, name: str, arguments: dict[str, Any]
+) -> None:
     parts = [gradient(4), RowSparse([1, 1], torch.ones(2, WIDTH).double(), (ROWS, WIDTH))]
-    start(kv, (name, TORCHS[name][1] | {"rescale_grad": 0.5, "clip_gradient": 0.4}), keys=["changed", "given"])
+    start(kv, (name, arguments | {"rescale_grad": 0.5, "clip_gradient": 0.4}), keys=["changed", "given"])
     kv.push("changed", parts)
     changed = double(kv, "changed")
     alone = gradient(1)
     kv.push("changed", alone)
     assert torch.equal(alone.values, gradient(1).values)
-    kv.set_optimizer((name, TORCHS[name][1]))
+    kv.set_optimizer((name, arguments))
     total = (dense(parts[0]) + dense(parts[1])).mul(0.5).clamp(-0.4, 0.4)
     assert (total.abs() == 0.4).any()
     assert (total.abs() < 0.4).any()
@@ -403,19 +386,7 @@ def test_rescaling_and_clipping_apply_to_rows_without_changing_the_pushed_ones(k
     assert parts[1].values.unique().tolist() == [1.0]
 
 
-class Plain(torch.optim.Optimizer):
-    """Custom optimizer: gradient descent."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"])
-
-
+WHOLE_TENSORS = {"adafactor": "adafactor", "muon": "muon", "Careless": Careless}
 WHOLE = "works on whole tensors, but the gradient of key 'b' is row-sparse; .*"
 WHOLE += re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a dense")
 
@@ -424,17 +395,10 @@ WHOLE += re.escape("expected an elementwise optimizer (sgd, adam, adagrad), or a
 @pytest.mark.parametrize(
     ("spec", "words", "good", "bad"),
     [
-        ("adafactor", f"optimizer 'adafactor' {WHOLE}", table(), sparse([1])),
-        ("muon", f"optimizer 'muon' {WHOLE}", table(), sparse([1])),
-        (Plain, f"optimizer 'Plain' {WHOLE}", table(), sparse([1])),
-        (
-            "sparseadam",
-            "'sparseadam' takes row-sparse gradients only, but that of key 'b' is dense",
-            sparse([1]),
-            table(),
-        ),
+        *((spec, f"'{name}' {WHOLE}", table(), sparse([1])) for name, spec in WHOLE_TENSORS.items()),
+        ("sparseadam", "'sparseadam' takes row-sparse gradients only, but that of key 'b'", sparse([1]), table()),
     ],
-    ids=["adafactor", "muon", "Plain", "sparseadam"],
+    ids=[*WHOLE_TENSORS, "sparseadam"],
 )
 def test_optimizers_refuse_gradients_of_the_other_kind_by_name(
     kv: KVStore, spec: Any, words: str, good: Any, bad: Any, async_op: bool
@@ -467,6 +431,7 @@ ROW_IDS: dict[str, tuple[Any, list[int]]] = {
     "numpy, backwards": (np.array([5, 2, 0])[::-1], [0, 2, 5]),
     "numpy, read-only": (np.frombuffer(np.array([5, 2]).tobytes(), np.int64), [2, 5]),
     "strided": (torch.arange(6)[::2], [0, 2, 4]),
+    "whole numbers as floats": (torch.tensor([1.0, 3.0]), [1, 3]),
 }
 
 
@@ -477,7 +442,7 @@ def empty_rows(rows: int = ROWS) -> RowSparse:
 @pytest.mark.parametrize("ids", ROW_IDS.values(), ids=ROW_IDS)
 def test_the_rows_named_are_pulled(kv: KVStore, ids: tuple[Any, list[int]]) -> None:
     row_ids, named = ids
-    kv.init("w", table())
+    kv.init("w", [table()])
     out, whole = empty_rows(), torch.full((ROWS, WIDTH), 99.0)
     kv.row_sparse_pull("w", out, row_ids=row_ids)
     kv.row_sparse_pull("w", whole, row_ids=row_ids)
@@ -611,10 +576,10 @@ def test_any_sequence_of_calls_equals_a_model_with_dictionaries_of_rows(
                 checks.append((out := torch.empty(4, 2), dict(model[key])))
                 works.append(kv.pull(key, out, async_op=async_op))
             else:
-                one: Any = (
-                    torch.full((4, 2), -9.0) if call.endswith("dense") else RowSparse([], torch.zeros(0, 2), (4, 2))
-                )
-                absent = -9.0 if call.endswith("dense") else 0.0
+                one: Any = RowSparse([], torch.zeros(0, 2), (4, 2))
+                absent = 0.0
+                if call.endswith("dense"):
+                    one, absent = torch.full((4, 2), -9.0), -9.0
                 checks.append((one, {row: model[key][row] if row in many[0] else absent for row in range(4)}))
                 works.append(kv.row_sparse_pull(key, one, row_ids=many[0], async_op=async_op))
         for work in works:
@@ -689,7 +654,7 @@ def test_a_push_works_on_its_rows_only(kv: KVStore, name: str, devices: int) -> 
     if name == "updater":
         kv.set_updater(add_rows)
     else:
-        kv.set_optimizer((name, (OPTIMIZERS | TORCHS)[name][1]))
+        kv.set_optimizer((name, SPARSE_ADAM if name == "sparseadam" else OPTIMIZERS[name][1]))
     kv.push("w", parts)
     with Elements() as counted:
         kv.push("w", parts)
@@ -704,12 +669,3 @@ def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
     with Elements() as counted:
         kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
     assert 0 < counted.most <= 3 * WIDTH
-
-
-def test_one_value_in_a_list_and_whole_row_numbers_as_floats_are_taken() -> None:
-    with create("local") as kv:
-        kv.init("w", [table()])
-        out = torch.zeros(ROWS, WIDTH)
-        kv.row_sparse_pull("w", out, row_ids=torch.tensor([1.0, 3.0]))
-        assert torch.equal(out[[1, 3]], table()[[1, 3]])
-        assert not out[[0, 2, 4, 5]].any()

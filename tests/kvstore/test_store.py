@@ -22,10 +22,9 @@ from gangline.kvstore import registry as stores
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.local import LocalStore
 from tests.collectives.simulated_gpus import Event, on_simulated_gpu, simulated_gpus
+from tests.kvstore.keyed import LIMIT
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
-LIMIT = 20.0
-"""Time limit of a wait, in seconds."""
 
 
 def ranked(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 10) -> torch.Tensor:

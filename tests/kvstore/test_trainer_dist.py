@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from gangline.kvstore import KVStore, Trainer
 from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
+from tests.kvstore.test_distributed_optimizer import Branches
 
 pytestmark = pytest.mark.timeout(60)
 STEPS, SIZES = 20, (5, 3)
@@ -48,8 +50,6 @@ def plain_loop(optimizer: tuple[str, dict[str, float]], kvstore: str, mine: slic
 
 
 def play(optimizer: tuple[str, dict[str, float]], store: str) -> list[Tensor]:
-    import os
-
     rank = int(os.environ["DMLC_WORKER_ID"])
     return plain_loop(optimizer, store, slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None))
 
@@ -66,27 +66,20 @@ def test_workers_with_unequal_batches_train_as_one_process(name: str) -> None:
             assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-11
 
 
-class Branches(nn.Module):
-    """Network with two halves, of which a worker uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.left, self.right = (nn.Linear(5, 5).double() for _ in range(3))
-
-    def forward(self, data: Tensor, goes_left: bool) -> Tensor:
-        output: Tensor = (self.left if goes_left else self.right)(self.stem(data)).square().mean()
-        return output
+def branch_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Return the loss of a worker, which uses one of two halves of the network in a step."""
+    data = torch.arange(5.0 * SIZES[rank]).view(SIZES[rank], 5).double().sin()
+    loss: Tensor = model(data, goes_left=(rank + step) % 2 == 0).square().mean()
+    return loss
 
 
 def branches(kv: KVStore) -> dict[str, Tensor]:
     model = Branches()
     trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, kv)
-    rank, size = kv.rank, SIZES[kv.rank]
     for step in range(4):
         trainer.zero_grad()
-        model(torch.arange(5.0 * size).view(size, 5).double().sin(), goes_left=(rank + step) % 2 == 0).backward()
-        trainer.step(size)
+        branch_loss(model, step, kv.rank).backward()  # type: ignore[no-untyped-call]
+        trainer.step(SIZES[kv.rank])
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -102,8 +95,7 @@ def test_the_samples_of_workers_that_do_not_use_a_parameter_count_in_its_mean(to
     for step in range(4):
         optimizer.zero_grad()
         for rank, size in enumerate(SIZES):
-            loss = model(torch.arange(5.0 * size).view(size, 5).double().sin(), goes_left=(rank + step) % 2 == 0)
-            (loss * size / sum(SIZES)).backward()
+            (branch_loss(model, step, rank) * size / sum(SIZES)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for _, found in told:
         for name, expected in model.state_dict().items():

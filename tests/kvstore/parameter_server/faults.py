@@ -192,45 +192,23 @@ class BreakingProxy:
             end.close()
 
 
-def break_connections(breaks: Sequence[int]) -> None:
-    """Make this process announce a proxy that breaks connections if it becomes a server."""
-
-    def scheduler_client(
-        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
-    ) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, breaks), timeout=timeout)
-
-    assert server.SchedulerClient is SchedulerClient
-    server.SchedulerClient = scheduler_client  # type: ignore[assignment,misc]
-
-
-def proxied_streams(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
-    """Make servers of this process announce proxies for their Unix streams, over which all data are sent.
+def announce_proxies(monkeypatch: pytest.MonkeyPatch, breaks: Sequence[int] = ()) -> list[BreakingProxy]:
+    """Make servers of this process announce proxies for their sockets, which break connections after so many bytes.
 
     Returns:
         List to which the proxies are added.
     """
     proxies: list[BreakingProxy] = []
 
-    def scheduler_client(
-        role: str, scheduler: str, *, rank: int, address: str, timeout: float | None
-    ) -> SchedulerClient:
-        return SchedulerClient(role, scheduler, rank=rank, address=proxied(address, [], proxies), timeout=timeout)
+    def scheduler_client(role: str, scheduler: str, *, address: str, **options: Any) -> SchedulerClient:
+        return SchedulerClient(role, scheduler, address=proxied(address, breaks, proxies), **options)
 
     monkeypatch.setattr(server, "SchedulerClient", scheduler_client)
-    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
     return proxies
 
 
-def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy] | None = None) -> str:
-    """Return the address of proxies for a server's sockets.
-
-    Args:
-        address: of the server.
-        breaks: bytes after which connections break.
-        proxies: list to which the proxies are added.
-    """
-    proxies = [] if proxies is None else proxies
+def proxied(address: str, breaks: Sequence[int], proxies: list[BreakingProxy]) -> str:
+    """Add proxies for a server's sockets and return their address."""
     found = []
     for word in address.split():
         scheme, _, name = word.partition("://")

@@ -45,13 +45,12 @@ from gangline.kvstore.parameter_server.protocol import (
     ValuesRead,
     Withdraw,
 )
-from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import open_server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport import client_channel, unix_stream
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
-from tests.kvstore.parameter_server.processes import RoleProcess
+from tests.kvstore.parameter_server.processes import RoleProcess, join_job
 
 _NUMEL = {"small": 4_000, "large": 30_000}
 """Elements of the keys: one is sent in messages, the other in shared memory."""
@@ -168,21 +167,17 @@ class Mutator:
         return [frames]
 
 
-def is_refused(frames: list[bytes]) -> bool:
-    """Return whether the header is no message of the protocol."""
+def message_of(frames: list[bytes]) -> Message | None:
+    """Return the message of the protocol, or None if the header is none."""
     try:
-        protocol.unpack(frames[0])
+        return protocol.unpack(frames[0])
     except ProtocolError:
-        return True
-    return False
+        return None
 
 
 def is_allowed(frames: list[bytes]) -> bool:
     """Return whether a worker may send this though it changes what other workers get."""
-    try:
-        message = protocol.unpack(frames[0])
-    except ProtocolError:
-        return False
+    message = message_of(frames)
     if isinstance(message, Push):  # its weight counts in the mean; its values are all 0
         return message.weight is not None
     return isinstance(message, (Leave, Join, Command))
@@ -336,29 +331,23 @@ class Attack:
     def _send_one(self) -> None:
         way = self._chance.random()
         if way < 0.55:
-            frames = next(self._to_server)
-            while is_allowed(frames):
-                frames = next(self._to_server)
+            frames = next(frames for frames in self._to_server if not is_allowed(frames))
             self._note("server", frames)
             self._connection.channel.send(frames)
         elif way < 0.75:
-            frames = next(self._to_scheduler)[:1]
-            while is_allowed(frames):
-                frames = next(self._to_scheduler)[:1]
+            frames = next(frames[:1] for frames in self._to_scheduler if not is_allowed(frames))
             self._note("scheduler", frames)
             self._scheduler._send(Raw(frames[0]))
         elif way < 0.85:
-            frames = next(self._to_server)
-            self._send_as_stranger("server", frames)
+            self._send_as_stranger("server", next(self._to_server))
         elif way < 0.95:
-            frames = next(self._to_scheduler)
-            self._send_as_stranger("scheduler", frames)
+            self._send_as_stranger("scheduler", next(self._to_scheduler))
         else:
             self._stream()
 
     def _note(self, role: str, frames: list[bytes]) -> None:
         self.count[role].sent += 1
-        self.count[role].refused += is_refused(frames)
+        self.count[role].refused += message_of(frames) is None
 
     def _send_as_stranger(self, role: str, frames: list[bytes]) -> None:
         self._note(role, frames)
@@ -395,13 +384,16 @@ class Attack:
             one.sendall(data)
         self.count["server"].sent += 1
 
+    def _pull(self, sequence: int) -> None:
+        """Send a valid request, as after a reconnection."""
+        for message in (replaced_hello(self._servers._hello), Pull(sequence, [[0, 0, 0, 0]], False, None)):
+            self._connection.channel.send([protocol.pack(message)])
+
     def _settle(self) -> None:
         """Wait until server and scheduler have answered a valid request; confirm values that were sent meanwhile."""
         self._sequence += 1
         sequence = self._sequence
-        hello = replaced_hello(self._servers._hello)
-        self._connection.channel.send([protocol.pack(hello)])
-        self._connection.channel.send([protocol.pack(Pull(sequence, [[0, 0, 0, 0]], has_rows=False, region=None))])
+        self._pull(sequence)
         ends = time.monotonic() + _LIMIT
         while not self._answers(sequence):
             if time.monotonic() > ends:
@@ -413,9 +405,7 @@ class Attack:
         channel, found = self._connection.channel, False
         events = self._servers._poller.wait(100)
         if channel.reconnected(events):
-            channel.send([protocol.pack(replaced_hello(self._servers._hello))])
-            self._sequence += 1
-            channel.send([protocol.pack(Pull(sequence, [[0, 0, 0, 0]], has_rows=False, region=None))])
+            self._pull(sequence)
         for frames in channel.receive(events):
             message = protocol.unpack(frames[0])
             if isinstance(message, Failed):
@@ -452,12 +442,9 @@ def replaced_hello(hello: Hello) -> Hello:
 
 def _play(place: RoleProcess, name: str, messages: int, seed: int, folder: str) -> Any:
     """Run a role: scheduler, server, honest worker, attacker."""
-    torch.set_num_threads(1)
     logging.getLogger("gangline").setLevel(logging.CRITICAL)  # each rejected message is a line
-    own = Scheduler(2, 1) if place.rank == 0 else None
-    port = place.exchange(b"" if own is None else str(own.port).encode())[0].decode()
+    own = join_job(place, 2, 1)
     pids = dict(zip(("scheduler", "server"), map(int, place.exchange(str(os.getpid()).encode())[:2]), strict=True))
-    os.environ.update(DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER="2", DMLC_NUM_SERVER="1")
     if own is not None:
         own.run()
         return own.rejected + own._listener.rejected

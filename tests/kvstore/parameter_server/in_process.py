@@ -13,13 +13,25 @@ from functools import partial
 from typing import Any, Self, TypeVar
 from unittest.mock import patch
 
+import msgpack
 import zmq
 
 from gangline.collectives.errors import StallError
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.environment import ServerJob
-from gangline.kvstore.parameter_server.protocol import Failed, Heartbeat, Hello, Message, Welcome
+from gangline.kvstore.parameter_server.protocol import (
+    DENSE,
+    Ack,
+    Define,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    Pull,
+    Push,
+    Welcome,
+)
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import Server, open_server
 from gangline.kvstore.parameter_server.store import DistStore
@@ -48,6 +60,7 @@ class Job:
         )
         self._serving = [self._pool.submit(self._serve, place) for _ in range(servers)]
         self._members: list[SchedulerClient] = []
+        self._stores: list[DistStore] = []
         self.expected: tuple[type[Exception], ...] = ()
         """Errors with which servers may end."""
         self.gives_up = False
@@ -73,7 +86,8 @@ class Job:
         counts = {"DMLC_NUM_WORKER": str(self._workers), "DMLC_NUM_SERVER": str(len(self._serving))}
         with patch.dict(os.environ, DMLC_PS_ROOT_URI=host, DMLC_PS_ROOT_PORT=port, **counts):
             stores = self.at_once(*[lambda: DistStore(name, **options)] * self._workers)
-        return sorted(stores, key=lambda store: store.rank)
+        self._stores = sorted(stores, key=lambda store: store.rank)
+        return self._stores
 
     def server(self) -> Server:
         """Return the next server that has registered."""
@@ -95,8 +109,10 @@ class Job:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the workers' memberships and wait for scheduler and servers to end."""
+        """Close the workers' stores and memberships, and wait for scheduler and servers to end."""
         try:
+            if error is None:
+                self.each(self._stores, DistStore.close)
             for member in self._members:
                 member.close()
             for one in [self.ending, *self._serving] if error is None else ():
@@ -168,6 +184,18 @@ class RawClient:
         self.send(message, *frames)
         return self.receive()[0]
 
+    def define(self, sequence: int, shard: int, shape: Sequence[int], data: bytes, **options: Any) -> None:
+        """Define a key as `definition` does."""
+        assert self.request(definition(sequence, shard, shape, **options), data) == Ack([sequence])
+
+    def push(self, sequence: int, shard: int, number: int, data: bytes, kind: int = DENSE) -> None:
+        """Send a push of one shard to a round."""
+        self.send(Push(sequence, [[shard, number, kind, len(data)]], None, None, False, None), data)
+
+    def pull(self, sequence: int, shard: int, number: int) -> None:
+        """Request the value of one shard after a round."""
+        self.send(Pull(sequence, [[shard, number, DENSE, 0]], False, None))
+
     def refusal(self, message: Message | bytes, *frames: bytes) -> str:
         """Send a message that fails; return the class and the text of the error."""
         answer = self.request(message, *frames)
@@ -198,6 +226,40 @@ class RawClient:
         self.__init__(self.address, self._identity)  # type: ignore[misc]
 
 
-def raw_clients(members: Sequence[SchedulerClient], **options: Any) -> list[RawClient]:
-    """Connect to the first server as each of the workers."""
-    return [RawClient.of_worker(member, **options) for member in members]
+def definition(sequence: int, shard: int, shape: Sequence[int], width: int = 1, key: Any = "key") -> Define:
+    """Return the definition of a key of float32 values that is one shard."""
+    return Define(sequence, [[shard, "float32", list(shape), width, msgpack.packb(key), 0, True]], None)
+
+
+class RawWorkers:
+    """All workers of a job, connected to its first server, and numbers for their messages; a context manager."""
+
+    def __init__(self, job: Job, **options: Any) -> None:
+        self.members = job.members()
+        self.clients = [RawClient.of_worker(member, **options) for member in self.members]
+        self._sequence = 0
+
+    def next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def define(self, shard: int, shape: Sequence[int], data: bytes, **options: Any) -> None:
+        self.clients[0].define(self.next(), shard, shape, data, **options)
+
+    def push(self, rank: int, number: int, data: bytes, kind: int = DENSE, shard: int = 5, sequence: int = 0) -> int:
+        """Push to a round and return the sequence number."""
+        sequence = sequence or self.next()
+        self.clients[rank].push(sequence, shard, number, data, kind)
+        return sequence
+
+    def push_and_confirm(self, rank: int, *arguments: Any, **options: Any) -> None:
+        """Push as `push` does, and check that the server acknowledges it."""
+        sequence = self.push(rank, *arguments, **options)
+        assert self.clients[rank].receive()[0] == Ack([sequence])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.clients:
+            client.close()

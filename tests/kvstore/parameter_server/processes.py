@@ -27,11 +27,8 @@ class RoleProcess:
         pass
 
 
-def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``.
-
-    Further ranks have the numbers of further workers, and ``play`` gives them the rank of a worker that has died.
-    """
+def join_job(place: RoleProcess, workers: int, servers: int) -> scheduler.Scheduler | None:
+    """Set the variables of a job whose scheduler is rank 0; return the scheduler there."""
     torch.set_num_threads(1)
     host = os.environ.get("GANGLINE_TEST_SCHEDULER", "127.0.0.1")
     own = scheduler.Scheduler(workers, servers, host) if place.rank == 0 else None
@@ -39,7 +36,15 @@ def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., An
     os.environ.update(
         DMLC_PS_ROOT_URI=host, DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER=str(workers), DMLC_NUM_SERVER=str(servers)
     )
-    if own is not None:
+    return own
+
+
+def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``.
+
+    Further ranks have the numbers of further workers, and ``play`` gives them the rank of a worker that has died.
+    """
+    if own := join_job(place, workers, servers):
         own.run()
         return None
     if place.rank <= servers:

@@ -18,17 +18,15 @@ from gangline.kvstore.parameter_server.protocol import (
     Ack,
     Command,
     CommandResult,
-    Define,
     Failed,
     Message,
-    Pull,
     Push,
     Values,
     ValuesRead,
 )
 from gangline.kvstore.parameter_server.server import sessions
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.kvstore.parameter_server.in_process import Job, raw_clients
+from tests.kvstore.parameter_server.in_process import Job, RawWorkers
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,31 +34,15 @@ KIB = 1 << 10
 MIB = 1 << 20
 FLOATS = 16 * KIB
 """Elements of the shard: 64 KiB."""
+DATA = bytes(4 * FLOATS)
 
 
-class Two:
+class Two(RawWorkers):
     """Two raw workers and one server that stores 64 KiB, so that 128 KiB of open rounds are allowed per worker."""
-
-    def __init__(self, job: Job) -> None:
-        self.members = job.members()
-        self.clients = raw_clients(self.members)
-        self._sequence = 0
-        definition = Define(self.next(), [[5, "float32", [FLOATS], 1, msgpack.packb("key"), 0, True]], None)
-        assert self.clients[0].request(definition, bytes(4 * FLOATS)) == Ack([1])
-
-    def next(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
-    def push(self, rank: int, number: int, kind: int = DENSE, data: bytes = bytes(4 * FLOATS)) -> int:
-        """Push to a round and return the sequence number."""
-        sequence = self.next()
-        self.clients[rank].send(Push(sequence, [[5, number, kind, len(data)]], None, None, False, None), data)
-        return sequence
 
     def messages_to(self, rank: int) -> list[Message]:
         """Return all messages that a worker's earlier messages have caused."""
-        self.clients[rank].send(Pull(self.next(), [[5, 0, DENSE, 0]], False, None))
+        self.clients[rank].pull(self.next(), 5, 0)
         said: list[Message] = []
         while True:
             message, _ = self.clients[rank].receive()
@@ -87,20 +69,18 @@ class Two:
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
-    with Job(2) as job:
-        two = Two(job)
+    with Job(2) as job, Two(job) as two:
+        two.define(5, [FLOATS], DATA)
         yield two
-        for client in two.clients:
-            client.close()
 
 
 def test_pushes_of_a_worker_too_far_ahead_are_acknowledged_when_others_catch_up(two: Two) -> None:
-    pushes = [two.push(0, number) for number in range(1, 6)]
+    pushes = [two.push(0, number, DATA) for number in range(1, 6)]
     assert two.acknowledged(0) == pushes[:2]
-    theirs = [two.push(1, number) for number in (1, 2)]
+    theirs = [two.push(1, number, DATA) for number in (1, 2)]
     assert two.acknowledged(1) == theirs
     assert two.acknowledged(0) == []  # three rounds are open still
-    two.push(1, 3)
+    two.push(1, 3, DATA)
     assert two.receive_acks(0, 3) == pushes[2:]
 
 
@@ -108,44 +88,60 @@ def test_compressed_pushes_count_with_their_decoded_size(two: Two) -> None:
     sequence = two.next()
     two.clients[0].send(Command(sequence, "compression", msgpack.packb({"type": "2bit", "threshold": 0.5})))
     assert two.clients[0].receive()[0] == CommandResult(sequence, b"")
-    pushes = [two.push(0, number, CODED, bytes(FLOATS // 4)) for number in range(1, 5)]  # each decoded to 64 KiB
+    pushes = [two.push(0, number, bytes(FLOATS // 4), CODED) for number in range(1, 5)]  # each decoded to 64 KiB
     assert two.receive_acks(0, 2) == pushes[:2]
     assert two.acknowledged(0) == []
     for number in range(1, 5):
-        two.push(1, number, CODED, bytes(FLOATS // 4))
+        two.push(1, number, bytes(FLOATS // 4), CODED)
     assert two.receive_acks(0, 2) == pushes[2:]
 
 
 def test_a_repeated_push_counts_once(two: Two) -> None:
-    pushes = [two.push(0, 1), two.push(0, 1), two.push(0, 1), two.push(0, 2)]
+    pushes = [two.push(0, number, DATA) for number in (1, 1, 1, 2)]
     assert two.acknowledged(0) == pushes
 
 
 def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
-    pushes = [two.push(0, number) for number in range(1, 6)]
+    pushes = [two.push(0, number, DATA) for number in range(1, 6)]
     assert two.acknowledged(0) == pushes[:2]
     two.members[1].close()
     assert two.receive_acks(0, 3) == pushes[2:]
-    sequence = two.push(0, 6)  # later pushes fail
+    sequence = two.push(0, 6, DATA)  # later pushes fail
     failed, _ = two.clients[0].receive()
     assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job")
 
 
 def test_nothing_is_withheld_from_a_worker_that_others_wait_for(two: Two) -> None:
-    definition = Define(two.next(), [[6, "float32", [FLOATS], 1, msgpack.packb("other"), 0, True]], None)
-    assert two.clients[0].request(definition, bytes(4 * FLOATS)) == Ack([definition.sequence])
-    pushes = [two.push(0, number) for number in range(1, 9)]
+    two.define(6, [FLOATS], DATA, key="other")
+    pushes = [two.push(0, number, DATA) for number in range(1, 9)]
     assert two.acknowledged(0) == pushes[:4]  # twice as much is stored now
-    two.clients[1].send(Pull(two.next(), [[6, 1, DENSE, 0]], False, None))  # worker 0 has not pushed it
+    two.clients[1].pull(two.next(), 6, 1)  # worker 0 has not pushed it
     assert two.receive_acks(0, 4) == pushes[4:]
 
 
 def test_a_small_pushpull_is_acknowledged_before_its_value(two: Two) -> None:
-    definition = Define(two.next(), [[6, "float32", [1], 1, msgpack.packb("small"), 0, True]], None)
-    assert two.clients[0].request(definition, bytes(4)) == Ack([definition.sequence])
+    two.define(6, [1], bytes(4), key="small")
     sequence = two.next()
     two.clients[0].send(Push(sequence, [[6, 1, DENSE, 4]], None, None, True, None), bytes(4))
     assert two.receive_acks(0, 1) == [sequence]
+
+
+def test_an_async_worker_that_dies_while_it_waits_does_not_count_as_reader() -> None:
+    ones = torch.ones(FLOATS).numpy().tobytes()  # large enough to be read in place
+    with Job(2) as job, Two(job, mode="async", staleness=0) as two:
+        slow, fast = two.clients
+        two.define(5, [FLOATS], DATA)
+        two.push_and_confirm(1, 1, ones)
+        fast.pull(two.next(), 5, 1)  # it is ahead and waits
+        two.push_and_confirm(1, 2, ones)
+        two.members[1].close()
+        for number in (1, 2, 3):  # a dead reader would block these
+            two.push_and_confirm(0, number, ones)
+            slow.pull(two.next(), 5, number)
+            values, (data,) = slow.receive()
+            assert isinstance(values, Values)
+            assert torch.frombuffer(bytearray(data), dtype=torch.float32).eq(2 + number).all()
+            slow.send(ValuesRead([values.number]))
 
 
 def _run_ahead(there: str) -> int:

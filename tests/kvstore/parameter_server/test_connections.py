@@ -17,14 +17,20 @@ from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSe
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
 from tests.collectives.stage import Actor
-from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess, proxied_streams
+from tests.kvstore.parameter_server.faults import BreakingProxy, CuttableHosts, DistStage, HostProcess, announce_proxies
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxies = proxied_streams(monkeypatch)
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
+    """Return the proxies of servers whose data are all sent over Unix streams."""
+    monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
+    return announce_proxies(monkeypatch)
+
+
+def test_a_lost_push_is_repeated_while_its_worker_computes(proxies: list[BreakingProxy]) -> None:
     with Job(2) as job:
         first, second = stores = job.stores(timeout=10)
         out = torch.empty(3)
@@ -34,12 +40,11 @@ def test_a_lost_push_is_repeated_while_its_worker_computes(monkeypatch: pytest.M
         first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
         second.pushpull("key", torch.full((3,), 4.0), out)
         assert out.tolist() == [5, 5, 5]
-        for kv in stores:
-            kv.close()
 
 
-def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxies = proxied_streams(monkeypatch)
+def test_others_may_push_though_the_word_that_values_were_read_is_lost(
+    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)  # read in the server's memory
@@ -56,14 +61,11 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(monkeypat
         second.push("key", torch.ones(LARGE))
         second.pull("key", out)
         assert out.unique().tolist() == [1]
-        for kv in stores:
-            kv.close()
 
 
 def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_requested_again(
-    monkeypatch: pytest.MonkeyPatch,
+    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxies = proxied_streams(monkeypatch)
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
         out = torch.empty(LARGE)
@@ -94,8 +96,6 @@ def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_request
         assert out.unique().tolist() == [0]
         first.pull("key", out)
         assert out.unique().tolist() == [1]
-        for kv in stores:
-            kv.close()
 
 
 LARGE = 1_000_000

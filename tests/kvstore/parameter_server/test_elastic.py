@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from gangline import Module, kvstore
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.kvstore.parameter_server.digits import digits_of
 from tests.kvstore.parameter_server.processes import DistJob, run_job
-from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -115,7 +116,8 @@ def run(
 ) -> list[Any]:
     """Run a job; return the results of its workers."""
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": bounds, **more}):
-        job = DistJob(play, workers, servers, str(tmp_path), workers, "dist_sync", steps, plan, successors=late)
+        folder = tempfile.mkdtemp(dir=tmp_path)
+        job = DistJob(play, workers, servers, folder, workers, "dist_sync", steps, plan, successors=late)
         with job:
             return job.results()
 
@@ -167,10 +169,8 @@ def test_one_worker_then_three_then_two(tmp_path: Path, transport: str) -> None:
 def test_collectives_in_a_step_are_of_its_workers(tmp_path: Path) -> None:
     plan = {(0, 0): "start 2", (0, 3): "until 0+1+2", (1, 5): "leave", (0, 8): "start 3", (2, 9): "leave"}
     plan |= {(0, 10): "until 0+3"}
-    for number in range(3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        ranks = check(run(folder, 2, 2, plan, 14, 2, barrier=""), 14)
+    for _ in range(3):
+        ranks = check(run(tmp_path, 2, 2, plan, 14, 2, barrier=""), 14)
         assert ranks[13] == [0, 3]
 
 
@@ -234,10 +234,8 @@ def test_a_slow_server_delays_the_change_for_all(tmp_path: Path, point: str, pla
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_last_push_of_a_leaving_worker_counts_once(tmp_path: Path, action: str, transport: str) -> None:
     for number in range(7, 13):  # two or three messages a step on two servers, around the last one of worker 1
-        folder = tmp_path / str(number)
-        folder.mkdir()
         more = {"GANGLINE_FAULT": f"worker 1 {action} at push-sent {number}", "GANGLINE_TRANSPORT": transport}
-        ranks = check(run(folder, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
+        ranks = check(run(tmp_path, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
         assert (ranks[2], ranks[8]) == ([0, 1], [0])
 
 
@@ -265,48 +263,44 @@ def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
 ) -> None:
     plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
     for number in range(1, 19 if role == "scheduler" else 7, 1 if action == "break" else 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         script = f"{role} {action} at view {number}"
-        ranks = check(run(folder, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
+        ranks = check(run(tmp_path, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
         assert (ranks[2], ranks[15]) == ([0, 1], [0]), script
 
 
-def one_key(kv: DistStore, *_: object) -> None:
+def one_key(kv: DistStore) -> None:
     kv.init("w", torch.zeros(4))
 
 
-def forget_a_key(kv: DistStore) -> None:
-    kv.init(["v", "w"], [torch.zeros(4), torch.zeros(4)])
-    kv.push("v", torch.ones(4))
-    kv.push("w", torch.ones(4))
-    kv.push("v", torch.ones(4))
-    kv.push("v", torch.ones(4))
+LEAVE = [
+    "worker 0 cannot leave: it defines the values and sets the learning rate",
+    "worker 1 cannot leave: the job needs 2 workers or more, and has 2",
+]
+CLIPPED = ("sgd", {"learning_rate": 0.1, "clip_global_norm": 1.0})
 
 
-def push_none(kv: DistStore) -> None:
+def refused_calls(kv: DistStore) -> None:
+    """Check each call's error, in an order in which a refused call leaves the others as they were."""
     one_key(kv)
-    kv.share(BATCH, 0)
-    kv.share(BATCH, 1)
-
-
-def init_late(kv: DistStore) -> None:
-    one_key(kv)
-    kv.push("w", torch.ones(4))
     kv.init("v", torch.zeros(4))
-
-
-def leave(kv: DistStore) -> None:
-    one_key(kv)
-    kv.leave()
-
-
-def clip(kv: DistStore) -> None:
-    kv.set_optimizer(("sgd", {"learning_rate": 0.1, "clip_global_norm": 1.0}))
-
-
-def compress(kv: DistStore) -> None:
-    kv.set_gradient_compression({"type": "fp16"})
+    kv.share(BATCH, 0)
+    for call, words in (
+        (kv.leave, LEAVE[kv.rank]),
+        (kv.join, "join() is not possible in an elastic job; use gangline launch --max-restarts"),
+        (lambda: kv.set_optimizer(CLIPPED), "an optimizer with clip_global_norm is not possible in an elastic job"),
+        (lambda: kv.set_gradient_compression({"type": "fp16"}), "compression is not possible in an elastic job"),
+        (lambda: kv.share(BATCH, 1), f"worker {kv.rank} begins step 1, but has pushed 0 rounds; expected one push of"),
+        (lambda: kv.push(["v", "w"], [torch.ones(4)] * 2), ""),
+        (lambda: kv.init("u", torch.zeros(4)), "init() comes after the first push or pull; expected it before, in an"),
+        (lambda: kv.push("v", torch.ones(4)), ""),
+        (lambda: kv.push("v", torch.ones(4)), "key 'w' was pushed 1 times before step 2; expected one push of each"),
+    ):
+        text = ""
+        try:
+            call()
+        except RuntimeError as error:
+            text = str(error)
+        assert (text.startswith(words), bool(text)) == (True, bool(words)), text
 
 
 def step(kv: DistStore) -> None:
@@ -315,35 +309,27 @@ def step(kv: DistStore) -> None:
     module.forward_backward_update(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64))
 
 
-REFUSED = {
-    forget_a_key: "RuntimeError: key 'w' was pushed 1 times before step 2; expected one push of each key in each step",
-    push_none: "RuntimeError: worker RANK begins step 1, but has pushed 0 rounds; expected one push of each key",
-    init_late: "RuntimeError: init() comes after the first push or pull; expected it before, in an elastic job",
-    DistStore.join: "RuntimeError: join() is not possible in an elastic job; use gangline launch --max-restarts",
-    clip: "RuntimeError: an optimizer with clip_global_norm is not possible in an elastic job",
-    compress: "RuntimeError: compression is not possible in an elastic job",
-    step: "RuntimeError: training by a Module without fit is not possible in an elastic job; use gangline launch",
-}
-
-
-def refuse(name: str, body: Any, workers: int) -> str:
-    del workers
-    with kvstore.create(name) as kv:
+def outcome(body: Callable[[DistStore], object]) -> str:
+    """Return the error of what a worker does with its store."""
+    with DistStore("dist_sync") as kv:
         try:
             body(kv)
-        except (RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    "body", [pytest.param(one, marks=pytest.mark.slow) if one is not step else one for one in REFUSED]
-)
-def test_calls_that_need_the_same_workers_are_refused_on_all(body: Any) -> None:
+def test_training_by_a_module_without_fit_is_refused_on_all() -> None:
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
-        told = run_job(refuse, 2, 1, "dist_sync", body, 2)
-    for rank, text in enumerate(told):
-        assert text.startswith(REFUSED[body].replace("RANK", str(rank))), told
+        told = run_job(outcome, 2, 1, step)
+    words = "training by a Module without fit is not possible in an elastic job; use gangline launch"
+    assert [text.startswith(words) for text in told] == [True, True], told
+
+
+@pytest.mark.slow
+def test_calls_that_need_the_same_workers_are_refused_on_all() -> None:
+    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
+        assert run_job(outcome, 2, 1, refused_calls) == ["", ""]
 
 
 def die(kv: DistStore) -> None:
@@ -355,20 +341,14 @@ def die(kv: DistStore) -> None:
 @pytest.mark.slow
 def test_a_worker_that_dies_without_having_left_fails_the_others_by_name() -> None:
     more = {"GANGLINE_ELASTIC": "1:3", "GANGLINE_FAULT": "worker 1 kill at push-sent 2"}
-    with patch.dict(os.environ, {**LIMITS, **more}), DistJob(refuse, 2, 1, "dist_sync", die, 2) as job:
+    with patch.dict(os.environ, {**LIMITS, **more}), DistJob(outcome, 2, 1, die) as job:
         _, _, first, second = job.outcomes()
     assert "worker 1 was killed or left: its process has ended" in str(first.value or first.error)
     assert "was killed by SIGKILL" in str(second.error)
 
 
 @pytest.mark.slow
-def test_who_may_leave() -> None:
-    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
-        told = run_job(refuse, 2, 1, "dist_sync", leave, 2)
-    assert told == [
-        "RuntimeError: worker 0 cannot leave: it defines the values and sets the learning rate",
-        "RuntimeError: worker 1 cannot leave: the job needs 2 workers or more, and has 2",
-    ]
+def test_no_worker_leaves_a_job_that_is_not_elastic() -> None:
     with patch.dict(os.environ, LIMITS):
-        (text, _) = run_job(refuse, 2, 1, "dist_sync", leave, 2)
-    assert text.startswith("RuntimeError: a worker cannot leave this 'dist_sync' store; expected a dist_* store, and")
+        (text, _) = run_job(outcome, 2, 1, DistStore.leave)
+    assert text.startswith("a worker cannot leave this 'dist_sync' store; expected a dist_* store, and")

@@ -18,9 +18,11 @@ from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
+from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import WAITS, Actor
-from tests.kvstore.parameter_server import processes
-from tests.kvstore.parameter_server.faults import DistStage, Waits, break_connections
+from tests.kvstore.parameter_server import digits, processes
+from tests.kvstore.parameter_server.faults import DistStage, Waits, announce_proxies
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -93,12 +95,22 @@ def ended_by_themselves(outcomes: list[Outcome], but: int = -1) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def fails(stage: DistStage, rank: int, call: str) -> list[str]:
-    """Run a call on a worker and return the class and the text of its error."""
-    stage.say(rank, [call, False])
+def wait_in(stage: DistStage, *calls: str) -> None:
+    """Let the first workers make these calls, and wait until they wait in them."""
+    for rank, call in enumerate(calls):
+        stage.say(rank, [call, True])
+    for rank in range(len(calls)):
+        assert stage.heard(rank) == WAITS
+
+
+def dead_node_error(stage: DistStage, rank: int, call: str = "") -> str:
+    """Return the text of the DeadNodeError of a worker's pending call, or of a new one."""
+    if call:
+        stage.say(rank, [call, False])
     told = stage.heard(rank)
     assert isinstance(told, list), told
-    return told
+    assert told[0] == "DeadNodeError"
+    return str(told[1])
 
 
 @pytest.mark.slow
@@ -109,22 +121,16 @@ def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
     victim = len(calls)
     why = "was killed or left: its process has ended" if how == "killed" else "gave no sign of life for 2 s"
     with DistStage(play, victim + 1, 2, list(range(victim)), {}, **limits) as stage:
-        for rank, call in enumerate(calls):
-            stage.say(rank, [call, True])
-        for rank in range(victim):
-            assert stage.heard(rank) == WAITS
+        wait_in(stage, *calls)
         if how == "killed":
             stage.kill(victim)
         else:
             stage.stop(victim)
         for rank in range(victim):
-            name, text = stage.heard(rank)
-            assert name == "DeadNodeError"
-            assert f"worker {victim} {why}" in text
+            assert f"worker {victim} {why}" in dead_node_error(stage, rank)
         for rank in range(victim):  # later calls that need the dead worker fail too
             for call in ("barrier", "pull of a cut key"):
-                name, text = fails(stage, rank, call)
-                assert (name, f"worker {victim} {why}" in text) == ("DeadNodeError", True)
+                assert f"worker {victim} {why}" in dead_node_error(stage, rank, call)
             stage.say(rank, "close")
         stage.kill(victim)
         outcomes = stage.outcomes()
@@ -137,12 +143,11 @@ def test_a_killed_worker_is_noticed_though_its_forked_children_hold_its_connecti
     with DistStage(play, 2, 1, [0], {}, GANGLINE_HEARTBEAT_LIMIT="600") as stage:
         stage.say(1, "fork")
         child = stage.heard(1)
-        stage.say(0, ["pull", True])
-        assert stage.heard(0) == WAITS
+        wait_in(stage, "pull")
         stage.say(1, "kill")
-        name, text = stage.heard(0)
+        text = dead_node_error(stage, 0)
         os.kill(child, signal.SIGKILL)
-        assert (name, "worker 1 was killed or left: its process has ended" in text) == ("DeadNodeError", True)
+        assert "worker 1 was killed or left: its process has ended" in text
         stage.say(0, "close")
         ended_by_themselves(stage.outcomes(), but=3)
 
@@ -150,14 +155,10 @@ def test_a_killed_worker_is_noticed_though_its_forked_children_hold_its_connecti
 @pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow)])
 def test_a_worker_that_leaves_is_named(how: str) -> None:
     with DistStage(play, 3, 1, [0, 1], {}) as stage:
-        for rank, call in enumerate(("pull", "barrier")):
-            stage.say(rank, [call, True])
-            assert stage.heard(rank) == WAITS
+        wait_in(stage, "pull", "barrier")
         stage.say(2, how)
         for rank in range(2):
-            name, text = stage.heard(rank)
-            assert name == "DeadNodeError"
-            assert "worker 2" in text
+            assert "worker 2" in dead_node_error(stage, rank)
             stage.say(rank, "close")
         outcomes = stage.outcomes()
         ended_by_themselves(outcomes, but=4)
@@ -166,15 +167,13 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
 
 def test_calls_that_need_a_dead_server_fail() -> None:
     with DistStage(play, 2, 2, [0], {}) as stage:
-        stage.say(0, ["pull of a cut key", True])
-        assert stage.heard(0) == WAITS
+        wait_in(stage, "pull of a cut key")
         stage.kill_server(1)
-        name, text = stage.heard(0)
-        assert (name, "server " in text) == ("DeadNodeError", True)
+        text = dead_node_error(stage, 0)
+        assert "server " in text
         assert "its process has ended" in text
         for rank in range(2):
-            name, text = fails(stage, rank, "push")
-            assert name == "DeadNodeError"
+            dead_node_error(stage, rank, "push")
         for rank in range(2):
             stage.say(rank, "close")
         outcomes = stage.outcomes()
@@ -188,14 +187,11 @@ def test_calls_that_need_a_dead_server_fail() -> None:
 
 def test_a_dead_scheduler_ends_the_job() -> None:
     with DistStage(play, 2, 1, [0], {}) as stage:
-        for rank, call in enumerate(("pull", "barrier")):
-            stage.say(rank, [call, True])
-            assert stage.heard(rank) == WAITS
+        wait_in(stage, "pull", "barrier")
         stage.kill_scheduler()
         for rank in range(2):
-            name, text = stage.heard(rank)
-            assert (name, "the scheduler was killed or left" in text) == ("DeadNodeError", True)
-            assert fails(stage, rank, "push")[0] == "DeadNodeError"
+            assert "the scheduler was killed or left" in dead_node_error(stage, rank)
+            dead_node_error(stage, rank, "push")
             stage.say(rank, "close")
         said = ended_by_themselves(stage.outcomes(), but=0)
         assert said[2:] == [["scheduler"]] * 2
@@ -222,38 +218,14 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
 # Lost connections
 
 ROUNDS = 8
-DIGITS = 4.0 ** torch.arange(3 * ROUNDS, dtype=torch.float64)
 
 
-def push_digits(name: str) -> dict[str, list[list[int]]]:
-    """Push a different base-4 digit each time and return the digits of the results, which must all be 1."""
-    wrong: dict[str, list[list[int]]] = {}
-    numel = {"small": SMALL, "cut": CUT}
-    with kvstore.create(name, timeout=60) as kv:
-        kv.init(list(numel), [torch.zeros(n, dtype=torch.float64) for n in numel.values()])
-        if name == "dist_sync":
-            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        outs = {key: torch.empty(n, dtype=torch.float64) for key, n in numel.items()}
-        for step in range(ROUNDS):
-            for key, n in numel.items():
-                kv.push(key, torch.full((n,), float(DIGITS[kv.rank + 3 * step]), dtype=torch.float64), async_op=True)
-            if step % 2:
-                kv.pull(list(numel), list(outs.values()))
-        kv.pull(list(numel), list(outs.values()))
-        kv.barrier()
-        kv.pull(list(numel), list(outs.values()))
-        for key, out in outs.items():
-            wrong[key] = [digits_of(value) for value in out.unique().tolist()]
-    return wrong
-
-
-def digits_of(value: float) -> list[int]:
-    """Return the base-4 digits of a whole number, the last one first."""
-    rest, digits = int(abs(value)), []
-    while rest:
-        rest, digit = divmod(rest, 4)
-        digits.append(digit)
-    return digits
+def push_digits(name: str) -> dict[Key, list[int]]:
+    with DistStore(name, timeout=60) as kv:
+        outs = digits.init(kv, {"small": SMALL, "cut": CUT})
+        digits.train(kv, outs, ROUNDS)
+        kv.pull(list(outs), list(outs.values()))
+        return digits.sums(kv, outs)
 
 
 class _RoleProcess(processes.RoleProcess):
@@ -262,7 +234,7 @@ class _RoleProcess(processes.RoleProcess):
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
         super().__init__(rank, size, exchange, **more)
         chance = random.Random(rank)
-        break_connections([chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
+        announce_proxies(pytest.MonkeyPatch(), [chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
 
 
 @pytest.mark.slow
@@ -272,4 +244,4 @@ def test_every_push_counts_once_when_connections_break(name: str, way: str, monk
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
     with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:
         for told in ranks.results()[3:]:
-            assert told == {"small": [[1] * 3 * ROUNDS], "cut": [[1] * 3 * ROUNDS]}
+            assert told == {"small": [1] * 3 * ROUNDS, "cut": [1] * 3 * ROUNDS}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +92,27 @@ def _try_server(folder: str, kind: str, address: str) -> str:
     return answer
 
 
-def test_only_processes_with_the_key_reach_scheduler_and_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write keys into a folder, whose right one each `KeyedProcess` uses; return the folder."""
     write_keys(tmp_path)
-    assert curve._SECONDS < 3
+    monkeypatch.setenv("GANGLINE_TEST_KEYS", str(tmp_path))
+    monkeypatch.setenv("GANGLINE_TEST_KIND", "right")
+    return str(tmp_path)
+
+
+@contextmanager
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     with Hosts(2) as hosts:
         monkeypatch.setenv("GANGLINE_TEST_HOSTS", " ".join(hosts.names))
         monkeypatch.setenv("GANGLINE_TEST_SCHEDULER", hosts.addresses[0])
-        monkeypatch.setenv("GANGLINE_TEST_KEYS", str(tmp_path))
-        monkeypatch.setenv("GANGLINE_TEST_KIND", "right")
-        with DistJob(_train, 2, 1, str(tmp_path), 4, opener=KeyedProcess) as job:
-            (values, outcomes), (others, _) = job.results()
+        yield hosts
+
+
+def test_only_processes_with_the_key_reach_scheduler_and_server(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert curve._SECONDS < 3
+    with two_hosts(monkeypatch) as hosts, DistJob(_train, 2, 1, keys, 4, opener=KeyedProcess) as job:
+        (values, outcomes), (others, _) = job.results()
     assert values == others == [[2 * 4.0**number] for number in range(4)]  # nothing of the strangers counts
     assert outcomes["right"][0].startswith("ValueError: the job has its 2 workers already; a worker has one dist_*")
     assert outcomes["right"][1].startswith("in: ")
@@ -134,20 +145,11 @@ def _join_two_jobs(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts_count", [0, 2])
-def test_a_worker_of_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts_count: int) -> None:
-    write_keys(tmp_path)
+def test_a_worker_of_another_job_is_refused(keys: str, monkeypatch: pytest.MonkeyPatch, hosts_count: int) -> None:
     monkeypatch.delenv("GANGLINE_JOB_ID", raising=False)
-    monkeypatch.setenv("GANGLINE_TEST_KEYS", str(tmp_path))
-    monkeypatch.setenv("GANGLINE_TEST_KIND", "right")
-    if not hosts_count:
-        with DistJob(_join_two_jobs, 2, 1, str(tmp_path)) as job:
-            results = job.results()
-    else:
-        with Hosts(2) as hosts:
-            monkeypatch.setenv("GANGLINE_TEST_HOSTS", " ".join(hosts.names))
-            monkeypatch.setenv("GANGLINE_TEST_SCHEDULER", hosts.addresses[0])
-            with DistJob(_join_two_jobs, 2, 1, str(tmp_path), opener=KeyedProcess) as job:
-                results = job.results()
+    opener, hosts = (KeyedProcess, two_hosts(monkeypatch)) if hosts_count else (RoleProcess, nullcontext())
+    with hosts, DistJob(_join_two_jobs, 2, 1, keys, opener=opener) as job:
+        results = job.results()
     for refusal, total in results:
         assert refusal.startswith("the worker belongs to job 'other job' and the scheduler to job ''")
         assert total == "2.0"

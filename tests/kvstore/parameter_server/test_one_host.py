@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from gangline.collectives.errors import ProtocolError, StallError
@@ -18,9 +17,9 @@ from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.launcher.job import free_ports
+from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
-ROOT = Path(__file__).parents[3]
 LISTENS = 0x10000
 NOBODY = 65534
 
@@ -68,16 +67,10 @@ for name in sys.argv[1:]:
 """
 
 
-def inodes_of(processes: list[psutil.Process]) -> set[str]:
+def inodes_of(pids: set[int]) -> set[str]:
     """Return the inodes of the sockets of processes."""
-    found = set()
-    for process in processes:
-        folder = Path(f"/proc/{process.pid}/fd")
-        for entry in folder.iterdir():
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    return found
+    targets = [os.readlink(entry) for pid in pids for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return {target[8:-1] for target in targets if target.startswith("socket:[")}
 
 
 def tcp_listeners(inodes: set[str]) -> list[str]:
@@ -93,40 +86,28 @@ def unix_listeners(inodes: set[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_launched_job_listens_at_no_port_and_refuses_other_users(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--", sys.executable, "-c", WORKER]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     go = tmp_path / "go"
-    with subprocess.Popen(
-        [*command, str(tmp_path / "ready"), str(go)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as launcher:
-        try:
-            while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
-                assert launcher.poll() is None, launcher.communicate()[0]
-                time.sleep(0.05)
-            own = psutil.Process(launcher.pid)
-            inodes = inodes_of([own, *own.children(recursive=True)])
-            assert tcp_listeners(inodes) == []
-            names = unix_listeners(inodes)
-            abstract = [name for name in names if name.startswith("@")]
-            assert sorted(name.split("-")[1] for name in abstract) == [
-                *("scheduler", "server"),
-                *["status"] * 4,  # each process answers `gangline status`
-                "store",
-            ]
-            assert not [name for name in names if Path(name).exists()]  # removed once the ranks were connected
-            told = subprocess.run([sys.executable, "-c", CONNECT, *names], capture_output=True, text=True, check=True)
-            assert told.stdout.splitlines() == [f"{name} refused" for name in names]
-            assert len(names) > len(abstract)
-            go.touch()
-            said = launcher.communicate(timeout=60)[0]
-            assert (launcher.returncode, said.count("exact")) == (0, 2), said
-        finally:
-            launcher.kill()
+    words = ("-n", "2", "-s", "1", "--", sys.executable, "-c", WORKER, str(tmp_path / "ready"), str(go))
+    with launch(*words) as job:
+        while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
+            assert job.process.poll() is None, job.end()
+            time.sleep(0.05)
+        inodes = inodes_of(job.running())
+        assert tcp_listeners(inodes) == []
+        names = unix_listeners(inodes)
+        abstract = [name for name in names if name.startswith("@")]
+        assert sorted(name.split("-")[1] for name in abstract) == [
+            *("scheduler", "server"),
+            *["status"] * 4,  # each process answers `gangline status`
+            "store",
+        ]
+        assert not [name for name in names if Path(name).exists()]  # removed once the ranks were connected
+        told = subprocess.run([sys.executable, "-c", CONNECT, *names], capture_output=True, text=True, check=True)
+        assert told.stdout.splitlines() == [f"{name} refused" for name in names]
+        assert len(names) > len(abstract)
+        go.touch()
+        code, out, errors = job.end(60)
+    assert (code, sorted(out)) == (0, [f"[worker {rank}] exact" for rank in (0, 1)]), errors
 
 
 SQUAT = f"""

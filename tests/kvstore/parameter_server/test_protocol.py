@@ -34,7 +34,6 @@ from gangline.kvstore.parameter_server.protocol import (
     Collective,
     Command,
     CommandResult,
-    Define,
     Hello,
     Message,
     Pull,
@@ -48,7 +47,7 @@ from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
-from tests.kvstore.parameter_server.in_process import Job, RawClient, raw_clients
+from tests.kvstore.parameter_server.in_process import Job, RawClient, RawWorkers, definition
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -150,7 +149,7 @@ def test_messages_survive_a_round_trip(message: Message) -> None:
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_field_of_another_type_or_beyond_its_bounds_is_refused(cls: Any) -> None:
     fields = dataclasses.fields(cls)
-    good = [EXAMPLES[field.type] for field in fields]
+    good = [EXAMPLES[field.type][0] for field in fields]
     assert protocol.unpack(packed(cls.kind, *good)) == cls(*good)
     for index, field in enumerate(fields):
         strange = [{"a": 1}, -1, 1.5, True, None, b"x", "x", [{}], [[[]]], 2**64 - 1]
@@ -164,39 +163,29 @@ def test_a_field_of_another_type_or_beyond_its_bounds_is_refused(cls: Any) -> No
             protocol.unpack(packed(cls.kind, *values))
 
 
-EXAMPLES: dict[str, Any] = {
-    "Rank": 3,
-    "Count": 5,
-    "String": "word",
-    "Text": "text",
-    "Blob": b"blob",
-    "Flag": True,
-    "Number": 0.5,
-    "OptionalNumber": None,
-    "Strings": ["a"],
-    "Blobs": [b"a"],
-    "Process": ["boot", 7, 9],
-    "Counts": [1, 2],
-    "Region": [64, 128],
-    "Entries": [[1, 2, DENSE, 8]],
-    "Definitions": [[1, "float32", [2, 3], 3, b"\xa1k", 0, True]],
-    "Views": [[1, [0, 1]], [7, [0, 2]]],
+# A value of each type, and values that are valid for this type and invalid for most others.
+EXAMPLES: dict[str, tuple[Any, ...]] = {
+    "Rank": (3, -1),
+    "Count": (5,),
+    "String": ("word", "x"),
+    "Text": ("text", "x"),
+    "Blob": (b"blob", b"x"),
+    "Flag": (True,),
+    "Number": (0.5, 1.5, 2**64 - 1),
+    "OptionalNumber": (None, 1.5, 2**64 - 1),
+    "Strings": (["a"],),
+    "Blobs": ([b"a"],),
+    "Process": (["boot", 7, 9],),
+    "Counts": ([1, 2],),
+    "Region": ([64, 128], None),
+    "Entries": ([[1, 2, DENSE, 8]],),
+    "Definitions": ([[1, "float32", [2, 3], 3, b"\xa1k", 0, True]],),
+    "Views": ([[1, [0, 1]], [7, [0, 2]]],),
 }
 
 
 def fits(value: Any, name: str) -> bool:
-    """Return whether a value that is invalid for most types is valid for this one."""
-    allowed: dict[str, tuple[Any, ...]] = {
-        "Rank": (-1,),
-        "String": ("x",),
-        "Text": ("x",),
-        "Blob": (b"x",),
-        "Flag": (True,),
-        "Number": (1.5, 2**64 - 1),
-        "OptionalNumber": (1.5, None, 2**64 - 1),
-        "Region": (None,),
-    }
-    return any(value is one or (type(value) is type(one) and value == one) for one in allowed.get(name, ()))
+    return any(type(value) is type(one) and value == one for one in EXAMPLES[name])
 
 
 def test_truncated_and_invalid_messages_are_refused() -> None:
@@ -298,36 +287,19 @@ def floats(frame: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(frame), dtype=torch.float32)
 
 
-def defined(sequence: int, number: int, shape: list[int], width: int, key: Any) -> Define:
-    return Define(sequence, [[number, "float32", shape, width, msgpack.packb(key), 0, True]], None)
-
-
-class Pair:
+class Pair(RawWorkers):
     """Two raw workers and one server; `serves` checks that valid rounds still work."""
 
     def __init__(self, job: Job) -> None:
-        members = job.members()
+        super().__init__(job)
         self.server = job.server()
-        self.clients = raw_clients(members)
-        self.address = members[0].servers[0]
-        self.sequence = 10
+        self.address = self.members[0].servers[0]
         self.round = 0
-        assert self.clients[0].request(defined(1, 5, [FLOATS], 1, "honest"), bytes_of(FIRST)) == Ack([1])
-        assert self.clients[0].request(defined(2, 6, [10, 10], 10, "table"), bytes_of(FIRST)) == Ack([2])
-
-    def next(self) -> int:
-        self.sequence += 1
-        return self.sequence
-
-    def push(self, rank: int, number: int, data: bytes, kind: int = DENSE, shard: int = 5, sequence: int = 0) -> int:
-        """Push to a round, check that it is acknowledged, and return the sequence number."""
-        sequence = sequence or self.next()
-        message = Push(sequence, [[shard, number, kind, len(data)]], None, None, False, None)
-        assert self.clients[rank].request(message, data) == Ack([sequence])
-        return sequence
+        self.define(5, [FLOATS], bytes_of(FIRST), key="honest")
+        self.define(6, [10, 10], bytes_of(FIRST), width=10, key="table")
 
     def pulled(self, rank: int, number: int, shard: int = 5, sequence: int = 0) -> torch.Tensor:
-        self.clients[rank].send(Pull(sequence or self.next(), [[shard, number, DENSE, 0]], False, None))
+        self.clients[rank].pull(sequence or self.next(), shard, number)
         return floats(self.clients[rank].receive()[1][0])
 
     def command(self, name: str, value: Any) -> None:
@@ -338,10 +310,10 @@ class Pair:
         """Run a valid round and check its result."""
         self.round += 1
         for rank in range(2):
-            self.push(rank, self.round, bytes_of(FIRST * (rank + 1)))
+            self.push_and_confirm(rank, self.round, bytes_of(FIRST * (rank + 1)))
         for client in self.clients:
             sequence = self.next()
-            client.send(Pull(sequence, [[5, self.round, DENSE, 0]], False, None))
+            client.pull(sequence, 5, self.round)
             values, (data,) = client.receive()
             assert values == Values(sequence, 0, [[5, self.round, DENSE, 4 * FLOATS]], [])
             assert torch.equal(floats(data), FIRST * 3)
@@ -349,11 +321,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with Job(2) as job:
-        pair = Pair(job)
+    with Job(2) as job, Pair(job) as pair:
         yield pair
-        for client in pair.clients:
-            client.__exit__()
 
 
 def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
@@ -378,7 +347,7 @@ def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
         ("ProtocolError: received 7 bytes of row numbers", Pull(n(), [[6, 0, ROWS, 7]], True, None), [bytes(7)]),
         ("ValueError: rows 10 to 10", Pull(n(), [[6, 0, ROWS, 8]], True, None), [bytes([10, *bytes(7)])]),
         ("ValueError: rows -1 to -1", Pull(n(), [[6, 0, ROWS, 8]], True, None), [b"\xff" * 8]),
-        ("ProtocolError: worker 1 defines shards", defined(n(), 7, [FLOATS], 1, "mine"), [zeros]),
+        ("ProtocolError: worker 1 defines shards", definition(n(), 7, [FLOATS], 1, "mine"), [zeros]),
         ("ProtocolError: command 'shutdown'", Command(n(), "shutdown", b""), []),
         ("RuntimeError: there is no optimizer", Command(n(), "state", b""), []),
         ("ValueError: there is no optimizer", Command(n(), "load", b""), []),
@@ -402,13 +371,13 @@ def test_invalid_definitions_of_rank_0_are_refused(pair: Pair) -> None:
     zero = pair.clients[0]
     n = pair.next
     for said, message, frames in (
-        ("ProtocolError: shard 8 has a key", defined(n(), 8, [2], 1, [1]), [bytes(8)]),
-        ("ProtocolError: shard 8 has a key", defined(n(), 8, [2], 1, True), [bytes(8)]),
-        ("ProtocolError: shard 8 of 3 elements has rows of 2", defined(n(), 8, [3], 2, "x"), [bytes(12)]),
-        ("ProtocolError: received 1 data frames", defined(n(), 8, [2**33], 1, "x"), [bytes(8)]),
-        ("RuntimeError|ValueError|OverflowError|TypeError", defined(n(), 8, [0, 2**63], 1, "x"), [b""]),
-        ("MismatchError: shard 5 is of key 'honest'", defined(n(), 5, [FLOATS], 1, "other"), [bytes(4 * FLOATS)]),
-        ("MismatchError: shard 5 is of key 'honest'", defined(n(), 5, [FLOATS - 1], 1, "honest"), [bytes(396)]),
+        ("ProtocolError: shard 8 has a key", definition(n(), 8, [2], 1, [1]), [bytes(8)]),
+        ("ProtocolError: shard 8 has a key", definition(n(), 8, [2], 1, True), [bytes(8)]),
+        ("ProtocolError: shard 8 of 3 elements has rows of 2", definition(n(), 8, [3], 2, "x"), [bytes(12)]),
+        ("ProtocolError: received 1 data frames", definition(n(), 8, [2**33], 1, "x"), [bytes(8)]),
+        ("RuntimeError|ValueError|OverflowError|TypeError", definition(n(), 8, [0, 2**63], 1, "x"), [b""]),
+        ("MismatchError: shard 5 is of key 'honest'", definition(n(), 5, [FLOATS], 1, "other"), [bytes(4 * FLOATS)]),
+        ("MismatchError: shard 5 is of key 'honest'", definition(n(), 5, [FLOATS - 1], 1, "honest"), [bytes(396)]),
     ):
         text = zero.refusal(message, *frames)
         assert re.match(said, text), text
@@ -445,8 +414,8 @@ def test_a_push_that_does_not_fit_fails_its_round_for_all_and_the_next_is_clean(
         (ROWS, b"\xff" * 12, "row -1"),
     ):
         pair.round += 1
-        pair.push(0, pair.round, bytes(4 * FLOATS))
-        pair.push(1, pair.round, data, kind)
+        pair.push_and_confirm(0, pair.round, bytes(4 * FLOATS))
+        pair.push_and_confirm(1, pair.round, data, kind)
         (text,) = {
             client.refusal(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None)) for client in pair.clients
         }
@@ -462,9 +431,9 @@ def test_wrong_payloads_of_codecs_fail_their_round(pair: Pair) -> None:
         for data in (b"", b"\xff" * 25, b"\xff" * 80, b"\xff" * 200, b"\xff" * 4096):
             pair.round += 1
             for rank in range(2):
-                pair.push(rank, pair.round, data, CODED)
+                pair.push_and_confirm(rank, pair.round, data, CODED)
             for client in pair.clients:
-                client.send(Pull(pair.next(), [[5, pair.round, DENSE, 0]], False, None))
+                client.pull(pair.next(), 5, pair.round)
                 client.receive()  # a value if the bytes can be decoded, else an error
     pair.command("compression", msgpack.packb(None))
     pair.serves()
@@ -474,12 +443,12 @@ def test_repeated_messages_are_answered_but_not_applied_again(pair: Pair) -> Non
     pair.round += 1
     first, second = pair.next(), pair.next()
     for _ in range(3):
-        pair.push(0, pair.round, bytes_of(FIRST), sequence=first)
+        pair.push_and_confirm(0, pair.round, bytes_of(FIRST), sequence=first)
     for sequence in (second, pair.next()):  # also under another number: rank, shard and round identify a push
-        pair.push(1, pair.round, bytes_of(4 * FIRST), sequence=sequence)
+        pair.push_and_confirm(1, pair.round, bytes_of(4 * FIRST), sequence=sequence)
     for rank in (0, 0, 1, 1):
         assert torch.equal(pair.pulled(rank, pair.round, sequence=second), FIRST * 5)
-    again = defined(pair.next(), 5, [FLOATS], 1, "honest")
+    again = definition(pair.next(), 5, [FLOATS], key="honest")
     assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
     pair.serves()
     assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
@@ -489,7 +458,7 @@ def test_repeated_messages_are_answered_but_not_applied_again(pair: Pair) -> Non
 def test_pushes_that_overtake_each_other_are_all_counted(pair: Pair) -> None:
     for number in (2, 3, 1):
         for rank in range(2):
-            pair.push(rank, pair.round + number, bytes_of(FIRST * 4 ** (2 * number + rank)))
+            pair.push_and_confirm(rank, pair.round + number, bytes_of(FIRST * 4 ** (2 * number + rank)))
     pair.round += 3
     for rank in range(2):
         assert torch.equal(pair.pulled(rank, pair.round), FIRST * (4**6 + 4**7))
@@ -498,162 +467,147 @@ def test_pushes_that_overtake_each_other_are_all_counted(pair: Pair) -> None:
 
 @pytest.mark.parametrize("numel", [FLOATS, 100_000])  # in a data frame, and read in place
 def test_a_pull_gets_its_round_though_the_next_one_is_complete(pair: Pair, numel: int) -> None:
-    shard = pair.next()
-    assert pair.clients[0].request(defined(shard, shard, [numel], 1, f"next {numel}"), bytes(4 * numel)) == Ack([shard])
+    shard, zero = pair.next(), pair.clients[0]
+    pair.define(shard, [numel], bytes(4 * numel), key=f"next {numel}")
     for number in range(1, 40, 2):
-
-        def push(client: RawClient, number: int) -> None:
-            data = bytes_of(torch.full((numel,), float(number)))
-            client.send(Push(pair.next(), [[shard, number, DENSE, 4 * numel]], None, None, False, None), data)
-
-        push(pair.clients[0], number)
-        assert isinstance(pair.clients[0].receive()[0], Ack)
-        for later in (number, number + 1):
-            push(pair.clients[1], later)
-            assert isinstance(pair.clients[1].receive()[0], Ack)
+        data, next_data = (bytes_of(torch.full((numel,), float(value))) for value in (number, number + 1))
+        for rank in range(2):
+            pair.push_and_confirm(rank, number, data, shard=shard)
+        pair.push_and_confirm(1, number + 1, next_data, shard=shard)
         first, second = pair.next(), pair.next()  # sent together, so that the server may receive them together
-        pair.clients[0].send(Pull(first, [[shard, number, DENSE, 0]], False, None))
-        push(pair.clients[0], number + 1)
-        pair.clients[0].send(Pull(second, [[shard, number + 1, DENSE, 0]], False, None))
+        zero.pull(first, shard, number)
+        pair.push(0, number + 1, next_data, shard=shard)
+        zero.pull(second, shard, number + 1)
         expected = {first: number, second: number + 1}
         for _ in range(3):  # two values and one acknowledgement
-            message, frames = pair.clients[0].receive()
+            message, frames = zero.receive()
             if isinstance(message, Values):
                 assert floats(frames[0]).unique().tolist() == [2.0 * expected.pop(message.sequence)]
                 if message.number:
-                    pair.clients[0].send(ValuesRead([message.number]))
+                    zero.send(ValuesRead([message.number]))
         assert not expected
 
 
 def test_an_optimizer_refuses_invalid_states() -> None:
-    with Job(2) as job:
-        pair = Pair(job)
-        refuse_states(pair)
-        for client in pair.clients:
-            client.__exit__()
-
-
-def refuse_states(pair: Pair) -> None:
-    n = pair.next
+    place, data = "5/momentum_buffer", bytes(4 * FLOATS)
     spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5})))
-    pair.command("optimizer", spec)
-    for state, frames in (
-        (5, []),
-        (["sgd", {}, [["5/momentum_buffer", "float32", [FLOATS]]]], []),
-        (["sgd", {}, [["5/momentum_buffer", "load", [FLOATS]]]], [bytes(4 * FLOATS)]),
-        (["sgd", {}, [["5/momentum_buffer", 7, [FLOATS]]]], [bytes(4 * FLOATS)]),
-        (["sgd", {}, [["5/momentum_buffer", "float32", [FLOATS + 1]]]], [bytes(4 * FLOATS)]),
-        (["sgd", {}, [["5/momentum_buffer", "float32", [FLOATS]]]], [bytes(3)]),
-        (["sgd", {}, [[5, "float32", [FLOATS]]]], [bytes(4 * FLOATS)]),
-        (["adam", {}, []], []),
-        (["sgd", 5, []], []),
-    ):
-        assert pair.clients[0].refusal(Command(n(), "load", msgpack.packb(state)), *frames)
-    for rank in range(2):
-        pair.push(rank, 1, bytes_of(FIRST), shard=6)
-    for rank in range(2):
-        assert torch.equal(pair.pulled(rank, 1, shard=6), -FIRST)
+    with Job(2) as job, Pair(job) as pair:
+        pair.command("optimizer", spec)
+        for state, frames in (
+            (5, []),
+            (["sgd", {}, [[place, "float32", [FLOATS]]]], []),
+            (["sgd", {}, [[place, "load", [FLOATS]]]], [data]),
+            (["sgd", {}, [[place, 7, [FLOATS]]]], [data]),
+            (["sgd", {}, [[place, "float32", [FLOATS + 1]]]], [data]),
+            (["sgd", {}, [[place, "float32", [FLOATS]]]], [bytes(3)]),
+            (["sgd", {}, [[5, "float32", [FLOATS]]]], [data]),
+            (["adam", {}, []], []),
+            (["sgd", 5, []], []),
+        ):
+            assert pair.clients[0].refusal(Command(pair.next(), "load", msgpack.packb(state)), *frames)
+        for rank in range(2):
+            pair.push_and_confirm(rank, 1, bytes_of(FIRST), shard=6)
+        for rank in range(2):
+            assert torch.equal(pair.pulled(rank, 1, shard=6), -FIRST)
 
 
 # Shared memory
 
 
-def test_memory_regions_are_checked_and_released_once() -> None:
-    nbytes = 4 * FLOATS
+NBYTES = 4 * FLOATS
+
+
+def pushed_from_memory(sequence: int, offset: int = 64) -> Push:
+    return Push(sequence, [[5, 1, DENSE, NBYTES]], None, None, False, [offset, NBYTES])
+
+
+@pytest.fixture
+def offer() -> Iterator[Offer]:
+    """Shared memory of a worker, with the values of `FIRST` at byte 64."""
     offer = Offer(4096)
-    offer.segment.tensor(64, nbytes).copy_(FIRST.view(torch.uint8))
+    offer.segment.tensor(64, NBYTES).copy_(FIRST.view(torch.uint8))
+    yield offer
+    offer.close()
+
+
+def test_handles_that_name_no_memory_are_ignored(offer: Offer) -> None:
     with Job(1) as job:
         (member,) = job.members()
         with RawClient(member.servers[0], member.identity) as client:
             for card in (b"no card", b"\xff" * 40, offer.handle):  # later handles of a known worker are ignored
                 assert client.request(Hello(0, 1, "sync", -1, card, 0)) == Welcome(False, b"")
-        offer.close()
-    offer = Offer(4096)
-    offer.segment.tensor(64, nbytes).copy_(FIRST.view(torch.uint8))
-    with Job(1) as job:
-        (member,) = job.members()
-        with RawClient.of_worker(member, handle=offer.handle) as client:
-            assert client.request(defined(1, 5, [FLOATS], 1, "k"), bytes(nbytes)) == Ack([1])
-            entries = [[5, 1, DENSE, nbytes]]
-            for offset in (32, 65, 4096, 4096 - 64, 2**61):
-                text = client.refusal(Push(2, entries, None, None, False, [offset, nbytes]))
-                assert text.startswith("ProtocolError: bytes"), text
-            for _ in range(2):  # the second is a repeat: its region is released too
-                client.send(Push(3, entries, None, None, False, [64, nbytes]))
-                heard = [client.receive()[0], client.receive()[0]]
-                assert sorted(map(str, heard)) == sorted(map(str, (Ack([3]), Release([3]))))
-            client.send(Pull(4, entries, False, None))
-            assert torch.equal(floats(client.receive()[1][0]), FIRST)
-    offer.close()
 
 
-def test_a_repeated_push_does_not_release_the_region_of_an_open_round() -> None:
-    nbytes = 4 * FLOATS
-    offer = Offer(4096)
-    offer.segment.tensor(64, nbytes).copy_(FIRST.view(torch.uint8))
-    with Job(2) as job:
-        members = job.members()
-        clients = [RawClient.of_worker(members[0], handle=offer.handle), RawClient.of_worker(members[1])]
-        assert clients[0].request(defined(1, 5, [FLOATS], 1, "k"), bytes(nbytes)) == Ack([1])
-        entries = [[5, 1, DENSE, nbytes]]
+def test_memory_regions_are_checked_and_released_once(offer: Offer) -> None:
+    with Job(1) as job, RawWorkers(job, handle=offer.handle) as one:
+        (client,) = one.clients
+        one.define(5, [FLOATS], bytes(NBYTES))
+        for offset in (32, 65, 4096, 4096 - 64, 2**61):
+            text = client.refusal(pushed_from_memory(2, offset))
+            assert text.startswith("ProtocolError: bytes"), text
+        for _ in range(2):  # the second is a repeat: its region is released too
+            client.send(pushed_from_memory(3))
+            heard = [client.receive()[0], client.receive()[0]]
+            assert sorted(map(str, heard)) == sorted(map(str, (Ack([3]), Release([3]))))
+        client.pull(4, 5, 1)
+        assert torch.equal(floats(client.receive()[1][0]), FIRST)
+
+
+def test_a_repeated_push_does_not_release_the_region_of_an_open_round(offer: Offer) -> None:
+    with Job(2) as job, RawWorkers(job, handle=offer.handle) as two:
+        zero = two.clients[0]
+        two.define(5, [FLOATS], bytes(NBYTES))
         for _ in range(2):
-            assert clients[0].request(Push(2, entries, None, None, False, [64, nbytes])) == Ack([2])
-            assert clients[0].has_nothing()
-        assert clients[1].request(Push(2, entries, None, None, False, None), bytes_of(FIRST)) == Ack([2])
-        assert clients[0].receive()[0] == Release([2])
-        for client in clients:
-            client.send(Pull(3, entries, False, None))
+            assert zero.request(pushed_from_memory(2)) == Ack([2])
+            assert zero.has_nothing()
+        two.push_and_confirm(1, 1, bytes_of(FIRST))
+        assert zero.receive()[0] == Release([2])
+        for client in two.clients:
+            client.pull(3, 5, 1)
             assert torch.equal(floats(client.receive()[1][0]), FIRST * 2)
-            client.__exit__()
-    offer.close()
 
 
-def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost() -> None:
+def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offer: Offer) -> None:
     count = 20_000
-    ones = torch.ones(count)
-    entries = [[5, 1, DENSE, 4 * count]]
-    following = [[5, 2, DENSE, 4 * count]]
-    offer = Offer(4096)
-    with Job(2) as job:
-        members = job.members()
-        hellos = [Hello(member.rank, 1, "sync", -1, offer.handle, 0) for member in members]
-        clients = raw_clients(members, handle=offer.handle)
-        assert clients[0].request(defined(1, 5, [count], 1, "k"), bytes(4 * count)) == Ack([1])
-        for client in clients:
-            assert client.request(Push(2, entries, None, None, False, None), bytes_of(ones)) == Ack([2])
-        numbers = []
-        for client in clients:
-            values = client.request(Pull(3, entries, False, None))
-            assert len(values.offsets) == 1
-            numbers.append(values.number)
-        for client in clients:
-            assert client.request(Push(4, following, None, None, False, None), bytes_of(ones)) == Ack([4])
-        clients[1].send(ValuesRead(numbers))  # confirmations of another worker do not count
-        clients[1].send(Pull(5, following, False, None))
-        again = (
-            clients[0].request(Pull(3, entries, False, None)).number
-        )  # it repeats the request because the answer was lost
+    ones = bytes_of(torch.ones(count))
+    with Job(2) as job, RawWorkers(job, handle=offer.handle) as two:
+        zero, one = two.clients
+        two.define(5, [count], bytes(4 * count))
+
+        def push_both(number: int) -> None:
+            for rank in range(2):
+                two.push_and_confirm(rank, number, ones)
+
+        def pull(client: RawClient, number: int) -> Values:
+            client.pull(two.next(), 5, number)
+            values = client.receive()[0]
+            assert isinstance(values, Values)
+            return values
+
+        push_both(1)
+        first = [pull(client, 1) for client in two.clients]
+        assert [len(values.offsets) for values in first] == [1, 1]
+        numbers = [values.number for values in first]
+        push_both(2)
+        one.send(ValuesRead(numbers))  # confirmations of another worker do not count
+        one.pull(two.next(), 5, 2)
+        zero.pull(first[0].sequence, 5, 1)  # it repeats the request because the answer was lost
+        again = zero.receive()[0].number
         assert again not in numbers
-        assert clients[1].has_nothing()
-        clients[0].send(ValuesRead([again]))  # also confirms the lost one
-        values = clients[1].receive()[0]
-        assert values.entries == following
-        clients[1].send(ValuesRead([values.number]))
-        values = clients[0].request(Pull(5, following, False, None))
-        last = [[5, 3, DENSE, 4 * count]]
-        for client in clients:
-            assert client.request(Push(6, last, None, None, False, None), bytes_of(ones)) == Ack([6])
-        clients[1].send(Pull(7, last, False, None))
-        assert clients[0].request(Pull(8, [[99, 0, DENSE, 0]], False, None)).error == "KeyError"
-        assert clients[1].has_nothing()
-        welcome = clients[0].request(
-            dataclasses.replace(hellos[0], last_read=values.number)
-        )  # its confirmation was lost
+        assert one.has_nothing()
+        zero.send(ValuesRead([again]))  # also confirms the lost one
+        values = one.receive()[0]
+        assert values.entries == [[5, 2, DENSE, 4 * count]]
+        one.send(ValuesRead([values.number]))
+        values = pull(zero, 2)
+        push_both(3)
+        one.pull(two.next(), 5, 3)
+        zero.pull(two.next(), 99, 0)
+        assert zero.receive()[0].error == "KeyError"
+        assert one.has_nothing()
+        welcome = zero.request(Hello(0, 1, "sync", -1, offer.handle, values.number))  # its confirmation was lost
         assert isinstance(welcome, Welcome)
-        assert clients[1].receive()[0].entries == last
-        for client in clients:
-            client.__exit__()
-    offer.close()
+        assert one.receive()[0].entries == [[5, 3, DENSE, 4 * count]]
 
 
 def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,10 @@ from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.parameter_server.environment import from_environment
-from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.launcher.job import free_ports
-from tests.kvstore.parameter_server.processes import RoleProcess
+from tests.kvstore.parameter_server.processes import RoleProcess, join_job
 from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
 from tests.kvstore.test_launch import launch
 
@@ -52,15 +51,8 @@ def play(
     Returns:
         True of a server whether it was needed; of a worker the result of the body.
     """
-    torch.set_num_threads(1)
-    own = scheduler.Scheduler(WORKERS, 1, "127.0.0.1") if place.rank == 0 else None
-    said = place.exchange(f"{os.getpid()} {0 if own is None else own.port}".encode())
-    os.environ.update(
-        DMLC_PS_ROOT_URI="127.0.0.1",
-        DMLC_PS_ROOT_PORT=said[0].split()[1].decode(),
-        DMLC_NUM_WORKER=str(WORKERS),
-        DMLC_NUM_SERVER="1",
-    )
+    own = join_job(place, WORKERS, 1)
+    pids = [int(pid) for pid in place.exchange(str(os.getpid()).encode())]
     if own is not None:
         own.run()
         return None
@@ -70,7 +62,7 @@ def play(
             os.environ[KEPT_MEMORY] = str(os.open(memory, os.O_RDWR))
         if place.rank > 1:
             with suppress(ProcessLookupError):
-                select.select([os.pidfd_open(int(said[place.rank - 1].split()[0]))], [], [])
+                select.select([os.pidfd_open(pids[place.rank - 1])], [], [])
         if Path(over).exists():
             return False
         bind, port = Listener._bind, int(os.environ.get(PORT, 0))

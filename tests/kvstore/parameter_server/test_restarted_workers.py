@@ -8,28 +8,20 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 
-from gangline import kvstore
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome
-from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import Actor
+from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.faults import DistStage
-from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(110)
 
 STEPS = 8
 WORKERS = 2
-NUMEL: dict[Key, int] = {"small": 4, "large": 100_003}
-ALL = {key: [1] * STEPS * WORKERS for key in NUMEL}
-LIMITS = {
-    "GANGLINE_TIMEOUT": "60",
-    "GANGLINE_HEARTBEAT": "0.2",
-    "GANGLINE_HEARTBEAT_LIMIT": "5",
-    "GANGLINE_RESTART_LIMIT": "20",
-}
+ALL = digits.every_push(STEPS, WORKERS)
+LIMITS = {**digits.LIMITS, "GANGLINE_RESTART_LIMIT": "20"}
 
 
 def play(path: str, victim: int, name: str, body: str) -> Any:
@@ -46,33 +38,16 @@ def play(path: str, victim: int, name: str, body: str) -> Any:
 
 
 def train(name: str, body: str, successor: Actor | None = None) -> Any:
-    """Push a base-4 digit of its own in each step; return the digits of the sums and the first step."""
-    with kvstore.create(name) as kv:
-        kv.init(list(NUMEL), [torch.zeros(numel, dtype=torch.float64) for numel in NUMEL.values()])
-        if not kv.is_async:  # which adds up by itself
-            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        outs = {key: torch.empty(numel, dtype=torch.float64) for key, numel in NUMEL.items()}
+    """Return the digits of the sums and the first step."""
+    with DistStore(name) as kv:
+        outs = digits.init(kv)
         kv.pull(list(outs), list(outs.values()))
         first = kv.first_step
         if successor is not None and "waits" in body:
             successor.tell(first)
             successor.hear()
-        for step in range(first, STEPS):
-            if "barrier first" in body:
-                kv.barrier()
-            for key, out in outs.items():
-                digit = torch.full_like(out, 4.0 ** (kv.rank + WORKERS * step))
-                if "pushpull" in body:
-                    kv.pushpull(key, digit, out)
-                else:
-                    kv.push(key, digit, async_op="async" in body)
-            if "pull" in body:
-                kv.pull(list(outs), list(outs.values()))
-            if "barrier last" in body:
-                kv.barrier()
-        kv.barrier()
-        kv.pull(list(outs), list(outs.values()))
-        return {key: digits_of(*out.unique().tolist()) for key, out in outs.items()}, first, kv.is_restarted
+        digits.train(kv, outs, STEPS, body)
+        return digits.sums(kv, outs), first, kv.is_restarted
 
 
 class RestartStage(DistStage):
@@ -105,9 +80,9 @@ def check(
     assert "was killed by SIGKILL" in str(ended.pop(f"worker {victim}").error)
     assert {role: outcome.error for role, outcome in ended.items()} == dict.fromkeys(ended)
     other = ended[f"worker {1 - victim}"].value
-    digits, first, is_restarted = ended["successor"].value
+    found, first, is_restarted = ended["successor"].value
     assert other == (ALL, 0, False)
-    assert (digits, is_restarted) == (ALL, True)
+    assert (found, is_restarted) == (ALL, True)
     return int(first)
 
 

@@ -11,8 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,11 +36,26 @@ from gangline.kvstore.parameter_server.protocol import (
     Rejected,
 )
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
+from gangline.launcher.job import free_ports
+from tests import programs
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 
 pytestmark = pytest.mark.timeout(110)
 
-ROOT = Path(__file__).parents[3]
+
+def elsewhere(rank: int) -> Register:
+    """Return the registration of a worker whose process is not on this host."""
+    return Register("worker", rank, ["elsewhere", 1, 1], "")
+
+
+def here(rank: int) -> Register:
+    return Register("worker", rank, this_process(), "")
+
+
+def exchanged(job: Job, *members: SchedulerClient, name: str = "call") -> bool:
+    """Exchange each worker's rank; return whether all of them get all ranks."""
+    ranks = [b"%d" % member.rank for member in members]
+    return job.each(members, lambda member: member.exchange(b"%d" % member.rank, name)) == [ranks] * len(members)
 
 
 # Ranks
@@ -80,7 +93,7 @@ def refusal(address: str, rank: int) -> str:
     """Return the rejection of a rank once another process has it."""
     while True:
         with RawClient(address, os.urandom(8)) as client:
-            client.send(Register("worker", rank, ["elsewhere", 1, 1], ""))
+            client.send(elsewhere(rank))
             client.send(Heartbeat())
             answer = client.receive(heartbeats=True)[0]
         if isinstance(answer, Rejected):
@@ -182,8 +195,7 @@ def test_a_call_that_has_timed_out_can_be_repeated_and_another_does_not_meet_the
                 zero.exchange(b"early", "barrier")
         zero._timeout = LIMIT
         for name in ("barrier", "call after it"):
-            ranks = job.each((zero, one), partial(SchedulerClient.exchange, data=b"x", name=name))
-            assert ranks == [[b"x", b"x"]] * 2
+            assert exchanged(job, zero, one, name=name)
         zero._timeout = 0.2
         with pytest.raises(StallError):
             zero.exchange(b"", "barrier")
@@ -211,8 +223,7 @@ def test_collectives_continue_without_joined_workers_until_all_have_joined() -> 
         last = one.join(b"one")
         assert first.result(LIMIT) == second.result(LIMIT) == last
         assert (last.last, last.data) == (1, [b"zero", b"one", b"two"])
-        ranks = job.each((zero, one, two), lambda member: member.exchange(bytes([member.rank]), "call"))
-        assert ranks == [[b"\0", b"\1", b"\2"]] * 3
+        assert exchanged(job, zero, one, two)
 
 
 # Deaths and ends
@@ -220,7 +231,7 @@ def test_collectives_continue_without_joined_workers_until_all_have_joined() -> 
 
 def test_a_death_fails_waiting_workers() -> None:
     with Job(3) as job, RawClient(job.address, b"mortal") as client:
-        client.send(Register("worker", 2, ["elsewhere", 1, 1], ""))
+        client.send(elsewhere(2))
         zero, one = job.at_once(lambda: job.member(0), lambda: job.member(1))
         waiting = job.later(lambda: zero.exchange(b"", "barrier"))
         client.close()
@@ -235,7 +246,7 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "0.6")
     monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
     with Job(2) as job, RawClient(job.address, b"silent") as client:
-        client.send(Register("worker", 1, this_process(), ""))
+        client.send(here(1))
         zero = job.member(0)
         with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
             zero.exchange(b"", "call")
@@ -251,7 +262,7 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
 def test_processes_that_have_been_silent_for_some_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.05")
     with Job(2) as job, RawClient(job.address, b"silent") as client:
-        client.send(Register("worker", 1, this_process(), ""))
+        client.send(here(1))
         zero = job.member(0)
         while (silent := zero.silent_members(0.5)) != ["worker 1"]:
             assert silent == []
@@ -282,14 +293,11 @@ def test_a_worker_that_leaves_is_not_dead_but_fails_waiting_workers() -> None:
 def test_a_worker_that_dies_before_the_start_may_be_replaced() -> None:
     with Job(2) as job:
         with RawClient(job.address, b"first") as client:
-            client.send(Register("worker", 1, ["elsewhere", 1, 1], ""))
+            client.send(elsewhere(1))
             zero = job.later(lambda: job.member(0))
         one = retried(lambda: job.member(1))
         assert (zero.result(LIMIT).rank, one.rank) == (0, 1)
-        assert (
-            job.at_once(lambda: zero.result().exchange(b"a", "call"), lambda: one.exchange(b"b", "call"))
-            == [[b"a", b"b"]] * 2
-        )
+        assert exchanged(job, zero.result(), one)
 
 
 def retried(call: Any) -> Any:
@@ -303,7 +311,7 @@ def retried(call: Any) -> Any:
 
 def test_a_reconnected_worker_loses_nothing() -> None:
     with Job(2) as job, RawClient(job.address, b"first") as client:
-        join = Register("worker", 1, this_process(), "")
+        join = here(1)
         client.send(join)
         zero = job.member(0)
         assert isinstance(client.receive()[0], Registered)
@@ -359,23 +367,20 @@ def test_a_scheduler_outlives_hostile_bytes() -> None:
         for message, frames in hostile:
             stranger.send(message, *frames)
         stranger.send(too_large)
-        zero, one = job.members()
-        assert (
-            job.at_once(lambda: zero.exchange(b"0", "call"), lambda: one.exchange(b"1", "call")) == [[b"0", b"1"]] * 2
-        )
+        assert exchanged(job, *job.members())
         assert (job.scheduler.rejected, job.scheduler._listener.rejected) == (len(hostile), 1)
 
 
 def test_open_collectives_of_a_worker_are_bounded() -> None:
     with Job(2) as job, RawClient(job.address, b"flood") as flood:
-        flood.send(Register("worker", 1, this_process(), ""))
+        flood.send(here(1))
         zero = job.member(0)
         assert isinstance(flood.receive()[0], Registered)
         for number in range(2, 1002):
             flood.send(collective(number, bytes(100)))
         for message in (MemberGone("worker", 0, "x"), Push(1, [], None, None, False, None), JobOver()):
             flood.send(message)
-        assert isinstance(flood.request(Register("worker", 1, this_process(), "")), Registered)
+        assert isinstance(flood.request(here(1)), Registered)
         assert job.scheduler.rejected == 1000 - 64 + 3
         flood.send(collective(1, b""))
         flood.send(Leave())
@@ -406,31 +411,15 @@ raise SystemExit(code)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def starts() -> Iterator[Any]:
     """Start processes of one job and kill those that remain."""
-    port = free_port()
+    job = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "PYTHONWARNINGS": "error"}
+    (port,) = free_ports(1)
     with ExitStack() as stack:
 
         def start(role: str, *command: str, **more: str) -> subprocess.Popen[str]:
-            environment = {
-                **{name: value for name, value in os.environ.items() if not name.startswith("DMLC_")},
-                "DMLC_ROLE": role,
-                "DMLC_PS_ROOT_URI": "127.0.0.1",
-                "DMLC_PS_ROOT_PORT": str(port),
-                "DMLC_NUM_WORKER": "2",
-                "DMLC_NUM_SERVER": "1",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONWARNINGS": "error",
-                "PYTHONPATH": str(ROOT),
-                **more,
-            }
+            environment = programs.environment(**{**job, "DMLC_PS_ROOT_PORT": port, "DMLC_ROLE": role, **more})
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=environment,

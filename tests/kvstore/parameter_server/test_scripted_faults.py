@@ -9,49 +9,38 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gangline import kvstore, spawn
+from gangline import spawn
 from gangline.collectives import faults
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import DeadNodeError, GanglineError
 from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import Actor
+from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.faults import DistStage
-from tests.kvstore.parameter_server.test_failures import digits_of
 
 pytestmark = pytest.mark.timeout(110)
 
 STEPS = 5
-NUMEL: dict[Key, int] = {"small": 4, "large": 100_003}  # in the message, and in shared memory or a frame of its own
 WORKERS = 2
-ALL = [1] * STEPS * WORKERS
-LIMITS = {"GANGLINE_TIMEOUT": "60", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_HEARTBEAT_LIMIT": "5"}
 
 
 def play(path: str) -> dict[Key, list[int]] | str:
-    """Push a base-4 digit of its own in each step; return the digits of the sums, or the error of the first call."""
+    """Return the digits of the sums, or the error of the first call."""
     Actor(int(os.environ["DMLC_WORKER_ID"]), path)
     try:
-        with kvstore.create("dist_sync") as kv:
-            kv.init(list(NUMEL), [torch.zeros(numel, dtype=torch.float64) for numel in NUMEL.values()])
-            kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-            outs = {key: torch.empty(numel, dtype=torch.float64) for key, numel in NUMEL.items()}
-            for step in range(STEPS):
-                for key, out in outs.items():
-                    digit = 4.0 ** (kv.rank + WORKERS * step)
-                    kv.push(key, torch.full_like(out, digit), async_op=True)
-                if step % 2:
-                    kv.pull(list(outs), list(outs.values()))
-            kv.barrier()
-            kv.pull(list(outs), list(outs.values()))
-            return {key: digits_of(*out.unique().tolist()) for key, out in outs.items()}
+        with DistStore("dist_sync") as kv:
+            outs = digits.init(kv)
+            digits.train(kv, outs, STEPS)
+            return digits.sums(kv, outs)
     except GanglineError as error:
         return f"{type(error).__name__}: {error}"
 
 
 def outcomes(script: str, **environment: str) -> dict[str, Outcome]:
     """Run a job with a script and return the outcome of each process; nothing may be left."""
-    with DistStage(play, WORKERS, 1, GANGLINE_FAULT=script, **LIMITS, **environment) as stage:
+    with DistStage(play, WORKERS, 1, GANGLINE_FAULT=script, **digits.LIMITS, **environment) as stage:
         names = ["scheduler", "server 0", *(f"worker {rank}" for rank in range(WORKERS))]
         return dict(zip(names, stage.outcomes(), strict=True))
 
@@ -61,7 +50,7 @@ def check_digits(script: str, **environment: str) -> None:
     ended = outcomes(script, **environment)
     assert {name: outcome.error for name, outcome in ended.items()} == dict.fromkeys(ended)
     for rank in range(WORKERS):
-        assert ended[f"worker {rank}"].value == dict.fromkeys(NUMEL, ALL)
+        assert ended[f"worker {rank}"].value == digits.every_push(STEPS, WORKERS)
 
 
 def check_death(script: str, victim: str, **environment: str) -> None:

@@ -73,12 +73,9 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def scheduler(server: Server) -> SimpleNamespace:
     place = SimpleNamespace(
-        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, away={}, lost="", on_change=lambda: None
-    )
-    place.faults = None
-    place.allows_restarts = False
-    place.away = {}
-    place.reasons = []
+        rank=0, view=1, identity=b"i" * 16, servers=[server.address], gone={}, away={}, lost="", on_change=lambda: None,
+        faults=None, allows_restarts=False, reasons=[],
+    )  # fmt: skip
     place.leave = place.reasons.append
     return place
 
@@ -87,10 +84,8 @@ def scheduler(server: Server) -> SimpleNamespace:
 def client(server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
     greet = ServerClient._progress
 
-    def progress(
-        self: ServerClient, timeout_ms: int, spin_seconds: float = 0.0
-    ) -> None:  # the server's turn comes first
-        server.serve()
+    def progress(self: ServerClient, timeout_ms: int, spin_seconds: float = 0.0) -> None:
+        server.serve()  # the server's turn comes first
         greet(self, min(timeout_ms, 1), spin_seconds)
 
     monkeypatch.setattr(ServerClient, "_progress", progress)
@@ -298,9 +293,8 @@ def test_a_refused_hello_is_an_error_at_once(
 
 def test_a_server_that_dies_before_it_answers_a_hello_is_named(scheduler: SimpleNamespace) -> None:
     scheduler.gone["server", 0] = "was killed or left: connection lost"
-    with pytest.raises(
-        DeadNodeError, match=r"server 0 was killed or left: connection lost \(worker 0 connected to it\)"
-    ):
+    text = r"server 0 was killed or left: connection lost \(worker 0 connected to it\)"
+    with pytest.raises(DeadNodeError, match=text):
         ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
 
 

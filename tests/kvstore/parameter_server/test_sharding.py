@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -13,10 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gangline.collectives.transports.shm.segments import open_offered
+from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression.codec import typed
+from gangline.kvstore.parameter_server.protocol import DENSE, Pull
+from gangline.kvstore.parameter_server.pull import PullTargets, ShardTarget
+from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
+from tests.kvstore.parameter_server.in_process import Job
+
+pytestmark = pytest.mark.timeout(60)
+
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool")
 MIB = 1 << 20
@@ -252,3 +260,53 @@ def test_pages_that_are_not_needed_any_more_are_returned() -> None:
     assert committed(pool) <= 2 * MIB
     assert pool.tensor_at(small, MIB).eq(7).all()
     pool.close()
+
+
+# Threads of a server
+
+
+NUMEL = 1 << 24
+"""Elements of a key of 64 MiB."""
+
+
+@pytest.mark.parametrize(("servers", "threads"), [(1, 2), (2, 2), (4, 4)])
+def test_a_large_key_uses_all_threads_of_all_servers_alike(
+    servers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(threads)))
+    with Job(1, servers) as job, job.stores()[0] as kv:
+        kv.init("large", torch.zeros(NUMEL))
+        used: Counter[tuple[int, int]] = Counter()
+        for index in range(servers):
+            for shard in job.server()._rounds.shards.values():
+                used[index, shard.thread] += shard.flat.nbytes
+    bytes_by_thread = [used[index, thread] for index in range(servers) for thread in range(threads)]
+    assert bytes_by_thread == [4 * NUMEL // (servers * threads)] * servers * threads
+
+
+def test_a_removed_shard_makes_room_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    pool = ThreadPool()
+    assert [pool.assign(nbytes) for nbytes in (8, 4, 2, 2, 1)] == [0, 1, 1, 1, 0]
+    pool.unassign(0, 8)
+    assert pool.assign(7) == 0
+    pool.close()
+
+
+# Requests of pulls
+
+
+def no_memory(server: int) -> Segment:
+    raise AssertionError(f"memory of server {server} was read")
+
+
+def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_alone() -> None:
+    sizes = {"large": 3_000_000, "a": 1_000_000, "b": 1_000_000, "c": 1_000_000, "d": 10}
+    layouts = [KeyLayout(key, "float32", (numel,)) for key, numel in sizes.items()]
+    placed = Sharding(1).place(layouts, whole=True)
+    out = torch.empty(0)
+    targets = PullTargets([ShardTarget(placed[key][0], [out]) for key in sizes], no_memory, None)
+    messages = [request.message for request in targets.requests(dict.fromkeys(sizes, 7), "pull", 0)]
+    numbers = {key: placed[key][0].number for key in sizes}
+    groups = [["large"], ["a", "b"], ["c", "d"]]
+    assert messages == [Pull(0, [[numbers[key], 7, DENSE, 0] for key in group], False, None) for group in groups]

@@ -1,4 +1,4 @@
-"""GPU streams: pushes read what the caller's stream writes before, pulls write what it reads afterwards."""
+"""GPU streams: pushes read what the caller wrote before, pulls write what it reads afterwards; copies of buckets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gangline.kvstore import create
+from gangline.kvstore.buckets import plan
 from gangline.kvstore.parameter_server.store import DistStore
-from tests.collectives.simulated_gpus import Event, Stream, current_stream, on_simulated_gpu, simulated_gpus
+from tests.collectives.simulated_gpus import Event, Stream, counted, current_stream, on_simulated_gpu, simulated_gpus
 from tests.kvstore.parameter_server.in_process import Job
+from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
+
+
 CARD = torch.device("cuda", 0)
 NUMEL = 20_000
 
@@ -79,3 +84,29 @@ def test_kernels_of_a_side_stream_are_ordered_with_pushes_and_pulls() -> None:
             kv.pull("a", weights, async_op=True).wait()
             assert before.unique().tolist() == [step - 1.0 if step > 1 else 1.0]
             assert weights.unique().tolist() == [float(step)]
+
+
+# Buckets
+
+
+KEYS = 7
+
+
+def pushed() -> None:
+    with create("dist_sync") as kv:
+        tensors = [(f"key {number}", torch.zeros(5, 3)) for number in range(KEYS)]
+        (bucket,) = plan(tensors, 1 << 20)
+        kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
+        kv.fuse(bucket)
+        flat = torch.full((bucket.numel,), kv.rank + 1.0)
+        for devices in (1, 2):
+            with simulated_gpus(), counted(0) as first, counted(1) as second:
+                kv.push_bucket(bucket, [on_simulated_gpu(flat, index) for index in range(devices)], weight=1.0)
+                outs = [torch.empty(5, 3) for _ in tensors]
+                kv.pull(bucket.keys, outs)
+            assert first.to_host + second.to_host == [bucket.numel] * devices
+            assert torch.cat(outs).unique().tolist() == [1.5 * devices]
+
+
+def test_a_bucket_is_copied_to_the_host_once_per_gpu() -> None:
+    run_job(pushed, 2, 1)

@@ -1,26 +1,26 @@
-"""Calls with many small keys, which are summed and copied by one operation for all: as each key alone, and checked."""
+"""Calls with many small keys, which are summed and copied by one operation for all, and with keys above 2 GiB."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from gangline.kvstore import KVStore, create
+from gangline.kvstore import KVStore
 from gangline.kvstore.buckets import plan
+from tests.kvstore.test_launch import launch
 
 KEYS = [f"key {number}" for number in range(40)]
 Tensors = list[list[torch.Tensor]]
 
 
-@pytest.fixture(params=["local", "device"])
-def kv(request: pytest.FixtureRequest) -> Any:
-    with create(request.param) as store:
-        store.init(KEYS, [torch.zeros(2, 3) for _ in KEYS])
-        yield store
+@pytest.fixture
+def kv(kv: KVStore) -> KVStore:
+    kv.init(KEYS, [torch.zeros(2, 3) for _ in KEYS])
+    return kv
 
 
 def tensors(value: float, count: int = 2) -> Tensors:
@@ -70,6 +70,10 @@ def test_a_tensor_that_changed_since_the_last_call_is_checked_again(kv: KVStore,
         changed.data = data
         with pytest.raises(ValueError, match=error):
             kv.pushpull(KEYS, values, outs)
+    if name == "out":
+        changed.data = torch.zeros(1, 3).expand(2, 3)
+        with pytest.raises(ValueError, match="expanded"):
+            kv.pushpull(KEYS, values, outs)
     changed.data = torch.full((2, 3), 2.0)
     kv.pushpull(KEYS, values, outs)
     assert all_are(outs, 3.0)
@@ -84,14 +88,6 @@ def test_a_tensor_that_changed_since_the_last_call_is_checked_again(kv: KVStore,
         of_key[0].data = torch.full((2, 3), 5.0)  # other memory
     kv.pushpull(KEYS, values, outs)
     assert all_are(outs, 7.0)
-
-
-def test_an_output_that_became_expanded_is_refused(kv: KVStore) -> None:
-    values, outs = tensors(1.0), tensors(0.0)
-    kv.pushpull(KEYS, values, outs)
-    outs[3][0].data = torch.zeros(1, 3).expand(2, 3)
-    with pytest.raises(ValueError, match="expanded"):
-        kv.pushpull(KEYS, values, outs)
 
 
 def test_an_updater_or_optimizer_set_between_two_calls_applies(kv: KVStore) -> None:
@@ -145,3 +141,34 @@ def test_a_value_in_the_stores_own_memory_is_summed(kv: KVStore, lender: str) ->
         kv.set_optimizer(("sgd", {"lr": 1.0}))
         kv.push(KEYS, given)
         assert all_are([[stored[key]] for key in KEYS], -1.0)
+
+
+# Keys above 2 GiB
+
+
+CODE = """\
+import sys, torch, gangline
+with gangline.create(sys.argv[1]) as kv:
+    value = torch.zeros((1 << 31) + 8, dtype=torch.uint8)
+    kv.init("w", value)
+    value[::4099] = 3
+    value[-1] = 5
+    kv.push("w", value)
+    kv.pull("w", value.zero_())
+    assert int(value[:-1:4099].min()) == int(value[:-1:4099].max()) == 3
+    assert int(value[-1]) == 5
+    assert int(value.count_nonzero()) == len(value[:-1:4099]) + 1
+print("right", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["device", "dist_sync", "allreduce"])
+def test_a_key_above_2_gib(name: str) -> None:
+    if psutil.virtual_memory().available < 14 << 30:
+        pytest.skip("less than 14 GiB of memory are free")
+    servers = "1" if name == "dist_sync" else "0"
+    with launch("-n", "1", "-s", servers, "--", sys.executable, "-c", CODE, name) as job:
+        status, out, errors = job.end(250)
+    assert (status, out) == (0, ["[worker 0] right"]), errors
