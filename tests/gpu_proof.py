@@ -66,9 +66,9 @@ class Proof:
 
     simulate: bool
     figures: dict[str, Any] = field(default_factory=dict)
-    """What the step measured."""
+    """Figures that the step measured."""
     said: list[str] = field(default_factory=list)
-    """What its line says."""
+    """Text of its line."""
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a release must pass: ``python -m tests.release_check --python python3.11 --python python3.12``.
+"""Checks that a release must pass: ``python -m tests.release_check --python python3.11 --python python3.12``.
 
 Builds sdist and wheel twice, compares them, and checks their metadata and contents; installs the wheel into a clean
 environment of each Python and trains; writes dist/SHA256SUMS, dist/licences.md and dist/sbom.json.

@@ -490,7 +490,7 @@ class Repeated(Message, kind=35):
 # Collectives
 
 ROUND = 1 << 20
-"""Where workers may be restarted, the first collective of a worker that has pushed n times is n * ROUND + 1. Those that
+"""Base of collective numbers: where workers may be restarted, the first one after n pushes is n * ROUND + 1. Those that
 set up the store are numbered from 1 whenever they are called."""
 
 # Entries

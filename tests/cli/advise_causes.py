@@ -89,7 +89,7 @@ def slow_server() -> Verdict:
     is_over = threading.Event()
 
     def slow_down() -> None:
-        """Let the job's server run for a fifth of the time."""
+        """Stop the job's server for four fifths of the time."""
         while not is_over.is_set():
             servers = [one.process for one in statuses(is_wanted=lambda name, _: name == "server 0")]
             with suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ CAUSES: dict[str, tuple[Callable[[], Verdict], set[Verdict]]] = {
     "a server on a slow host": (slow_server, {("server", "server 0")}),
     "a slow link": (slow_link, {("communication", "")}),
 }
-"""What runs a job with each cause, and the verdicts that name it."""
+"""Function that runs a job with each cause, and the verdicts that name it."""
 
 
 def main() -> None:

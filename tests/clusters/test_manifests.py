@@ -1,4 +1,4 @@
-"""What `gangline launch --dry-run` prints for Kubernetes and Slurm; nothing is submitted."""
+"""Output of `gangline launch --dry-run` for Kubernetes and Slurm; nothing is submitted."""
 
 from __future__ import annotations
 

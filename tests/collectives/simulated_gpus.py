@@ -190,7 +190,7 @@ def _wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 @dataclass
 class Counts:
-    """What a GPU had the host do: waits, by the waiting thread's name, and elements of copies."""
+    """Counts of what a GPU cost the host: waits, by the waiting thread's name, and elements of copies."""
 
     waits: list[str] = field(default_factory=list)
     to_host: list[int] = field(default_factory=list)

@@ -207,7 +207,7 @@ def _open_sockets(rank: Rank, folder: str, kinds: list[str], namespaces: list[st
 
 @pytest.mark.parametrize("kinds", [("right", "other"), ("right", "plain text"), ("plain text", "right")], ids=str)
 def test_a_rank_that_connects_with_another_key_names_the_key(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    """As with an exchange that is not authenticated: the sockets alone refuse."""
+    """Connect as after an exchange that is not authenticated: the sockets alone refuse."""
     write_keys(tmp_path)
     with Hosts(2) as hosts:
         place = hosts.names, hosts.addresses

@@ -95,7 +95,7 @@ def means_of_integers_do_not_wrap(rank: int, size: int) -> None:
 
 @case
 def a_written_tensor_keeps_its_version(rank: int, size: int) -> None:
-    """As with gloo, so that its older values can still be used by autograd."""
+    """Check as with gloo that autograd can still use its older values."""
     tensor = torch.ones(LARGE)
     if rank == 0:
         dist.send(tensor, 1)

@@ -50,7 +50,7 @@ class TorchCommBackend:
 
 
 class Work:
-    """What a call returns: complete, or waiting for the backend's object."""
+    """Handle that a call returns: complete, or waiting for the backend's object."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -199,7 +199,7 @@ def failed_updates(comm: Communicator) -> list[list[str]]:
 
 
 def failed_update(comm: Communicator, call: str) -> list[str]:
-    """Let an update of rank 0 fail, and return the errors of the pushes, a pull and ``call``."""
+    """Fail an update of rank 0, and return the errors of the pushes, a pull and ``call``."""
     with create("allreduce", communicator=comm) as kv, pytest.MonkeyPatch.context() as patch:
         kv.init("w", torch.zeros(2))
         kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
@@ -368,7 +368,7 @@ def test_a_trainer_can_be_made_after_an_error() -> None:
 
 
 def failed_inits(comm: Communicator) -> list[str]:
-    """Let init fail on rank 1, by its shape or its memory, and repeat it."""
+    """Fail init on rank 1, by its shape or its memory, and repeat it."""
     with create("allreduce", communicator=comm) as kv, pytest.MonkeyPatch.context() as patch:
         other = torch.zeros(2 + comm.rank)
         found = [

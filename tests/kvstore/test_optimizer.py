@@ -93,7 +93,7 @@ STEPS = st.lists(
     min_size=2,
     max_size=6,
 )
-"""How the keys with a gradient are pushed, the new learning rate, and what state goes on: that of another store."""
+"""Kind of push of the keys with a gradient, the new learning rate, and what state goes on: that of another store."""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -484,7 +484,7 @@ def test_states_need_an_optimizer(kv: KVStore, tmp_path: Path, set_one: bool) ->
 
 @contextmanager
 def limited_files(nbytes: int) -> Iterator[None]:
-    """Let writing beyond a size fail, as on a full disk."""
+    """Fail writes beyond a size, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))

@@ -245,7 +245,7 @@ FORMS: dict[str, Any] = WRITABLE | {
     "big endian": lambda value: value.numpy().astype(">f4"),
     "little endian": lambda value: value.numpy().astype("<f4"),
 }
-"""What a value may be given as."""
+"""Forms of a value."""
 
 
 def values_of(form: Any) -> torch.Tensor:

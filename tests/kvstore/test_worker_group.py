@@ -190,7 +190,7 @@ def test_an_error_of_one_rank_keeps_its_type_on_the_others(told: Told) -> None:
 
 PLAYS = [_different_calls, _refused, _refused_push, _gathered, _failing_rank]
 Told = dict[str, list[Any]]
-"""What the three workers of a store found, by the name of the play."""
+"""Results of the three workers of a store, by the name of the play."""
 
 
 def play_all(kv: KVStore) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class _Clock(threading.local):
 
 @contextmanager
 def simulated_time() -> Iterator[None]:
-    """Let networks wait in simulated time, and executors of this process measure it."""
+    """Simulate the time of networks, and measure it by the executors of this process."""
     clock = _Clock()
     with pytest.MonkeyPatch.context() as patch:
         for module in (waiting_network, balancer):

@@ -1,4 +1,4 @@
-"""What the workers of a job exchange in a training step: buckets, and nothing beside them."""
+"""Messages between the workers of a job in a training step: buckets, and nothing beside them."""
 
 from __future__ import annotations
 

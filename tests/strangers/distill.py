@@ -1,4 +1,4 @@
-"""Knowledge distillation: a frozen teacher's soft targets, and a layer of its features."""
+"""Distillation of knowledge: a frozen teacher's soft targets, and a layer of its features."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share, as the utils.py of a research repository."""
+"""Helpers that the scripts of this folder share, as the utils.py of a research repository."""
 
 import os
 import sys

@@ -25,7 +25,7 @@ _NUMEL = 50_000
 
 
 class Told(NamedTuple):
-    """What a process tells at its end."""
+    """Message of a process at its end."""
 
     error: str
     """Class and text of the error that ended it; "" if it has done its work."""

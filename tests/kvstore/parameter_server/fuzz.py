@@ -188,7 +188,7 @@ def is_allowed(frames: list[bytes]) -> bool:
 
 @dataclass
 class Count:
-    """What a process counted."""
+    """Counts of a process."""
 
     sent: int = 0
     refused: int = 0

@@ -25,7 +25,7 @@ NUMEL = {"small": 4, "large": 200_003}
 LIMITS = {"GANGLINE_TIMEOUT": "30", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_HEARTBEAT_LIMIT": "5"}
 BATCH = 24
 Plan = dict[tuple[int, int], str]
-"""What a worker does before a step, by rank and step: "leave", "start RANK", "until RANK+RANK"."""
+"""Action of a worker before a step, by rank and step: "leave", "start RANK", "until RANK+RANK"."""
 
 
 def wait_for(path: Path) -> None:

@@ -96,7 +96,7 @@ def ended_by_themselves(outcomes: list[Outcome], but: int = -1) -> list[Any]:
 
 
 def wait_in(stage: DistStage, *calls: str) -> None:
-    """Let the first workers make these calls, and wait until they wait in them."""
+    """Make these calls on the first workers, and return when they wait in them."""
     for rank, call in enumerate(calls):
         stage.say(rank, [call, True])
     for rank in range(len(calls)):

@@ -33,7 +33,7 @@ def state() -> JobState:
 
 
 def call(state: JobState, number: int, name: str = "barrier", ranks: tuple[int, ...] = (0, 1)) -> list[int]:
-    """Let workers call a collective; return the numbers of those that have ended."""
+    """Call a collective on workers; return the numbers of those that have ended."""
     for rank in ranks:
         state.add(rank, Collective(number, name, -1, b"%d" % rank, ""))
     return state.complete()
@@ -104,7 +104,7 @@ def views() -> Views:
 
 
 def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, list[int]]:
-    """Let workers and servers answer; return the new view."""
+    """Answer for workers and servers; return the new view."""
     assert views.ask()
     for rank, step in begun.items():
         views.answer("worker", rank, views.asked, step)

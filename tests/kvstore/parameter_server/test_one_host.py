@@ -125,7 +125,7 @@ input()
 
 @contextmanager
 def squatted(name: str, *, is_busy: bool) -> Iterator[None]:
-    """Let another user listen at a name, with or without room in the queue of the listener."""
+    """Listen at a name as another user, with or without room in the queue of the listener."""
     script = SQUAT if is_busy else SQUAT.replace("own.connect", "# ")
     command = [sys.executable, "-c", script, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as squatter:
