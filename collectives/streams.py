@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -70,9 +70,12 @@ class Ordered:
             self._record()
         self._tensors = ()
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
+    def resumed(self) -> AbstractContextManager[None]:
         """Run more work on the side streams, after the section was entered, in any thread; `join` waits for it too."""
+        return self._resumed() if self._streams else nullcontext()
+
+    @contextmanager
+    def _resumed(self) -> Iterator[None]:
         with ExitStack() as current:
             for stream in list(self._streams.values()):
                 current.enter_context(torch.cuda.stream(stream))
