@@ -99,24 +99,29 @@ def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]
         exchange: all-gather between the ranks; called twice.
 
     Raises:
-        OSError: on all ranks with the same text, if a rank cannot open another one's segment.
+        OSError: on all ranks with the same text, if a rank has no memory for a segment, or cannot open another one's.
     """
-    offer = Offer(nbytes)
+    offer, problem = None, ""
+    segments: list[Segment] = []
     try:
-        handles = exchange(offer.handle)
-        segments: list[Segment] = []
-        problem = ""
         try:
-            for other, handle in enumerate(handles):
-                segments.append(offer.segment if other == rank else open_offered(handle))
+            offer = Offer(nbytes)
         except OSError as error:
-            problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
+            problem = f"rank {rank} cannot offer memory: {error}"
+        handles = exchange(b"" if offer is None else offer.handle)
+        if offer is not None and all(handles):
+            try:
+                for other, handle in enumerate(handles):
+                    segments.append(offer.segment if other == rank else open_offered(handle))
+            except OSError as error:
+                problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
         problems = [reported.decode() for reported in exchange(problem.encode()) if reported]
         if problems:
             raise OSError(problems[0])
         return segments
     finally:
-        offer.close()
+        if offer is not None:
+            offer.close()
 
 
 class Offer:
