@@ -150,24 +150,40 @@ def test_the_share_of_a_rank_follows_its_speed(
     assert at_least <= slow < below
 
 
-def logs_and_trains_with_batchnorm(comm: Communicator, path: str) -> tuple[list[str], list[list[int]]]:
-    """Return the lines of a training, and the split of each batch of a network that cannot train on one sample."""
+def test_the_split_and_its_gain_are_logged_by_rank_0(tmp_path: Path) -> None:
+    first, last = spawn(logged, 2, str(tmp_path / "store"), threads=1)
+    assert last == []
+    assert first[0].startswith(("balance: rank 0 ", "balance: the split stays equal, rank 0 "))
+    assert " of 32 samples (alone " in first[0]
+    assert " samples/s); expected step " in first[0]
+    assert " ms, equal split " in first[0]
+
+
+def logged(comm: Communicator, path: str) -> list[str]:
     join(comm, path)
     model = wrapped("DDP")
     with gangline_lines() as lines:
         train(model, gangline.balance(model, DataLoader(images(20), BATCH)))
-    layers = nn.Flatten(), nn.BatchNorm1d(3 * 16 * 16), nn.Linear(3 * 16 * 16, 10)
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    dist.destroy_process_group()
+    return [line for line in lines if line.startswith("balance: ")]
+
+
+class Normalized(nn.Sequential):
+    """A network that cannot train on one sample."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.BatchNorm1d(3 * 16 * 16), nn.Linear(3 * 16 * 16, 10))
+
+
+def trains_with_batchnorm(comm: Communicator, path: str) -> list[list[int]]:
+    join(comm, path)
+    model = DistributedDataParallel(Normalized())
     data = TensorDataset(torch.rand(2 * BATCH + 4, 3, 16, 16), torch.arange(2 * BATCH + 4) % 10)
     shares = train(model, gangline.balance(model, DataLoader(data, BATCH), loads=[31, 1]))
     dist.destroy_process_group()
-    return [line for line in lines if line.startswith("balance: ")], shares
+    return shares
 
 
-def test_rank_0_logs_the_split_and_none_gets_a_single_sample_if_batches_are_normalized(tmp_path: Path) -> None:
-    (first, shares), (last, same) = spawn(logs_and_trains_with_batchnorm, 2, str(tmp_path / "store"), threads=1)
-    assert shares == same == [[30, 2], [2, 2]]
-    assert last == []
-    assert first[0].startswith(("balance: rank 0 ", "balance: the split stays equal, rank 0 "))
-    for words in (" of 32 samples (alone ", " samples/s); expected step ", " ms, equal split "):
-        assert words in first[0]
+def test_no_rank_gets_a_single_sample_if_the_network_normalizes_batches(tmp_path: Path) -> None:
+    for shares in spawn(trains_with_batchnorm, 2, str(tmp_path / "store"), threads=1):
+        assert shares == [[30, 2], [2, 2]]
