@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gangline.collectives.engine.host_staging import copies_on_host, copy_to_gpus
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -85,13 +87,22 @@ class RowSparse:
         return self.indices.nbytes + self.values.nbytes
 
     def to(self, device: torch.device) -> RowSparse:
-        """Return the same rows on ``device``; the object itself if it is there already."""
+        """Return the same rows on ``device``; the object itself if it is there already.
+
+        The host waits once for a copy from a GPU, and for no copy to one.
+        """
         if device == self.device:
             return self
-        fast = self.values.is_cuda and device.type == "cuda"
-        return RowSparse(
-            self.indices.to(device, non_blocking=fast), self.values.to(device, non_blocking=fast), self.shape
-        )
+        indices, values = self.indices, self.values
+        if device.type == "cpu":
+            indices, values = copies_on_host([indices, values])
+        elif values.is_cuda:
+            indices, values = indices.to(device, non_blocking=True), values.to(device, non_blocking=True)
+        else:
+            indices, values = torch.empty_like(indices, device=device), torch.empty_like(values, device=device)
+            copy_to_gpus(self.indices, [indices])
+            copy_to_gpus(self.values, [values])
+        return RowSparse(indices, values, self.shape)
 
     def to_dense(self) -> torch.Tensor:
         """Return the whole table as a dense tensor."""
@@ -131,7 +142,12 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
 def copy_rows(whole: torch.Tensor, out: torch.Tensor | RowSparse, row_ids: torch.Tensor) -> None:
     """Copy rows of ``whole`` into ``out``: replace the content of a `RowSparse`, write only these rows of a tensor."""
     ids = torch.unique(row_ids.to(whole.device))  # ascending
-    rows = RowSparse(ids, whole.index_select(0, ids), whole.shape).to(out.device)
+    write_rows(out, RowSparse(ids, whole.index_select(0, ids), whole.shape))
+
+
+def write_rows(out: torch.Tensor | RowSparse, rows: RowSparse) -> None:
+    """Replace the content of a `RowSparse` by these rows, or write them into a tensor; on any device."""
+    rows = rows.to(out.device)
     if isinstance(out, RowSparse):
         out.indices, out.values = rows.indices, rows.values
     else:

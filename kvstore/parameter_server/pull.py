@@ -20,7 +20,7 @@ from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Messa
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of
-from gangline.kvstore.sparse import RowSparse
+from gangline.kvstore.sparse import RowSparse, write_rows
 
 _MESSAGE_BYTES = 8 << 20
 """Bytes of shards that one message requests."""
@@ -154,11 +154,7 @@ class RowPull:
         for out, ids in self._targets:
             wanted = torch.unique(ids.reshape(-1).cpu())
             rows = self._rows[torch.searchsorted(self._ids, wanted)].view(-1, *shape[1:])
-            if isinstance(out, RowSparse):
-                value = RowSparse(wanted, rows, shape).to(out.device)
-                out.indices, out.values = value.indices, value.values
-            else:
-                out.index_copy_(0, wanted.to(out.device), rows.to(out.device))
+            write_rows(out, RowSparse(wanted, rows, shape))
 
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:

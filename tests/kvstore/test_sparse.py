@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline.kvstore import KVStore, RowSparse, create
+from tests.collectives.simulated_gpus import counted, simulated_gpus
 from tests.kvstore import keyed
 from tests.kvstore.keyed import LIMIT, STORES, Careless
 
@@ -669,3 +670,17 @@ def test_a_row_pull_works_on_its_rows_only(kv: KVStore, out: str) -> None:
     with Elements() as counted:
         kv.row_sparse_pull("w", [target, target], row_ids=[7, 4999, 7])
     assert 0 < counted.most <= 3 * WIDTH
+
+
+@pytest.mark.usefixtures("stream_order")
+def test_the_host_waits_once_for_rows_of_a_gpu_and_never_for_rows_that_go_there() -> None:
+    rows = sparse([1, 4])
+    with simulated_gpus():
+        with counted() as counts:
+            there = rows.to(torch.device("cuda", 0))
+        assert (counts.waits, counts.to_gpu) == ([], [2, 2 * WIDTH])
+        with counted() as counts:
+            back = there.to(torch.device("cpu"))
+        assert (len(counts.waits), counts.to_host) == (1, [2, 2 * WIDTH])
+        assert torch.equal(back.indices, rows.indices)
+        assert torch.equal(back.values, rows.values)
