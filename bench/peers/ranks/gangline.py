@@ -45,7 +45,7 @@ class _Rank:
                 before must not be used again) and ``algorithm`` (a value for GANGLINE_ALGO; None: use the table).
         """
         if "call" in options:
-            split = {"step": lambda: self.comm.split(0), "undo": Communicator.close}
+            split: dict[str, Any] = {"step": lambda: self.comm.split(0), "undo": Communicator.close}
             calls = {"barrier": {"step": self.comm.barrier}, "connect": {**split, "step": connect}, "split": split}
             return calls[options["call"]]
         self._select(options["algorithm"])
