@@ -110,7 +110,7 @@ def _rows(
     own: RankGroup, groups: dict[str, list[RankGroup]], case: Mapping[str, Any], runs: int, run_seconds: float
 ) -> Iterator[Row]:
     def prepare(who: str, group: RankGroup) -> Side:
-        options = _options_of_mpi(case, group.candidate.ranks) if who == "mpi" else case
+        options = _options(case, group.candidate.ranks)
         group.prepare(options)
         if case["call"] in _ONCE:
             return Side(who, group, options, "bench", 1, warmup=0)
@@ -136,10 +136,9 @@ def _rows(
         group.release()
 
 
-def _options_of_mpi(case: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the options by which an MPI prepares a call of torch.distributed."""
-    if not case.get("size"):
-        return {"call": case["call"]}
+def _options(case: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     call = case["call"]
+    if not case.get("size"):
+        return {"call": call}
     tensors = tensor_options(call, ranks, case["size"] // 4 // rows_in(call, ranks))
     return {**tensors, "dtype": "float32", "op": "sum", "root": 0, "in_place": call != "all_gather"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
-_CLONE_NEWNET = 0x40000000
 _BURST = "128kb"
 """Size of the token bucket (tc-tbf) of a host with a bounded rate."""
 _LATENCY = "50ms"
@@ -26,7 +24,7 @@ class Hosts:
     names contain its process id, as in ``gangline-4711-0-host0``.
 
     Attributes:
-        names: names of the namespaces, for `enter`.
+        names: names of the namespaces.
         addresses: addresses of the hosts, as text.
 
     Raises:
@@ -55,9 +53,8 @@ class Hosts:
         self._rate = rate
         self._switch = f"{prefix}-switch"
         self._created: list[str] = []
-        self._processes: list[subprocess.Popen[str]] = []
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         try:
             self._create()
         except BaseException:
@@ -77,54 +74,8 @@ class Hosts:
         own = cores[host :: len(self.names)] if len(cores) >= len(self.names) else cores
         return ["taskset", "-c", ",".join(map(str, own)), "ip", "netns", "exec", self.names[host]]
 
-    def start(self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start a command on a host, with its output piped; `close` kills it if it still runs.
-
-        Args:
-            host: index of the host.
-            command: the command's words.
-            env: variables added to this process's environment.
-        """
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], *command],  # noqa: S607
-            env={**os.environ, "PATH": _path(), **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._processes.append(process)
-        return process
-
-    def run(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host and wait for it; arguments as in `start`.
-
-        Raises:
-            subprocess.CalledProcessError: if the exit code is not 0; its note is what the command wrote to stderr.
-        """
-        process = self.start(host, command, env)
-        output, errors = process.communicate()
-        if process.returncode:
-            error = subprocess.CalledProcessError(process.returncode, list(command), output, errors)
-            error.add_note(errors.strip())
-            raise error
-        return subprocess.CompletedProcess(list(command), 0, output, errors)
-
-    def cut(self, host: int) -> None:
-        """Take a host's link down: packets are lost, and no connection is closed."""
-        _ip("-n", self._switch, "link", "set", f"host{host}", "down")
-
-    def mend(self, host: int) -> None:
-        """Bring the link up again."""
-        _ip("-n", self._switch, "link", "set", f"host{host}", "up")
-
     def close(self) -> None:
-        """Kill the commands that still run and remove the hosts; a second call does nothing."""
-        for process in self._processes:
-            with process:  # closes its pipes and waits
-                process.kill()
-        self._processes.clear()
+        """Remove the hosts; a second call does nothing."""
         failures = []
         while self._created:
             name = self._created.pop()
@@ -161,18 +112,6 @@ def obstacle() -> str | None:
     if shutil.which("ip", path=_path()) is None:
         return "network namespaces need the command ip; install it with `apt-get install iproute2`"
     return None
-
-
-def enter(name: str) -> None:
-    """Move the calling thread, and the threads and processes it starts from now on, into one of `Hosts.names`.
-
-    Raises:
-        OSError: if there is no such namespace, or the user lacks the permission.
-    """
-    with Path("/run/netns", name).open("rb") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            number = ctypes.get_errno()
-            raise OSError(number, f"entering network namespace {name}: {os.strerror(number)}")
 
 
 def _path() -> str:

@@ -16,7 +16,7 @@ when the socket closes, even in the middle of a collective.
 FILE defines ``join()``, which returns a dict: ``who`` (name and version), ``prepare``, and, unless the process is
 alone, ``rank``, ``size``, ``barrier`` and ``leave``; ``transport`` where it is known. ``prepare(options)`` returns
 another dict: ``step`` (performs the measured work once), optionally ``wait`` (returns when all started steps are
-complete), ``undo`` (reverts a step; then every step is timed by itself, after a barrier, and reverted after it),
+complete), ``undo`` (reverts a step, given what it returned; then every step is timed by itself, after a barrier),
 ``report`` (returns a dict) and ``check`` (returns the largest absolute error). Without ``check``, `checks.py` checks by
 ``write(start, values)`` (stores a float64, int64 or bool array into the input), ``read(start, stop)`` (returns such an
 array of the result) and optionally ``settle`` (fetches the result after all ranks have stepped).
@@ -130,10 +130,10 @@ class Server:
         """Return the seconds of one step, and revert it when all ranks have performed it."""
         self._group["barrier"]()
         start = time.perf_counter()
-        prepared["step"]()
+        opened = prepared["step"]()
         seconds = time.perf_counter() - start
         self._group["barrier"]()
-        prepared["undo"]()
+        prepared["undo"](opened)
         return seconds
 
     def _check(self, options: dict[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def train(trial: Trial) -> float:
     options = [f"--{name}={value}" for name, value in trial.parameters.items()]
     options += ["--model-prefix", str(trial.folder / "net"), "--load-epoch", "auto", "--plots", "training-progress"]
     if trial.contexts[0].device_type == "gpu":
-        options += ["--gpus", ",".join(str(context.device_id) for context in trial.contexts)]
+        options += ["--context", ",".join(str(context.device_id) for context in trial.contexts)]
     else:
         options += ["--cpus", str(len(trial.contexts))]
     sys.argv = ["gangline", "train", *options]

@@ -31,18 +31,22 @@ JsonFile = Annotated[
 ]
 
 
+def _contexts(begin: str) -> list[str]:
+    return [word for word in ("auto", "cpu", "gpu", "multi-gpu", "parallel") if word.startswith(begin)]
+
+
 @dataclass(frozen=True)
 class DeviceOptions:
     """Options of every command that runs a network."""
 
     context: Annotated[
-        Literal["auto", "cpu", "gpu", "multi-gpu", "parallel"] | None,
+        str | None,
         device_option(
-            help="Devices by name. auto: one GPU if there is one. multi-gpu: all GPUs. parallel: all processes of the "
-            "job (train only)."
+            help="GPUs by index, such as 0,2, or devices by name: auto (one GPU if there is one, the default), cpu, "
+            "gpu, multi-gpu (all GPUs), parallel (all processes of the job; train only).",
+            autocompletion=_contexts,
         ),
     ] = None
-    gpus: Annotated[str | None, device_option(help="GPUs by index, such as 0,2.")] = None
     cpus: Annotated[int | None, device_option(help="Number of CPU contexts.", min=1)] = None
     work_load_list: Annotated[
         str | None,
@@ -54,15 +58,13 @@ class DeviceOptions:
 
     def devices(self) -> str | list[Context]:
         """Return the context argument of `Module`."""
-        given = {"--context": self.context, "--gpus": self.gpus, "--cpus": self.cpus}
-        flags = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-        if len(flags) > 1:
-            raise UsageError(f"{' and '.join(flags)} are given; expected one of them")
-        if self.cpus is not None:
-            from gangline.collectives.context import cpu
+        if self.cpus is None:
+            return self.context or "auto"
+        if self.context is not None:
+            raise UsageError(f"--context {self.context} and --cpus {self.cpus} are given; expected one of them")
+        from gangline.collectives.context import cpu
 
-            return [cpu(index) for index in range(self.cpus)]
-        return self.context or self.gpus or "auto"
+        return [cpu(index) for index in range(self.cpus)]
 
     def loads(self) -> list[float] | Literal["auto"] | None:
         """Return the work_load_list argument of `Module`."""

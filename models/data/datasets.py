@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +110,3 @@ def image_folder(
     except ValueError as error:
         raise ValueError(f"image folder {folder.shown} cannot be split into four fifths and one: {error}") from None
     return Splits(train, Subset(folder.augmented(evaluation), rest.indices), len(folder.classes))
-
-
-DATASETS: dict[str, Callable[[Sequence[int], torch.dtype, int], Splits]] = {"digits": digits}
-"""The names that ``--dataset`` accepts."""

@@ -45,7 +45,7 @@ def prepare(options):
             signal.pause()
     if options.get("refuse"):
         raise ValueError("no such store")
-    undo = {"undo": lambda: print("undone", file=log, flush=True)} if options.get("undo") else {}
+    undo = {"undo": lambda _: print("undone", file=log, flush=True)} if options.get("undo") else {}
     return {"step": step, "check": lambda: 0.25, **undo}
 """
 

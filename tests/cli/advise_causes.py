@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.driver.hosts import Hosts
 from gangline.collectives.liveness.status_query import statuses
 from gangline.launcher.job import free_ports
+from tests.hosts import Hosts
 from tests.programs import ROOT, environment, python, torchrun
 
 SCRIPT = str(ROOT / "tests" / "cli" / "training_with_causes.py")

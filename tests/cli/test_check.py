@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gangline.bench.driver.hosts import Hosts, obstacle
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
 from tests.collectives.firewall import drop_tcp
+from tests.hosts import Hosts, obstacle
 
 CHECK = (sys.executable, "-m", "gangline", "check")
 QUICK = ("dev-shm", "tmpdir", "cross-memory-attach", "limits", "host-name", "ports", "clock")

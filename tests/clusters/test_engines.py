@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gangline.bench.driver.hosts import Hosts, obstacle
 from tests.clusters import slurm, sshd
+from tests.hosts import Hosts, obstacle
 from tests.kvstore.test_launch import ROOT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gangline.bench.driver.hosts import Hosts
+from tests.hosts import Hosts
 
 
 def drop_tcp(hosts: Hosts, host: int, but: int = 0) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from gangline import connect
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
 from gangline.collectives.environments.job_key import FILE, JobKey, write_file
@@ -23,6 +22,7 @@ from gangline.collectives.transports.zmq import curve
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from tests.collectives.processes import Processes, Rank
+from tests.hosts import Hosts, enter, obstacle
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 PORT = 29_500

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from gangline import connect
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives import torch_backend
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from gangline.collectives.transports import unix_sockets
 from tests.collectives.processes import Processes, Rank, join_group
+from tests.hosts import Hosts, enter, obstacle
 from tests.programs import run
 
 pytestmark = pytest.mark.timeout(90)

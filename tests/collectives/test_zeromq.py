@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from gangline import connect
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.errors import GanglineError, ProtocolError
 from gangline.collectives.liveness.membership import ProcessMembership
@@ -30,6 +29,7 @@ from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, in_processes
 from tests.collectives.ranks import PATIENT, values, with_exchange
+from tests.hosts import Hosts, enter, obstacle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -341,7 +341,7 @@ def test_simulated_hosts_are_isolated_from_this_machine_and_removed_afterwards()
     with Hosts(2) as hosts:
         assert namespaces() >= set(hosts.names)
         for host, address in enumerate(hosts.addresses):
-            shown = hosts.run(host, ["ip", "-brief", "-4", "address", "show", "eth0"], {"LANG": "C"}).stdout
+            shown = hosts.run(host, ["ip", "-brief", "-4", "address", "show", "eth0"], {"LANG": "C"})
             assert f"{address}/24" in shown
             assert "UP" in shown
         endless = hosts.start(0, ["sleep", "infinity"])
@@ -357,7 +357,7 @@ def test_simulated_hosts_are_isolated_from_this_machine_and_removed_afterwards()
 def test_simulated_hosts_need_no_path_with_the_folders_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with Hosts(1, rate="100mbit") as hosts:
-        assert "rate 100Mbit" in hosts.run(0, ["tc", "qdisc", "show", "dev", "eth0"]).stdout
+        assert "rate 100Mbit" in hosts.run(0, ["tc", "qdisc", "show", "dev", "eth0"])
 
 
 def test_an_invalid_number_of_hosts_is_refused() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from gangline import in_process
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.doctor import gpus, links
 from gangline.doctor.finding import Check, Outcome, Status, findings_of, run
 from gangline.doctor.job import job
@@ -22,6 +21,7 @@ from gangline.doctor.links import LinkReport, answer, findings_of_links, measure
 from gangline.doctor.this_host import finding_of_nccl
 from tests.collectives.firewall import drop_tcp
 from tests.collectives.processes import Processes, Rank
+from tests.hosts import Hosts, enter, obstacle
 
 HOSTS = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 PORT = 29511

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
 from gangline.collectives.errors import GanglineError
 from gangline.kvstore import create
 from tests.collectives.processes import Processes, Rank
 from tests.collectives.test_keyed_ranks import PORT, use_key, write_keys
+from tests.hosts import Hosts, enter, obstacle
 from tests.kvstore.parameter_server.processes import DistJob, run_job
 from tests.kvstore.parameter_server.test_keys import KeyedProcess
 from tests.models.test_workers_dist import train

@@ -10,6 +10,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from gangline.bench.peers.ranks import gloo
+
 _WIDTH = 512  # a layer's weights take 1 MiB
 _SAMPLES = 8  # of a rank's step, few enough for communication to count
 _FEATURES, _LOOKUPS, _TABLE_ROWS, _DIMENSION = 26, 64, 1000, 32
@@ -31,30 +33,19 @@ def join(backend: str = "gloo") -> dict[str, Any]:
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
-    """Prepare ``call``, with ``size`` bytes in the larger of a rank's tensors if it is a single collective."""
+    """Prepare a ``call``, or tensors for a collective."""
+    if "collective" in options:
+        return gloo.prepare(options)
     torch.manual_seed(distributed.get_rank())
     programs: dict[str, Callable[[], Callable[[], object]]] = {
+        "barrier": lambda: distributed.barrier,
         "ddp": _ddp,
         "fsdp2": _fsdp2,
         "embeddings": _embeddings,
         "in_flight": _in_flight,
         "groups": _groups,
     }
-    call = options["call"]
-    return {"step": programs[call]() if call in programs else _single(call, options["size"])}
-
-
-def _single(call: str, size: int) -> Callable[[], object]:
-    if call == "barrier":
-        return distributed.barrier
-    whole = torch.zeros(size // 4)
-    if call == "all_reduce":
-        return lambda: distributed.all_reduce(whole)
-    if call == "broadcast":
-        return lambda: distributed.broadcast(whole, 0)
-    own = torch.zeros(len(whole) // distributed.get_world_size())
-    gathered = whole[: len(own) * distributed.get_world_size()]
-    return lambda: distributed.all_gather_into_tensor(gathered, own)
+    return {"step": programs[options["call"]]()}
 
 
 def _layers(count: int) -> nn.Sequential:

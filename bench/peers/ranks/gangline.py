@@ -45,7 +45,9 @@ class _Rank:
                 before must not be used again) and ``algorithm`` (a value for GANGLINE_ALGO; None: use the table).
         """
         if "call" in options:
-            return self._prepare_call(options["call"])
+            split: dict[str, Any] = {"step": lambda: self.comm.split(0), "undo": Communicator.close}
+            calls = {"barrier": {"step": self.comm.barrier}, "connect": {**split, "step": connect}, "split": split}
+            return calls[options["call"]]
         self._select(options["algorithm"])
         dtype = getattr(torch, options["dtype"])
         counts = [options["inputs"]] if options["in_place"] else [options["inputs"], options["outputs"]]
@@ -54,21 +56,6 @@ class _Rank:
         given.zero_()  # sums in place stay finite, however often they are repeated
         out = others[0] if others else given
         return {"step": _step(self.comm, options, given, out), **accessors(given, out)}
-
-    def _prepare_call(self, call: str) -> dict[str, Any]:
-        if call == "barrier":
-            return {"step": self.comm.barrier}
-        opened: list[Communicator] = []
-        calls: dict[str, Callable[[], Any]] = {
-            "connect": lambda: opened.append(connect()),
-            "split": lambda: opened.extend(filter(None, [self.comm.split(0)])),
-        }
-
-        def undo() -> None:
-            while opened:
-                opened.pop().close()
-
-        return {"step": calls[call], "undo": undo}
 
     def _select(self, algorithm: str | None) -> None:
         """Open a communicator that uses an algorithm, unless the present one does."""
@@ -98,30 +85,9 @@ def _ordinary(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-    collective, op, root, count = options["collective"], options["op"], options["root"], options["count"]
+    op, root, own_out = options["op"], options["root"], None if out is given else out
+    rows, gathered = given.view(-1, options["count"]), out.view(-1, options["count"])
     rank, size = comm.rank, comm.size
-    own_out = None if out is given else out
-    if collective == "all_reduce":
-        return lambda: comm.all_reduce(given, op, own_out)
-    if collective == "reduce":
-        return lambda: comm.reduce(given, root, op, own_out)
-    if collective == "broadcast":
-        return lambda: comm.broadcast(given, root)
-    if collective == "all_gather":
-        rows = out.view(size, count)
-        return lambda: comm.all_gather(given, out=rows)
-    if collective == "gather":
-        rows = out.view(size, count)
-        return lambda: comm.gather(given, root, out=rows)
-    if collective == "scatter":
-        rows = given.view(size, count)
-        return lambda: comm.scatter(rows, out, root)
-    if collective == "reduce_scatter":
-        rows = given.view(size, count)
-        return lambda: comm.reduce_scatter(rows, op, out=out)
-    if collective == "all_to_all":
-        rows, gathered = given.view(size, count), out.view(size, count)
-        return lambda: comm.all_to_all(rows, out=gathered)
 
     def exchange() -> None:
         sent = comm.send(given, (rank + 1) % size, async_op=True)
@@ -129,4 +95,15 @@ def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out:
         assert sent is not None
         sent.wait()
 
-    return exchange
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(given, op, own_out),
+        "reduce": lambda: comm.reduce(given, root, op, own_out),
+        "broadcast": lambda: comm.broadcast(given, root),
+        "all_gather": lambda: comm.all_gather(given, out=gathered),
+        "gather": lambda: comm.gather(given, root, out=gathered),
+        "scatter": lambda: comm.scatter(rows, out, root),
+        "reduce_scatter": lambda: comm.reduce_scatter(rows, op, out=out),
+        "all_to_all": lambda: comm.all_to_all(rows, out=gathered),
+        "sendrecv": exchange,
+    }
+    return calls[options["collective"]]

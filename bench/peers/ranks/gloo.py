@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -49,31 +50,25 @@ class _Rank:
         """Prepare a ``call``, or tensors for a collective; all but connecting need the default group."""
         call = options.get("call")
         if call == "connect":
-            self.undo()
-            return {"step": self.connect, "undo": self.undo}
+            self.choose_port()
+            return {"step": self.connect, "undo": self.choose_port}
         if not distributed.is_initialized():
             if not self.connections:
-                self.undo()
+                self.choose_port()
             self.connect()
         if call is None:
             return prepare(options)
         if call == "barrier":
             return {"step": distributed.barrier}
-        groups: list[Any] = []
-
-        def undo() -> None:
-            while groups:
-                distributed.destroy_process_group(groups.pop())
-
-        return {"step": lambda: groups.append(distributed.new_group(list(range(self.size)))), "undo": undo}
+        return {"step": distributed.new_group, "undo": distributed.destroy_process_group}
 
     def connect(self) -> None:
-        """Initialise the default group, at a port that `undo` has chosen."""
+        """Initialise the default group, at a port that `choose_port` has chosen."""
         distributed.init_process_group(
             "gloo", init_method=f"tcp://{self.host}:{self.port}", rank=self.rank, world_size=self.size, timeout=_TIMEOUT
         )
 
-    def undo(self) -> None:
+    def choose_port(self, _: object = None) -> None:
         """Destroy the default group, if there is one, and agree on the next one's port."""
         self.leave()
         self.connections += 1
@@ -103,27 +98,24 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
     collective, op, root = options["collective"], _OPS.get(options["op"]), options["root"]
     rank, size = distributed.get_rank(), distributed.get_world_size()
 
-    def step() -> None:
-        if collective in ("all_reduce", "reduce") and out is not given:
-            out.copy_(given)
-        if collective == "all_reduce":
-            distributed.all_reduce(out, op)
-        elif collective == "reduce":
-            distributed.reduce(out, root, op)
-        elif collective == "broadcast":
-            distributed.broadcast(out, root)
-        elif collective == "all_gather":
-            distributed.all_gather_into_tensor(out, given)
-        elif collective == "reduce_scatter":
-            distributed.reduce_scatter_tensor(out, given, op)
-        elif collective == "all_to_all":
-            distributed.all_to_all_single(out, given)
-        else:
-            sent = distributed.isend(given, (rank + 1) % size)
-            distributed.recv(out, (rank - 1) % size)
-            assert sent is not None
-            sent.wait()
+    def exchange() -> None:
+        sent = distributed.isend(given, (rank + 1) % size)
+        distributed.recv(out, (rank - 1) % size)
+        assert sent is not None
+        sent.wait()
 
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: distributed.all_reduce(out, op),
+        "reduce": lambda: distributed.reduce(out, root, op),
+        "broadcast": lambda: distributed.broadcast(out, root),
+        "all_gather": lambda: distributed.all_gather_into_tensor(out, given),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(out, given, op),
+        "all_to_all": lambda: distributed.all_to_all_single(out, given),
+        "sendrecv": exchange,
+    }
+    step = calls[collective]
+    if collective in ("all_reduce", "reduce") and out is not given:
+        return {"step": lambda: (out.copy_(given), step()), **accessors(given, out)}
     return {"step": step, **accessors(given, out)}
 
 

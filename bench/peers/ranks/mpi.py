@@ -28,7 +28,10 @@ def join() -> dict[str, Any]:
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
     """Prepare a ``call``, or allocate arrays for a collective; MPI connects once in a process."""
     if "call" in options:
-        return _prepare_call(options["call"])
+        comm = MPI.COMM_WORLD
+        return {"barrier": {"step": comm.Barrier}, "split": {"step": lambda: comm.Split(0), "undo": MPI.Comm.Free}}[
+            options["call"]
+        ]
     collective, dtype, op = options["collective"], options["dtype"], options["op"]
     if dtype == "bfloat16" or (collective in _REDUCING and (dtype in ("float16", "bool") or op not in _OPS)):
         raise ValueError(f"MPI has no {op} of {dtype}")
@@ -45,35 +48,19 @@ def prepare(options: dict[str, Any]) -> dict[str, Any]:
     return {"step": _step(collective, given, out, _OPS.get(op), options["root"]), "write": write, "read": read}
 
 
-def _prepare_call(call: str) -> dict[str, Any]:
-    comm = MPI.COMM_WORLD
-    if call == "barrier":
-        return {"step": comm.Barrier}
-    opened: list[Any] = []
-
-    def undo() -> None:
-        while opened:
-            opened.pop().Free()
-
-    return {"step": lambda: opened.append(comm.Split(0)), "undo": undo}
-
-
 def _step(collective: str, given: Any, out: Any, op: Any, root: int) -> Any:
     comm = MPI.COMM_WORLD
     rank, size = comm.rank, comm.size
-    source = MPI.IN_PLACE if out is given else given
-    if collective == "all_reduce":
-        return lambda: comm.Allreduce(source, out, op)
-    if collective == "reduce":
-        if rank == root:
-            return lambda: comm.Reduce(source, out, op, root)
-        return lambda: comm.Reduce(given, None, op, root)
-    if collective == "broadcast":
-        return lambda: comm.Bcast(out, root)
-    if collective == "all_gather":
-        return lambda: comm.Allgather(given, out)
-    if collective == "reduce_scatter":
-        return lambda: comm.Reduce_scatter_block(given, out, op)
-    if collective == "all_to_all":
-        return lambda: comm.Alltoall(given, out)
-    return lambda: comm.Sendrecv(given, (rank + 1) % size, recvbuf=out, source=(rank - 1) % size)
+    source, reduced = (MPI.IN_PLACE, out) if out is given else (given, out)
+    if collective == "reduce" and rank != root:
+        source, reduced = given, None
+    calls = {
+        "all_reduce": lambda: comm.Allreduce(source, out, op),
+        "reduce": lambda: comm.Reduce(source, reduced, op, root),
+        "broadcast": lambda: comm.Bcast(out, root),
+        "all_gather": lambda: comm.Allgather(given, out),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(given, out, op),
+        "all_to_all": lambda: comm.Alltoall(given, out),
+        "sendrecv": lambda: comm.Sendrecv(given, (rank + 1) % size, recvbuf=out, source=(rank - 1) % size),
+    }
+    return calls[collective]

@@ -9,12 +9,12 @@ import typer.core
 
 from gangline.collectives.errors import UsageError
 
-_SWITCHES = {"--benchmark", "--test-io"}
-"""Flags with a value 0 or 1 in MXNet."""
+_SWITCHES = {"--benchmark": ["--dataset", "random"], "--test-io": ["--test-io"]}
+"""What flags with a value 0 or 1 in MXNet stand for."""
 
 
 class TrainCommand(typer.core.TyperCommand):
-    """Command that takes `--network resnet --num-layers 50` for resnet50, and `--benchmark 1` for `--benchmark`."""
+    """Command that takes `--network resnet --num-layers 50` for resnet50, `--gpus 0,2` and `--benchmark 1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102  inherited
         return super().parse_args(ctx, translated(args))
@@ -27,14 +27,17 @@ def translated(words: Sequence[str]) -> list[str]:
     if "--num-layers" in pairs and ("--network" not in pairs or not (layers or "").isdecimal()):
         raise UsageError(f"--num-layers is {layers!r}; expected a number, and --network, such as --network resnet")
     found: list[str] = []
+    switches: list[str] = []  # last, to win over another --dataset
     for flag, value in _pairs(words):
-        if flag in _SWITCHES and value in ("0", "1"):
-            found += [flag] * int(value)
+        if flag in _SWITCHES and value in (None, "0", "1"):
+            switches += _SWITCHES[flag] * int(value or 1)
+        elif flag == "--gpus" and value is not None:
+            found += ["--context", value]
         elif flag == "--network" and layers is not None:
             found += [flag, f"{value}{layers}"]
         elif flag != "--num-layers":
             found += [flag] if value is None else [flag, value]
-    return found
+    return found + switches
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

@@ -54,7 +54,9 @@ class TrainOptions(DeviceOptions):
             autocompletion=_networks,
         ),
     ] = "lenet"
-    dataset: Annotated[str, _data(help="Data set: digits, or package.module:make of your own.")] = "digits"
+    dataset: Annotated[
+        str, _data(help="Data set: digits, random images to measure speed, or package.module:make of your own.")
+    ] = "digits"
     data_dir: Annotated[
         str | None,
         _data(
@@ -64,10 +66,10 @@ class TrainOptions(DeviceOptions):
     ] = None
     val_dir: Annotated[str | None, _data(help="Folder of held-out images. Default: a fifth of --data-dir.")] = None
     num_classes: Annotated[
-        int | None, _data(help="Number of classes of --benchmark; that of other data is checked.", min=1)
+        int | None, _data(help="Number of classes of random images; that of other data is checked.", min=1)
     ] = None
     num_examples: Annotated[
-        int | None, _data(help="Number of images of --benchmark; that of other data is checked.", min=1)
+        int | None, _data(help="Number of random images; that of other data is checked.", min=1)
     ] = None
     image_shape: Annotated[str | None, _data(help="Channels, height and width, such as 3,64,64.")] = None
     rgb_mean: Annotated[
@@ -178,7 +180,6 @@ class TrainOptions(DeviceOptions):
     ] = None
     monitor: Annotated[int, _show(help="Log statistics of all layers every N batches.", metavar="N", min=0)] = 0
     test_io: Annotated[bool, _show("--test-io", help="Read the data and log the speed; train nothing.")] = False
-    benchmark: Annotated[bool, _show("--benchmark", help="Train on random images to measure speed.")] = False
 
 
 def parsed(words: Sequence[str]) -> TrainOptions:

@@ -65,7 +65,7 @@ _FULL_RATE_WORKERS = 4
 _CLASSES_SHOWN = 10
 _CLIPS = ("gradient", "norm", "global_norm")
 _BENCHMARK_BATCHES = 100
-_BENCHMARK_BYTES = 1e9  # limit for all images of --benchmark; larger images make fewer batches
+_BENCHMARK_BYTES = 1e9  # limit for all random images; larger images make fewer batches
 
 
 def run(options: TrainOptions) -> dict[str, Any] | None:
@@ -295,11 +295,11 @@ def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, d
     entry = registry.find(options.network)
     given = image_shape_of(options.image_shape)
     name, seed = options.dataset, options.seed
-    if import_by_name.is_module_path(name) and options.data_dir is None and not options.benchmark:
+    if import_by_name.is_module_path(name) and options.data_dir is None:
         return import_by_name.make_data(name, given or entry.known_image_shape, dtype, seed), {}
     shape = given or entry.image_shape
     about: dict[str, Any] = {"image_shape": list(shape)}
-    if options.benchmark:
+    if name == "random":
         batch_bytes = options.batch_size * math.prod(shape) * dtype.itemsize
         batches = max(5, min(_BENCHMARK_BATCHES, int(_BENCHMARK_BYTES / batch_bytes)))
         samples = options.num_examples or batches * options.batch_size
@@ -309,11 +309,9 @@ def _data(options: TrainOptions, dtype: torch.dtype) -> tuple[datasets.Splits, d
     for flag in ("val_dir", "augment", "rgb_mean", "rgb_std"):
         if getattr(options, flag) is not None:
             raise UsageError(f"--{flag.replace('_', '-')} needs --data-dir, a folder of images")
-    if name not in datasets.DATASETS:
-        raise UsageError(
-            f"--dataset is {name!r}; expected one of {sorted(datasets.DATASETS)}, package.module:make, or --data-dir"
-        )
-    return datasets.DATASETS[name](shape, dtype, seed), about
+    if name != "digits":
+        raise UsageError(f"--dataset is {name!r}; expected digits, random, package.module:make, or --data-dir")
+    return datasets.digits(shape, dtype, seed), about
 
 
 def _image_folder(
@@ -523,7 +521,7 @@ def _description(
         f"{options.network} on {contexts}, store {module.store_type or 'none'}, batch size {batch_size}, "
         f"{classes} classes, {options.dtype}"
     ]
-    if options.data_dir is None or options.benchmark or splits.classes is None:
+    if options.data_dir is None or splits.classes is None:
         return lines
     shape = tuple(module.run_state.metadata["image_shape"])
     shown = ", ".join(splits.classes[:_CLASSES_SHOWN]) + ", ..." * (len(splits.classes) > _CLASSES_SHOWN)

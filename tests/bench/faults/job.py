@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from gangline.bench.driver.hosts import enter
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.hosts import enter
 
 ROLES = ("scheduler", "server 0", "worker 0", "worker 1")
 STEPS = 6

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from gangline.bench.driver.hosts import Hosts, obstacle
 from gangline.bench.report.output import check_outputs, write_json
 from gangline.bench.report.rows import Row
 from gangline.bench.workload.options import Json
@@ -28,6 +27,7 @@ from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from tests.bench.faults.cases import PHASES, Case, cases
 from tests.bench.faults.job import ROLES, STEPS, Place, Told, play
+from tests.hosts import Hosts, obstacle
 
 _DIGITS = "1" * 12
 _CUT_SECONDS = 5.0

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 
-from gangline.bench.driver.hosts import Hosts, enter
 from gangline.collectives.processes.spawning import Outcome
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -24,6 +23,7 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.server import server
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
+from tests.hosts import Hosts, enter
 from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
 _SERVER, _SCHEDULER = 100, 200

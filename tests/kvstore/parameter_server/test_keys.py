@@ -14,7 +14,6 @@ import torch
 import zmq
 
 from gangline import kvstore
-from gangline.bench.driver.hosts import Hosts, enter, obstacle
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq import curve
@@ -24,6 +23,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Poller
 from tests.collectives.test_keyed_ranks import use_key, write_keys
+from tests.hosts import Hosts, enter, obstacle
 from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
