@@ -140,5 +140,4 @@ def _options(case: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     call = case["call"]
     if not case.get("size"):
         return {"call": call}
-    tensors = tensor_options(call, ranks, case["size"] // 4 // rows_in(call, ranks))
-    return {**tensors, "dtype": "float32", "op": "sum", "root": 0, "in_place": call != "all_gather"}
+    return tensor_options(call, ranks, case["size"] // 4 // rows_in(call, ranks))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from gangline.bench.driver import installed
@@ -40,6 +41,7 @@ from gangline.bench.workload.options import (
 from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED
+from gangline.collectives.tuner import forced_algorithms
 
 _RUN_SECONDS = 0.2
 
@@ -77,8 +79,6 @@ class Sweep:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        import torch
-
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype.itemsize
 
@@ -89,15 +89,8 @@ class Sweep:
     def of_rank(self, collective: str, ranks: int, size: int, *, in_place: bool) -> dict[str, Any]:
         """Return the options of a rank for a size: as many whole elements, and rows, as fit into it."""
         count = size // self.itemsize // rows_in(collective, ranks)
-        return {
-            **tensor_options(collective, ranks, count),
-            "dtype": self.dtype,
-            "op": self.op,
-            "root": self.root,
-            "in_place": in_place,
-            "registered": False,
-            "algorithm": self.algorithm(collective),
-        }
+        given = {"dtype": self.dtype, "op": self.op, "root": self.root, "algorithm": self.algorithm(collective)}
+        return tensor_options(collective, ranks, count, in_place=in_place, **given)
 
 
 def collective(name: str, sweep: Sweep) -> None:
@@ -108,8 +101,6 @@ def collective(name: str, sweep: Sweep) -> None:
     ranks. Each peer runs at the fastest of several settings for each size. Options have nccl-tests' names; commands are
     spelled as in JSON, with an underscore.
     """
-    from gangline.collectives.tuner import forced_algorithms
-
     check_outputs(sweep.json, sweep.plot)
     sizes = sizes_between(sweep.minbytes, sweep.maxbytes, sweep.stepfactor)
     peers = installed.available_peers(sweep.peers, "ranks")

@@ -7,12 +7,14 @@ from functools import partial
 from timeit import timeit
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from gangline.bench.driver.harness import in_turn
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.options import Json, Runs
+from gangline.kvstore.compression import compress, parse
 
 _COPY = "torch copy_"
 _PARAMS: tuple[dict[str, Any], ...] = (
@@ -39,10 +41,6 @@ def compression(
 
 def measure(mib: int, runs: int) -> list[Row]:
     """Measure copy_ and each codec in both directions, in milliseconds, with torch's present number of threads."""
-    import torch
-
-    from gangline.kvstore.compression import compress, parse
-
     size = mib * 2**20
     values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0)).mul_(0.3)
     target = torch.empty_like(values)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch.cuda.nccl
 import typer
 
 from gangline.bench.driver.harness import in_turn, say
@@ -19,11 +20,9 @@ from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import context_words
 from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
-
-if TYPE_CHECKING:
-    import torch
-
-    from gangline.collectives.devices.device_group import DeviceGroup
+from gangline.collectives.context import contexts as contexts_of
+from gangline.collectives.devices.backends.selection import check
+from gangline.collectives.devices.device_group import DeviceGroup
 
 Call = Callable[[], Any]
 
@@ -57,11 +56,9 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
     The implementations are measured in turn.
     """
-    import gangline
-
     rows: list[Row] = []
     for count, words in contexts.items():
-        groups = _groups(gangline.contexts(words))
+        groups = _groups(contexts_of(words))
         for size in sizes:
             rows += _measured(groups, count, size, runs, run_seconds)
     return rows
@@ -69,9 +66,6 @@ def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: 
 
 def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
     """Create a group with each implementation available for the devices."""
-    from gangline.collectives.devices.backends.selection import check
-    from gangline.collectives.devices.device_group import DeviceGroup
-
     groups = []
     for name in _IMPLEMENTATIONS:
         try:
@@ -84,8 +78,6 @@ def _groups(contexts: Sequence[Any]) -> list[DeviceGroup]:
 
 
 def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, run_seconds: float) -> list[Row]:
-    import torch
-
     buffers = [torch.empty(size // 4, device=device) for device in groups[0].devices]
     sides = _sides(groups, buffers)
     wrong = {name: _wrong(name, call, buffers) for name, call in sides.items()}
@@ -131,8 +123,6 @@ def _moved(collective: str, count: int) -> int:
 
 def _sides(groups: Sequence[DeviceGroup], buffers: Sequence[torch.Tensor]) -> dict[str, Call]:
     """Return the measured calls by "IMPLEMENTATION COLLECTIVE"."""
-    import torch
-
     first, *others = buffers
     target = torch.empty_like(first)
 
@@ -148,16 +138,12 @@ def _sides(groups: Sequence[DeviceGroup], buffers: Sequence[torch.Tensor]) -> di
         sides[f"{group.implementation} broadcast"] = partial(group.broadcast, buffers)
     sides["add_, copy_ all_reduce"] = add_and_copy
     if first.is_cuda and len({buffer.device for buffer in buffers}) == len(buffers):
-        import torch.cuda.nccl
-
         sides["torch.cuda.nccl all_reduce"] = partial(torch.cuda.nccl.all_reduce, buffers)
     return sides
 
 
 def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:
     """Return the number of wrong elements of one call."""
-    import torch
-
     pattern = torch.arange(len(buffers[0]), dtype=torch.float32) % 1024
     for number, buffer in enumerate(buffers):
         buffer.copy_(pattern * 7 + number)
@@ -174,8 +160,6 @@ def _wrong(name: str, call: Call, buffers: Sequence[torch.Tensor]) -> int:
 
 def _timed(call: Call, buffers: Sequence[torch.Tensor], run_seconds: float) -> Callable[[], float]:
     """Return a function that measures the seconds of a call, over about ``run_seconds``."""
-    import torch
-
     gpus = {buffer.device for buffer in buffers if buffer.is_cuda}
 
     def finish() -> None:

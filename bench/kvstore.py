@@ -55,28 +55,26 @@ def measure(
     The arguments are options of `kvstore`; ``contexts`` are the words that name them, by their number.
     """
     keys = parameter_shapes(network)
-    cases = [(store, count) for store in stores for count in contexts]
-    entries = [_entries({"keys": keys, "store": store, "contexts": contexts[count]}, peers) for store, count in cases]
-    chosen = iter(fastest_candidates([entry for of_case in entries for entry in of_case], _TRIAL_SECONDS))
+    entries = {
+        (store, count, who, call): Entry(
+            single_process(who, "kvstore") if peers else [Candidate("kvstore/gangline")],
+            {"keys": keys, "store": store, "contexts": words, "call": call},
+        )
+        for store in stores
+        for count, words in contexts.items()
+        for who, call in (("gangline", _PUSH_PULL), ("gangline", _PUSHPULL), *((peer, _PUSH_PULL) for peer in peers))
+    }
+    chosen = fastest_candidates(entries, _TRIAL_SECONDS)
     rows: list[Row] = []
-    for (store, count), of_case in zip(cases, entries, strict=True):
-        found = measure_in_turn(of_case, [next(chosen) for _ in of_case], runs, run_seconds, check=True)
-        calls = [entry.options["call"] for entry in of_case]
-        theirs = dict(zip(peers, found[-len(peers) :], strict=True)) if peers else {}
+    for case in dict.fromkeys(key[:2] for key in entries):
+        of_case = {key: entry for key, entry in entries.items() if key[:2] == case}
+        found = measure_in_turn(of_case, chosen, runs, run_seconds, check=True)
+        theirs = {who: measured for (_, _, who, _), measured in found.items() if who != "gangline"}
         rows += [
             _row(measured, theirs, bytes_of(keys), store=store, call=call, contexts=count, network=network)
-            for measured, call in zip(found, calls, strict=True)
+            for (store, count, _, call), measured in found.items()
         ]
     return rows
-
-
-def _entries(options: dict[str, Any], peers: Sequence[str]) -> list[Entry]:
-    """Return gangline's two calls, then the peers in their order."""
-    own = single_process("gangline", "kvstore") if peers else [Candidate("kvstore/gangline")]
-    return [
-        *(Entry(own, {**options, "call": call}) for call in (_PUSH_PULL, _PUSHPULL)),
-        *(Entry(single_process(peer, "kvstore"), {**options, "call": _PUSH_PULL}) for peer in peers),
-    ]
 
 
 def _row(measured: Measured, peers: dict[str, Measured], size: int, **description: Any) -> Row:

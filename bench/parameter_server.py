@@ -27,7 +27,6 @@ from gangline.bench.report.tables import print_ratios
 from gangline.bench.workload.options import (
     Compression,
     DistStore,
-    HostCount,
     Json,
     MinBytes,
     Plot,
@@ -69,8 +68,8 @@ class Case:
     compression: Annotated[Compression | None, typer.Option(help="Also measure compressed pushes.")] = None
     peers: Annotated[str, typer.Option(help="Peers to measure beside gangline: mxnet.")] = ""
     hosts: Annotated[
-        HostCount, typer.Option(help="2: run the servers in one network namespace and the workers in another.")
-    ] = HostCount["1"]
+        int, typer.Option(help="2: run the servers in one network namespace and the workers in another.", min=1, max=2)
+    ] = 1
     rate: Annotated[str | None, typer.Option(help="Rate of the link between the two hosts, such as 100mbit.")] = None
     check: Annotated[bool, typer.Option(help="Check every element of the results.")] = True
     runs: Runs = 3
@@ -83,16 +82,11 @@ class Case:
         sizes = sorted({*sizes_between(self.minbytes, self.maxbytes, self.stepfactor), largest})
         if sizes[0] < _ITEM:
             raise UsageError(f"-b is {sizes[0]}; expected {_ITEM} bytes or more, those of one float32")
-        if self.rate is not None and not self.on_hosts:
+        if self.rate is not None and self.hosts == 1:
             raise UsageError(f"--rate is {self.rate}, but there is no link; expected --hosts 2 with it")
-        if self.on_hosts and (why := obstacle()) is not None:
+        if self.hosts > 1 and (why := obstacle()) is not None:
             raise RuntimeError(f"--hosts {self.hosts}: {why}")
         return sizes
-
-    @property
-    def on_hosts(self) -> bool:
-        """True if servers and workers have a host each."""
-        return self.hosts != "1"
 
 
 def ps(case: Case) -> None:
@@ -126,7 +120,7 @@ def measure(case: Case) -> list[Row]:
     """
     sizes, peers = case.sizes(), available_peers(case.peers, "parameter_server")
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.on_hosts else None
+        hosts = stack.enter_context(Hosts(2, rate=case.rate)) if case.hosts > 1 else None
         own = _own_jobs(stack, case, hosts)
         others = {peer: jobs for peer in peers if (jobs := _peer_jobs(stack, peer, case))}
         return [row for size in sizes for row in _Size(case, size).rows(own, others)]
@@ -172,12 +166,12 @@ class _Size:
             "who": side.group.who,
             "setting": side.group.candidate.setting or None,
             "mode": case.store,
-            "transport": case.transport if ours and not case.on_hosts else "tcp",
+            "transport": case.transport if ours and case.hosts == 1 else "tcp",
             "call": side.name,
             "compression": side.options["compression"],
             "workers": case.workers,
             "servers": case.servers,
-            "hosts": int(case.hosts) if case.on_hosts else None,
+            "hosts": case.hosts if case.hosts > 1 else None,
             "rate": case.rate,
             "size": bytes_of_key,
             "time_us": figures["p50"],
@@ -231,16 +225,16 @@ def _own_candidate(case: Case, compression: str | None) -> Candidate:
         name, _, pulls = compression.partition(", pulls ")
         params = {**_COMPRESSIONS[name], **({"pull_type": pulls} if pulls else {})}
         env["BENCH_COMPRESSION"] = json_format.dumps(params)
-    if case.transport == "tcp" or case.on_hosts:  # processes of two namespaces could still share memory
+    if case.transport == "tcp" or case.hosts > 1:  # processes of two namespaces could still share memory
         env["GANGLINE_TRANSPORT"] = "tcp"
-    if case.on_hosts:
+    if case.hosts > 1:
         env["GANGLINE_INSECURE"] = "1"  # nobody else reaches the namespaces
     return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=SERVER)
 
 
 def _peer_jobs(stack: ExitStack, peer: str, case: Case) -> list[RankGroup]:
     """Start a peer's jobs, one for each setting; none if it cannot be started, with the reason on stderr."""
-    if case.on_hosts or case.store != "dist_sync":
+    if case.hosts > 1 or case.store != "dist_sync":
         say(f"skipping {peer}: it is measured with dist_sync on one host only")
         return []
     candidates = [

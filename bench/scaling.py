@@ -39,12 +39,12 @@ def measure(
     shape = images(network)
     options = {"network": network, "image_shape": shape.shape, "classes": shape.classes, "samples": samples}
     options["contexts"] = "cpu(0)"
-    cases = {
+    jobs = {
         (store, count): _candidate(store, count) for store in [*stores, *(None for _ in peers)] for count in workers
     }
-    entries = [Entry([job], {**options, "batch_size": job.ranks * samples}) for job in cases.values()]
-    found = dict(zip(cases, measure_in_turn(entries, list(cases.values()), runs, run_seconds), strict=True))
-    return [_row(case, found, network, samples) for case in cases]
+    entries = {case: Entry([job], {**options, "batch_size": job.ranks * samples}) for case, job in jobs.items()}
+    found = measure_in_turn(entries, jobs, runs, run_seconds)
+    return [_row(case, found, network, samples) for case in jobs]
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[str]:

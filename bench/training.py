@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -148,12 +148,12 @@ def measure(
         "store": store,
     }
     cases = _cases(contexts, peers)
-    entries = [
-        _entry(who, count, {**options, "contexts": words}, alone=not peers) for (who, count), words in cases.items()
-    ]
+    entries = {
+        (who, count): Entry(_candidates(who, count, alone=not peers), {**options, "contexts": words})
+        for (who, count), words in cases.items()
+    }
     found = measure_in_turn(entries, fastest_candidates(entries, _TRIAL_SECONDS), runs, run_seconds)
-    by_case = dict(zip(cases, found, strict=True))
-    return [_row(case, by_case, cases, network, batch_size) for case in cases]
+    return [_row(case, found, cases, network, batch_size) for case in cases]
 
 
 def _cases(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str, int], str]:
@@ -168,13 +168,10 @@ def _cases(contexts: Mapping[int, str], peers: Sequence[str]) -> dict[tuple[str,
     return cases
 
 
-def _entry(who: str, count: int, options: dict[str, Any], *, alone: bool) -> Entry:
+def _candidates(who: str, count: int, *, alone: bool) -> list[Candidate]:
     if alone:
-        return Entry([Candidate(f"training/{who}")], options)
-    if who == "ddp":
-        return Entry(ddp(count), options)
-    stores = _STORES if who == "mxnet" and count > 1 else ()
-    return Entry(single_process(who, "training", stores), options)
+        return [Candidate(f"training/{who}")]
+    return ddp(count) if who == "ddp" else single_process(who, "training", _STORES if count > 1 else ())
 
 
 def _row(

@@ -13,19 +13,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from gangline import cpu, spawn
 from gangline.bench.driver.harness import say
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import images
+from gangline.collectives.communicator import Communicator
+from gangline.kvstore import create
+from gangline.models import zoo
+from gangline.models.data.datasets import digits
+from gangline.models.module import Module
+from gangline.models.zoo import transfer
 
-if TYPE_CHECKING:
-    import torch
-
-    from gangline.collectives.communicator import Communicator
-
-    Samples = tuple[torch.Tensor, torch.Tensor]
-
+Samples = tuple[torch.Tensor, torch.Tensor]
 _SOURCE_CLASSES = 5
 _SOURCE_EPOCHS = 4
 _CLASSES = 10
@@ -48,11 +52,6 @@ class Plan:
 
     def check(self) -> None:
         """Raise the errors of wrong options, which would otherwise come after the first task."""
-        import torch
-
-        from gangline.models import zoo
-        from gangline.models.zoo import transfer
-
         with torch.device("meta"):
             transfer.freeze_until(zoo.create(self.network), self.freeze_until)
         transfer.scale_batch(self.batch_size, self.learning_rate, 1)
@@ -60,9 +59,6 @@ class Plan:
 
 def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Row]:
     """Pretrain a network and transfer it with each number of workers."""
-    from gangline import spawn
-    from gangline.models.zoo.transfer import scale_batch as scaled
-
     plan.check()
     plans: dict[int, Plan] = {}
     found: dict[int, tuple[float, list[float], float]] = {}
@@ -71,7 +67,7 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
         say(f"{plan.network} learns the digits 0 to {_SOURCE_CLASSES - 1} in {_SOURCE_EPOCHS} epochs")
         pretrain(plan, weights)
         for number in numbers:
-            batch_size, rate = scaled(plan.batch_size, plan.learning_rate, number if scale_batch else 1)
+            batch_size, rate = transfer.scale_batch(plan.batch_size, plan.learning_rate, number if scale_batch else 1)
             plans[number] = replace(plan, batch_size=batch_size, learning_rate=rate)
             say(f"{number} workers, batches of {batch_size}, learning rate {rate:g}")
             found[number] = spawn(train_worker, number, plans[number], weights, threads=1)[0]
@@ -96,13 +92,6 @@ def measure(plan: Plan, numbers: Sequence[int], *, scale_batch: bool) -> list[Ro
 
 def pretrain(plan: Plan, weights: Path) -> None:
     """Train on the digits 0 to 4 and write the weights."""
-    import torch
-    from safetensors.torch import save_file
-
-    from gangline import cpu
-    from gangline.models import zoo
-    from gangline.models.module import Module
-
     pixels, labels = _digits(plan.network)[0]
     known = labels < _SOURCE_CLASSES
     torch.manual_seed(_SEED)
@@ -125,24 +114,17 @@ def train_worker(comm: Communicator, plan: Plan, weights: Path) -> tuple[float, 
         The seconds of all epochs, scoring included; images per second of each epoch's training; the accuracy on the
         held-out images.
     """
-    import torch
-
-    from gangline import cpu
-    from gangline.kvstore import create
-    from gangline.models.module import Module
-    from gangline.models.zoo.transfer import freeze_until, learning_rate_factors, pretrained
-
     torch.manual_seed(_SEED)
-    network, new = pretrained(plan.network, weights, _CLASSES)
+    network, new = transfer.pretrained(plan.network, weights, _CLASSES)
     for layer in network.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-    frozen = freeze_until(network, plan.freeze_until)
+    frozen = transfer.freeze_until(network, plan.freeze_until)
     train, held_out = _digits(plan.network)
     optimizer: dict[str, Any] = {
         "learning_rate": plan.learning_rate,
         "momentum": 0.9,
-        "lr_mult": learning_rate_factors(network, new, frozen=frozen),
+        "lr_mult": transfer.learning_rate_factors(network, new, frozen=frozen),
     }
     speeds: list[float] = []
     with (
@@ -165,9 +147,5 @@ def train_worker(comm: Communicator, plan: Plan, weights: Path) -> tuple[float, 
 
 def _digits(network: str) -> tuple[Samples, Samples]:
     """Return the images and labels for training and a held-out fifth."""
-    import torch
-
-    from gangline.models.data.datasets import digits
-
     data = digits(images(network).shape, torch.float32, _SEED)
     return data.train, data.validation

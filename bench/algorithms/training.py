@@ -11,9 +11,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
 from gangline.bench.algorithms.cluster import Cluster, measure
 from gangline.bench.report.rows import Row
 from gangline.collectives.errors import UsageError
+from gangline.models.zoo import registry
 
 STORES = ("device", "dist_sync", "allreduce")
 _BYTES = 4  # of a gradient's element
@@ -72,11 +76,6 @@ def layers_of(network: str) -> list[Layer]:
             return [Layer(round(float(parameters) / count * _BYTES), 1 / count)] * count
         except (ValueError, ZeroDivisionError) as error:
             raise UsageError(f"--network is {network!r}; expected PARAMETERS/LAYERS, such as 25e6/50") from error
-    import torch
-    from torch import nn
-
-    from gangline.models.zoo import registry
-
     entry = registry.find(network)
     with torch.device("meta"):
         module = registry.create(network, 1000)

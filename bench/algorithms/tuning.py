@@ -1,15 +1,25 @@
-"""Measurement of every algorithm, for the table from which Communicators choose."""
+"""`gangline bench tune`: measure every algorithm at every size and write the table from which Communicators choose."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from gangline.bench.driver.harness import say
 from gangline.bench.driver.installed import collective_ranks
 from gangline.bench.driver.rank_group import GroupError, RankGroup
-from gangline.bench.workload.collective_shapes import IN_PLACE, ROWS_IN, tensor_options
+from gangline.bench.report.output import check_outputs, write_json
+from gangline.bench.report.rows import Row, spread
+from gangline.bench.report.tables import format_size
+from gangline.bench.workload.collective_shapes import ROWS_IN, tensor_options
+from gangline.bench.workload.options import Json
+from gangline.bench.workload.sizes import counts
 from gangline.collectives import algorithms
 from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED
@@ -17,6 +27,7 @@ from gangline.collectives.tuner import (
     SHARED,
     SHARED_LIMIT,
     TRANSPORTS,
+    TUNED,
     Choice,
     Rule,
     Table,
@@ -24,6 +35,7 @@ from gangline.collectives.tuner import (
     built_in,
     names,
     shared_serves,
+    table_path,
 )
 
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))
@@ -35,6 +47,39 @@ _RUN_SECONDS = 0.03
 _ODD_COUNT = 1003  # elements: results are also checked for counts that the ranks do not divide
 _WORTH_CHANGING = 1.05  # times as fast: less may be noise
 _ITEM = 4  # bytes of a float32
+
+
+def tune(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    transports: Annotated[str, typer.Option(help="Transports, with commas.")] = "shared_memory,ipc,tcp",
+    output: Annotated[
+        Path | None, typer.Option(help="File to write the table to; default: where gangline looks for it.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Find the fastest algorithm of each collective for each size on this machine.
+
+    The table keeps its entries for transports and numbers of ranks that are not measured now. An algorithm that fails
+    or returns a wrong result is reported and never chosen.
+    """
+    check_outputs(json)
+    path = output or table_path()
+    rules = dict(Table.load(path).rules) if path.exists() else {}
+    rows: list[Row] = []
+    for transport in (word.strip() for word in transports.split(",")):
+        for number in counts(ranks, "--ranks"):
+            print(f"# {number} ranks over {transport}")
+            found = measure(transport, number, TUNED, SIZES)
+            rules |= found.rules
+            rows += _rows(found)
+            for line in found.refused:
+                say(f"refused: {line}")
+            for key, of_key in found.rules.items():
+                print(_line(key, of_key), flush=True)
+    Table(rules).dump(path)
+    print(f"# written to {path}")
+    if json is not None:
+        write_json(rows, json)
 
 
 @dataclass
@@ -135,16 +180,7 @@ def _seconds(group: RankGroup, key: TableKey, choice: Choice, size: int, *, is_c
         GroupError: if it fails, or, with ``is_checked``, an element of a result is wrong.
     """
     count = max(1, size // _ITEM // (key.ranks if key.collective in ROWS_IN else 1))
-    options = {
-        **tensor_options(key.collective, key.ranks, count),
-        "dtype": "float32",
-        "op": "sum",
-        "root": 0,
-        "in_place": key.collective in IN_PLACE,
-        "registered": False,
-        "algorithm": f"{key.collective}={choice}",
-    }
-    group.prepare(options)
+    group.prepare(tensor_options(key.collective, key.ranks, count, algorithm=f"{key.collective}={choice}"))
     if is_checked and (wrong := group.wrong()):
         raise GroupError(f"{wrong} elements of {size} bytes are wrong")
     return group.seconds(group.steps_in(_RUN_SECONDS))
@@ -177,3 +213,17 @@ def _is_sensible(key: TableKey, choice: Choice, size: int) -> bool:
     if choice.algorithm == SHARED:
         return shared_serves(size, key.transport, key.hosts)
     return choice.segments == 1 or size >= _LEAST_SEGMENT * choice.segments
+
+
+def _rows(found: Tuned) -> Iterator[Row]:
+    for key, times in found.times.items():
+        for size, of_size in times.items():
+            for choice, seconds in of_size.items():
+                figures = spread([1e6 * each for each in seconds])
+                description = {**key._asdict(), "size": size, "dtype": "float32", "algorithm": str(choice)}
+                yield {"who": "gangline", **description, "time_us": figures["p50"], **figures}
+
+
+def _line(key: TableKey, rules: Sequence[Rule]) -> str:
+    words = [f"{choice}" + ("" if nbytes is None else f" up to {format_size(nbytes)}") for nbytes, choice in rules]
+    return f"{key.collective:>16}  {', then '.join(words)}"

@@ -98,50 +98,54 @@ def in_turn(measurements: Mapping[_Key, Callable[[], float]], runs: int) -> dict
     return found
 
 
-def fastest_candidates(entries: Sequence[Entry], run_seconds: float) -> list[Candidate]:
+def fastest_candidates(entries: Mapping[_Key, Entry], run_seconds: float) -> dict[_Key, Candidate]:
     """Return the fastest candidate of each entry.
 
     One process group serves all entries that try the same program in the same environment. Raises a GroupError if a
     candidate fails.
     """
-    trials: dict[str, list[tuple[int, Candidate]]] = {}
-    for number, entry in enumerate(entries):
+    trials: dict[str, list[tuple[_Key, Candidate]]] = {}
+    for key, entry in entries.items():
         if len(entry.candidates) > 1:
             for candidate in entry.candidates:
                 process = f"{candidate.file} {candidate.ranks} {sorted(candidate.env.items())}"
-                trials.setdefault(process, []).append((number, candidate))
-    best = [(math.inf, entry.candidates[0]) for entry in entries]
+                trials.setdefault(process, []).append((key, candidate))
+    best = {key: (math.inf, entry.candidates[0]) for key, entry in entries.items()}
     for of_process in trials.values():
         _, first = of_process[0]
         say(f"trying {first.file} with {' '.join(f'{name}={value}' for name, value in first.env.items())}")
         with RankGroup(replace(first, options={})) as group:
-            for number, candidate in of_process:
-                group.prepare({**entries[number].options, **candidate.options})
+            for key, candidate in of_process:
+                group.prepare({**entries[key].options, **candidate.options})
                 seconds = min(group.seconds(group.steps_in(run_seconds)) for _ in range(TRIALS))
-                if seconds < best[number][0]:
-                    best[number] = (seconds, candidate)
-    return [candidate for _, candidate in best]
+                if seconds < best[key][0]:
+                    best[key] = (seconds, candidate)
+    return {key: candidate for key, (_, candidate) in best.items()}
 
 
 def measure_in_turn(
-    entries: Sequence[Entry], chosen: Sequence[Candidate], runs: int, run_seconds: float, *, check: bool = False
-) -> list[Measured]:
+    entries: Mapping[_Key, Entry],
+    chosen: Mapping[_Key, Candidate],
+    runs: int,
+    run_seconds: float,
+    *,
+    check: bool = False,
+) -> dict[_Key, Measured]:
     """Measure a candidate of each entry, one after another, ``runs`` times over: A B A B.
 
     All process groups exist, and are idle, while one of them runs. With ``check`` they are asked for the results' error
     too. Raises a GroupError if a candidate fails, ends or does not answer.
     """
     with ExitStack() as stack:
-        groups = [stack.enter_context(RankGroup(candidate)) for candidate in chosen]
-        for group, entry in zip(groups, entries, strict=True):
-            group.prepare(entry.options)
-        say(f"measuring {', '.join(dict.fromkeys(group.who for group in groups))}, {runs} runs each, in turn")
-        seconds = in_turn({group: partial(_run, group, run_seconds) for group in groups}, runs)
-        errors = [group.error() if check else None for group in groups]
-        return [
-            Measured(group.who, group.candidate.setting, seconds[group], error)
-            for group, error in zip(groups, errors, strict=True)
-        ]
+        groups = {key: stack.enter_context(RankGroup(chosen[key])) for key in entries}
+        for key, group in groups.items():
+            group.prepare(entries[key].options)
+        say(f"measuring {', '.join(dict.fromkeys(group.who for group in groups.values()))}, {runs} runs each, in turn")
+        measurements = {key: partial(_run, group, run_seconds) for key, group in groups.items()}
+        return {
+            key: Measured(groups[key].who, chosen[key].setting, seconds, groups[key].error() if check else None)
+            for key, seconds in in_turn(measurements, runs).items()
+        }
 
 
 def say(progress: str) -> None:

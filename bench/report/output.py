@@ -10,6 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+import gangline
+from gangline.bench.report.plots import load_matplotlib
 from gangline.bench.report.rows import Row
 from gangline.bench.report.tables import print_table
 from gangline.collectives.host_files import write_text
@@ -31,10 +35,6 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 def machine() -> Row:
     """Return processor, memory, GPUs and versions of this machine."""
-    import torch
-
-    import gangline
-
     host, *gpus = device_table()
     return {
         "cpu": host.name,
@@ -71,6 +71,4 @@ def check_outputs(json_path: Path | None, plot: Path | None = None) -> None:
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"{path.parent} is not a folder, so {path} cannot be written; create it first")
     if plot is not None:
-        from gangline.bench.report.plots import load_matplotlib
-
         load_matplotlib(plot)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Column, Table
+
 from gangline.bench.report.rows import NOISY, RATES, RUNS, TIMES, Row, figure, is_noisy
 
 LEGEND = f"~ noisy: min..max is over {100 * NOISY:.0f} % of the median"
@@ -81,9 +84,6 @@ def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
 
 def print_columns(columns: Iterable[tuple[str, Sequence[str], bool]]) -> None:
     """Print columns, each a header, its cells, and whether they are text, which is aligned to the left."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
     given = list(columns)
     table = Table(
         *(Column(header, justify="left" if text else "right", overflow="fold") for header, _, text in given),

@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
+from torch import nn
 
+from gangline import cpu
 from gangline.bench.driver.harness import in_turn
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread, times_as_fast
+from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
 from gangline.bench.workload.options import Json, Runs
 from gangline.bench.workload.sizes import factors as parse_factors
 from gangline.collectives.workload import split_batch
-
-if TYPE_CHECKING:
-    from gangline.models.module import Module
+from gangline.models.module import Module
 
 _SECONDS = 1e-3  # of a sample on the fast context, forward and backward
 _BEST = "best fixed split"
@@ -62,10 +64,6 @@ def measure(
         batches: batches in an epoch, and in a run.
         runs: number of runs of each candidate, in turn.
     """
-    import torch
-
-    from gangline.bench.unequal.waiting_network import slow_down
-
     data, label = torch.zeros(batch_size, 8), torch.zeros(batch_size, dtype=torch.long)
     repeated = [(data, label)] * batches
     first = min(range(batch_size + 1), key=lambda count: max(count * slowness[0], (batch_size - count) * slowness[1]))
@@ -103,12 +101,6 @@ def measure(
 
 @contextmanager
 def _module(loads: Sequence[float] | str, slowness: Sequence[float]) -> Iterator[Module]:
-    from torch import nn
-
-    from gangline import cpu
-    from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
-    from gangline.models.module import Module
-
     contexts = [cpu(index) for index in range(len(slowness))]
     with Module(WaitingNetwork(), nn.CrossEntropyLoss(), contexts, loads) as module:
         slow_down(module, [_SECONDS * factor for factor in slowness])

@@ -20,19 +20,27 @@ def rows(collective: str, ranks: int) -> int:
     return ranks if collective in (*ROWS_IN, *ROWS_OUT) else 1
 
 
-def tensor_options(collective: str, ranks: int, count: int) -> dict[str, Any]:
-    """Return the options that name the collective and the elements of a rank's tensors.
+def tensor_options(collective: str, ranks: int, count: int, **options: Any) -> dict[str, Any]:
+    """Return the options by which a rank prepares a collective.
 
     Args:
         collective: its name.
         ranks: number of ranks.
         count: elements of a rank's tensor; where it has a row for each rank, of one row.
+        options: those that differ from a sum of float32 to rank 0, in place if possible, by the usual algorithm.
     """
     return {
+        "dtype": "float32",
+        "op": "sum",
+        "root": 0,
+        "in_place": collective in IN_PLACE,
+        "registered": False,
+        "algorithm": None,
         "collective": collective,
         "count": count,
         "inputs": count * (ranks if collective in ROWS_IN else 1),
         "outputs": count * (ranks if collective in ROWS_OUT else 1),
+        **options,
     }
 
 

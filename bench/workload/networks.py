@@ -6,13 +6,14 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from gangline.bench.workload.sizes import counts as parse_counts
+from gangline.collectives.context import contexts
 from gangline.collectives.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
+from gangline.models.zoo import registry
 
 _CHANNELS = 24
 _IMAGE_SIZE = 64  # pixels, in place of 224, with which networks for ImageNet take minutes on a CPU
@@ -29,8 +30,6 @@ class Images:
 
 def images(network: str) -> Images:
     """Return the images that a network of the zoo expects, with 64x64 pixels at most."""
-    from gangline.models.zoo import registry
-
     entry = registry.find(network)
     channels, *size = entry.image_shape
     height, width = (min(edge, _IMAGE_SIZE) for edge in size)
@@ -39,10 +38,6 @@ def images(network: str) -> Images:
 
 def parameter_shapes(network: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return names and shapes of a network's parameters in the network's order, without allocating them."""
-    import torch
-
-    from gangline.models.zoo import registry
-
     with torch.device("meta"):
         built = registry.create(network, images(network).classes)
     return [(name, tuple(parameter.shape)) for name, parameter in built.named_parameters()]
@@ -64,8 +59,6 @@ def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]
     """
     gpu_contexts = None
     if gpus is not None:
-        from gangline.collectives.context import contexts
-
         gpu_contexts = [str(context) for context in contexts(gpus)]
     if counts is not None:
         numbers = parse_counts(counts, "--contexts")
@@ -90,8 +83,6 @@ def distinct_devices(words: str) -> int:
 
 def convolutions() -> nn.Module:
     """Return a network of ten classes whose time is in its samples, not in its parameters."""
-    from torch import nn
-
     layers: list[nn.Module] = []
     channels = 3
     for _ in range(4):

@@ -32,8 +32,6 @@ ServerTransport = StrEnum("ServerTransport", ["auto", "tcp"])
 DistStore = StrEnum("DistStore", ["dist_sync", "dist_async", "dist_device_sync", "dist_device_async"])
 Compression = StrEnum("Compression", ["2bit", "fp16", "bf16"])
 """Compression of what is pushed."""
-HostCount = StrEnum("HostCount", ["1", "2"])
-"""Hosts of a parameter-server job."""
 Collective = StrEnum(
     "Collective",
     ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"],

@@ -1,4 +1,4 @@
-"""`gangline bench`: the benches as subcommands, imported when one of them runs or is listed."""
+"""`gangline bench`: the benches as subcommands, each imported when it runs or is listed."""
 
 from __future__ import annotations
 
@@ -12,64 +12,55 @@ import typer
 from typer.core import TyperGroup
 
 import gangline
+from gangline.bench.workload.collective_shapes import COLLECTIVES
 from gangline.cli.options import command
 
 _ROOT = Path(gangline.__file__).resolve().parents[1]
+_FILES = {
+    "kvstore": "gangline.bench.kvstore",
+    "ps": "gangline.bench.parameter_server",
+    "training": "gangline.bench.training",
+    "balance": "gangline.bench.unequal.contexts",
+    "unequal-ranks": "gangline.bench.unequal.ranks",
+    "compression": "gangline.bench.compression",
+    "device-group": "gangline.bench.device_group",
+    "tune": "gangline.bench.algorithms.tuning",
+    "simulate": "gangline.bench.algorithms.simulate",
+    **dict.fromkeys(COLLECTIVES, "gangline.bench.collectives"),
+    "compare": "gangline.bench.report.compare",
+    "connect": "gangline.bench.calls",
+    "backend": "gangline.bench.calls",
+}
+if (_ROOT / "tests" / "bench").is_dir():  # a checkout: the package has no tests
+    _FILES |= {"faults": "tests.bench.faults.table", "unequal-hosts": "tests.clusters.unequal_hosts"}
 
 
 class _Benches(TyperGroup):
-    """Group whose commands are imported on first use, so that `gangline --help` answers without them."""
+    """Group that imports the file of a command when it runs or is listed."""
 
-    def _load(self) -> None:
-        if self.commands:
-            return
-        from gangline.bench.algorithms.simulate import simulate
-        from gangline.bench.calls import backend, connect
-        from gangline.bench.collectives import Sweep, collective
-        from gangline.bench.compression import compression
-        from gangline.bench.device_group import device_group
-        from gangline.bench.kvstore import kvstore
-        from gangline.bench.parameter_server import Case, ps
-        from gangline.bench.report.compare import compare
-        from gangline.bench.training import training
-        from gangline.bench.tune import tune
-        from gangline.bench.unequal.contexts import balance
-        from gangline.bench.unequal.ranks import unequal_ranks
-        from gangline.bench.workload.collective_shapes import COLLECTIVES
-
-        benches = typer.Typer()
-        for bench_command in (
-            kvstore,
-            command(ps, Case),
-            training,
-            balance,
-            unequal_ranks,
-            compression,
-            device_group,
-            tune,
-            simulate,
-        ):
-            benches.command()(bench_command)  # typer spells names with dashes
-        for name in COLLECTIVES:  # with an underscore, as in JSON and for peers
-            of_name = wraps(collective)(partial(collective, name))
-            short = f"Measure {name} over a range of sizes, beside gloo and MPI."
-            benches.command(name, short_help=short)(command(of_name, Sweep))
-        benches.command()(compare)
-        benches.command()(connect)
-        benches.command()(backend)
-        if (_ROOT / "tests" / "bench").is_dir():  # a checkout: the package has no tests
-            sys.path.insert(0, str(_ROOT))
-            benches.command()(import_module("tests.bench.faults.table").faults)
-            benches.command()(import_module("tests.clusters.unequal_hosts").unequal_hosts)
-        self.commands.update(typer.main.get_group(benches).commands)
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer has its own click
-        self._load()
-        return super().list_commands(ctx)
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # noqa: ARG002  typer's own click
+        return list(_FILES)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        self._load()
+        if cmd_name in _FILES and cmd_name not in self.commands:
+            self.commands[cmd_name] = _command(cmd_name)
         return super().get_command(ctx, cmd_name)
+
+
+def _command(name: str) -> Any:
+    if _FILES[name].startswith("tests."):
+        sys.path.insert(0, str(_ROOT))
+    file = import_module(_FILES[name])
+    app, short = typer.Typer(add_completion=False), None
+    if name in COLLECTIVES:
+        run = command(wraps(file.collective)(partial(file.collective, name)), file.Sweep)
+        short = f"Measure {name} over a range of sizes, beside gloo and MPI."
+    elif name == "ps":
+        run = command(file.ps, file.Case)
+    else:
+        run = getattr(file, name.replace("-", "_"))
+    app.command(name, short_help=short)(run)
+    return typer.main.get_command(app)
 
 
 bench = typer.Typer(

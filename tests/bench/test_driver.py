@@ -162,15 +162,15 @@ def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path:
 
 def test_candidates_are_measured_in_turn_at_the_fastest_setting(tiny: str, log: Path) -> None:
     slow, fast = (Candidate(tiny, env={"WORK": work}, setting=work) for work in ("0.02", "0.001"))
-    entries = [
-        Entry([slow, fast], {"name": "a", "log": str(log)}),
-        Entry([Candidate(tiny)], {"name": "b", "log": str(log)}),
-    ]
+    entries = {
+        1: Entry([slow, fast], {"name": "a", "log": str(log)}),
+        2: Entry([Candidate(tiny)], {"name": "b", "log": str(log)}),
+    }
     chosen = fastest_candidates(entries, 0.01)
-    assert chosen == [fast, Candidate(tiny)]
+    assert chosen == {1: fast, 2: Candidate(tiny)}
     assert set(log.read_text().split()) == {"a"}
     log.write_text("")
-    first, second = measure_in_turn(entries, chosen, 3, 0.002, check=True)
+    first, second = measure_in_turn(entries, chosen, 3, 0.002, check=True).values()
     assert (first.who, first.error, first.setting) == ("tiny 1", 0.25, "0.001")
     assert (len(first.seconds), len(second.seconds)) == (3, 3)
     steps = log.read_text().split()

@@ -20,7 +20,7 @@ from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.parameter_server import Case, measure
 from gangline.bench.peers.checks import pushed_value
 from gangline.bench.peers.serve import Server
-from gangline.bench.workload.options import Compression, DistStore, HostCount, ServerTransport
+from gangline.bench.workload.options import Compression, DistStore, ServerTransport
 from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
@@ -77,7 +77,7 @@ def test_async_stores_are_summed_exactly_too() -> None:
 @pytest.mark.slow
 @NAMESPACES
 def test_jobs_over_two_hosts_have_a_row_and_the_hosts_are_removed() -> None:
-    (row,) = measure(Case("4096", "4096", workers=1, hosts=HostCount["2"], rate="100mbit", runs=1))
+    (row,) = measure(Case("4096", "4096", workers=1, hosts=2, rate="100mbit", runs=1))
     assert (row["transport"], row["hosts"], row["rate"], row["error"]) == ("tcp", 2, "100mbit", 0)
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"gangline-{os.getpid()}-")]
 
