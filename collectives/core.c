@@ -29,6 +29,7 @@ enum { DONE, NOT_YET, ELSEWHERE };
 enum { SUM, MEAN, PRODUCT, MIN, MAX };              /* call_signature.OPS */
 enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES }; /* the first of call_signature.DTYPES */
 enum { BLOCK = 1024 };                              /* elements that are reduced at a time, within the first cache */
+enum { STREAMED_BLOCK = 64 };                       /* the same past the cache, so that reads and writes take turns */
 enum { MOST_OPERANDS = 1024 };
 enum { FIRST_LOOKS = 50 }; /* before other threads may run; a look takes some 20 ns */
 static const size_t ITEM[DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1};
@@ -37,6 +38,7 @@ enum { WRITE, READ };                        /* uses of a slot whose time is mea
 enum { SIZES = 6 };                          /* kinds of such copies, by the logarithm of their bytes */
 enum { TRIAL_CALLS = 32 };                   /* copies after which the slower kind is tried again */
 static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the process may run */
+enum { SPAN_BYTES = 1 << 18 };               /* of a sum, which a thread takes at once */
 
 /* ---- Arithmetic ---- */
 
@@ -168,8 +170,8 @@ static void divide(void *values, size_t n, const Reduction *how) {
     }
 }
 
-/* Reduce n elements of p inputs in their order, and write every one of m outputs; an output may be an input. float16
-   and bfloat16 are reduced in float32 and rounded once. */
+/* Reduce n elements of p inputs in their order, and write every one of m outputs; an output may be an input, and is
+   then written through the cache, which holds it. float16 and bfloat16 are reduced in float32 and rounded once. */
 static void reduce(const Reduction *how, const char *const *in, size_t p, char *const *out, size_t m, size_t n,
                    int streams) {
     const size_t item = ITEM[how->dtype];
@@ -180,9 +182,14 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
         divide(out[0], n, how);
         return;
     }
-    _Alignas(64) char sums[8 * BLOCK], operand[8 * BLOCK];
-    for (size_t begin = 0; begin < n; begin += BLOCK) {
-        size_t count = n - begin < BLOCK ? n - begin : BLOCK, offset = begin * item;
+    _Alignas(64) char sums[8 * BLOCK], operand[8 * BLOCK], past[MOST_OPERANDS];
+    for (size_t j = 0; j < m; j++) {
+        past[j] = (char)(streams && (uintptr_t)out[j] % 16 == 0);
+        for (size_t r = 0; r < p; r++) past[j] = (char)(past[j] && in[r] != out[j]);
+    }
+    const size_t block = streams ? STREAMED_BLOCK : BLOCK;
+    for (size_t begin = 0; begin < n; begin += block) {
+        size_t count = n - begin < block ? n - begin : block, offset = begin * item;
         const char *result = sums;
         if (is_half) {
             widen((float *)sums, (const uint16_t *)(in[0] + offset), count, how->dtype);
@@ -199,7 +206,7 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
             for (size_t r = 2; r < p; r++) fold(sums, sums, in[r] + offset, count, how->op);
             divide(sums, count, how);
         }
-        for (size_t j = 0; j < m; j++) copy(out[j] + offset, result, count * item, streams);
+        for (size_t j = 0; j < m; j++) copy(out[j] + offset, result, count * item, past[j]);
     }
     if (streams) fence();
 }
@@ -484,36 +491,57 @@ static PyObject *yield_at_most(PyObject *module, PyObject *count) {
 
 /* ---- Sums of arrays ---- */
 
-static Py_ssize_t addresses(PyObject *tuple, char **found) {
-    Py_ssize_t n = PyTuple_Size(tuple);
-    if (n < 0) return -1;
-    if (n < 1 || n > MOST_OPERANDS) {
-        PyErr_Format(PyExc_ValueError, "%zd addresses were given; expected 1 to %d", n, MOST_OPERANDS);
-        return -1;
+/* One of several sums: its addresses are those of the sources, then those of the outs. */
+typedef struct {
+    int64_t dtype, count, sources, outs, addresses[];
+} Sum;
+enum { SUM_WORDS = sizeof(Sum) / 8 };
+
+/* Reduce the spans of all sums, of which "next" is the first that no thread has taken. */
+static void take_spans(Reduction how, const int64_t *words, size_t length, int streams, _Atomic int64_t *next) {
+    char *at[2 * MOST_OPERANDS];
+    int64_t begin = 0, taken = atomic_fetch_add(next, 1); /* spans */
+    for (size_t i = 0; i < length;) {
+        const Sum *sum = (const Sum *)(words + i);
+        const size_t p = (size_t)sum->sources, m = (size_t)sum->outs, item = ITEM[sum->dtype];
+        const int64_t step = (int64_t)(SPAN_BYTES / item), end = begin + (sum->count + step - 1) / step;
+        how.dtype = (int)sum->dtype;
+        for (; taken < end; taken = atomic_fetch_add(next, 1)) {
+            int64_t first = (taken - begin) * step, left = sum->count - first;
+            for (size_t r = 0; r < p + m; r++) at[r] = (char *)(intptr_t)sum->addresses[r] + (size_t)first * item;
+            reduce(&how, (const char *const *)at, p, at + p, m, (size_t)(left < step ? left : step), streams);
+        }
+        begin = end, i += SUM_WORDS + p + m;
     }
-    for (Py_ssize_t i = 0; i < n; i++) found[i] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, i));
-    return PyErr_Occurred() ? -1 : n;
 }
 
 static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t given) {
     (void)module;
-    if (given != 7) return PyErr_Format(PyExc_TypeError, "expected dtype, op, divisor, count, sources, outs, streams");
-    Reduction how = {(int)PyLong_AsLong(args[0]), (int)PyLong_AsLong(args[1]), PyLong_AsLongLong(args[2])};
-    long long count = PyLong_AsLongLong(args[3]);
-    char *in[MOST_OPERANDS], *out[MOST_OPERANDS];
-    if (PyErr_Occurred()) return NULL;
-    Py_ssize_t p = addresses(args[4], in), m = p < 0 ? -1 : addresses(args[5], out);
-    int streams = PyObject_IsTrue(args[6]);
-    if (p < 0 || m < 0 || streams < 0) return NULL;
-    if (!is_valid(how.dtype, how.divisor) || count < 0)
-        return PyErr_Format(PyExc_ValueError, "dtype %d, divisor %lld, %lld elements", how.dtype, (long long)how.divisor, count);
-    if ((size_t)count * ITEM[how.dtype] < RELEASE_BYTES) {
-        reduce(&how, (const char *const *)in, (size_t)p, out, (size_t)m, (size_t)count, streams);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        reduce(&how, (const char *const *)in, (size_t)p, out, (size_t)m, (size_t)count, streams);
-        Py_END_ALLOW_THREADS
+    if (given != 5) return PyErr_Format(PyExc_TypeError, "expected op, divisor, streams, sums, next");
+    Reduction how = {0, (int)PyLong_AsLong(args[0]), PyLong_AsLongLong(args[1])};
+    const int streams = PyObject_IsTrue(args[2]);
+    char *packed;
+    Py_ssize_t nbytes;
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[3], &packed, &nbytes) < 0) return NULL;
+    if (!PyByteArray_Check(args[4]) || PyByteArray_Size(args[4]) != 8) return PyErr_Format(PyExc_ValueError, "next is no bytearray of 8 bytes");
+    const int64_t *words = (const int64_t *)packed;
+    const size_t length = (size_t)nbytes / 8;
+    size_t total = 0;
+    for (size_t i = 0; i < length;) {
+        const Sum *sum = (const Sum *)(words + i);
+        if (length - i < SUM_WORDS || sum->sources < 1 || sum->sources > MOST_OPERANDS || sum->outs < 1 ||
+            sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
+            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to %d addresses", i, length, MOST_OPERANDS);
+        if (!is_valid(sum->dtype, how.divisor) || sum->count < 0)
+            return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
+                                (long long)how.divisor, (long long)sum->count);
+        total += (size_t)sum->count * ITEM[sum->dtype];
+        i += SUM_WORDS + (size_t)(sum->sources + sum->outs);
     }
+    _Atomic int64_t *next = (_Atomic int64_t *)PyByteArray_AsString(args[4]);
+    PyThreadState *state = total < RELEASE_BYTES ? NULL : PyEval_SaveThread();
+    take_spans(how, words, length, streams, next);
+    if (state != NULL) PyEval_RestoreThread(state);
     Py_RETURN_NONE;
 }
 
@@ -525,7 +553,7 @@ static PyMethodDef functions[] = {
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return the same numbers."),
     {"exchanges", exchanges, METH_O, "Return the number of exchanges that this rank has published."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
-    FAST(combine, "Reduce arrays, given by their addresses, into one or more arrays."),
+    FAST(combine, "Reduce arrays into one or more arrays each; threads that share \"next\" share the work."),
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_core", NULL, 0, functions, NULL, NULL, NULL, NULL};

@@ -35,6 +35,19 @@ def run(calls: Sequence[Callable[[], None]]) -> None:
             raise error
 
 
+def share(call: Callable[[], None], threads: int) -> None:
+    """Run a call in this thread and in others at once; it divides its work among the ``threads`` by itself.
+
+    Raises:
+        Exception: the first one that it raised.
+    """
+    futures = [_pool(threads).submit(call) for _ in range(threads - 1)]
+    call()
+    for future in futures:
+        if not future.cancel():  # has begun
+            future.result()
+
+
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Return the pool of this process; threads do not survive a fork."""
     with _lock:

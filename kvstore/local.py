@@ -397,7 +397,7 @@ class LocalStore(KVStore):
         move(transfers)
 
     def _moved_jointly(self, values: Pushed, outs: Pairs) -> bool:
-        """Replace small values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
+        """Replace values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
 
         Both are of the same distinct keys; without values nothing is replaced, without outputs nothing is copied.
         """
@@ -408,10 +408,10 @@ class LocalStore(KVStore):
         if [pairs.key_list for pairs in given] != [keys] * (bool(values) + bool(outs)) or len({*keys}) < len(keys):
             return False
         entries = [*map(self._entries.__getitem__, keys)]
-        if not all(map(_is_small, entries)):
-            return False
         totals, copied = [*map(_stored, entries)], given[-1].tensors if outs else ()
         summed = given[0].tensors if values else ()
+        if not all(map(_is_small, entries)):
+            return copies.move_compiled(summed, totals, copied)
         if torch.cuda.is_initialized() and not all(map(_is_cpu, chain(*summed, *copied))):  # type: ignore[no-untyped-call]
             return False
         if self._is_shared:

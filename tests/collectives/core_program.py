@@ -108,16 +108,34 @@ def combine(core: Any) -> None:
         for operands in (1, 2, 3):
             sources = [given(rank, dtype, count) for rank in range(operands)]
             outs = [sources[0], np.empty(count + 1, DTYPES[dtype])[1:]]
-            ins = tuple(one.ctypes.data for one in sources)
-            divisor = operands if op == 1 else 1
-            core.combine(dtype, op, divisor, count, ins, tuple(one.ctypes.data for one in outs), bool(streams))
+            words = [dtype, count, operands, 2, *(one.ctypes.data for one in (*sources, *outs))]
+            packed = struct.pack(f"{len(words)}q", *words)
+            core.combine(op, operands if op == 1 else 1, bool(streams), packed, bytearray(8))
             for out in outs:
                 assert np.array_equal(out, expected(operands, dtype, op, count)), (dtype, op, count, operands)
+
+
+def combine_in_threads(core: Any) -> None:
+    """Threads that share a number take the spans of all sums, each one once: one taken twice would be added twice."""
+    count = 200_000
+    sources = [[given(rank, dtype, count) for rank in range(2)] for dtype in (0, 1, 6, 7)]
+    words: list[int] = []
+    for dtype, (first, second) in zip((0, 1, 6, 7), sources, strict=True):
+        words += [dtype, count, 2, 1, first.ctypes.data, second.ctypes.data, first.ctypes.data]
+    packed, taken = struct.pack(f"{len(words)}q", *words), bytearray(8)
+    threads = [threading.Thread(target=core.combine, args=(0, 1, True, packed, taken)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for dtype, (first, _) in zip((0, 1, 6, 7), sources, strict=True):
+        assert np.array_equal(first, expected(2, dtype, 0, count)), dtype
 
 
 def main() -> None:
     core = load(str(Path(sys.argv[1]).resolve()))
     combine(core)
+    combine_in_threads(core)
     for size in (1, 2, 3):
         reduce_in_threads(core, size)
     print("equal")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from array import array
 from itertools import product
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def same_bits(found: Tensor, wanted: Tensor) -> bool:
     )
 
 
+def packed(number: int, count: int, sources: list[Tensor], outs: list[Tensor]) -> bytes:
+    addresses = map(Tensor.data_ptr, (*sources, *outs))
+    return array("q", [number, count, len(sources), len(outs), *addresses]).tobytes()
+
+
 @needs_core
 @pytest.mark.parametrize(("dtype", "op"), KINDS, ids=lambda value: str(value).removeprefix("torch."))
 def test_sums_have_the_bits_of_pythons(dtype: torch.dtype, op: str) -> None:
@@ -75,8 +81,7 @@ def test_sums_have_the_bits_of_pythons(dtype: torch.dtype, op: str) -> None:
         for streams in (False, True):
             ins = [one.clone() for one in sources]
             outs = [ins[-1], torch.empty(count + 1, dtype=dtype)[1:]][: 1 + operands % 2]
-            addresses = [tuple(one.data_ptr() for one in tensors) for tensors in (ins, outs)]
-            core.combine(number, operation, divisor, count * parts, *addresses, streams)
+            core.combine(operation, divisor, streams, packed(number, count * parts, ins, outs), bytearray(8))
             assert all(same_bits(out, wanted) for out in outs), (count, operands, streams)
 
 
@@ -86,7 +91,7 @@ def test_every_half_keeps_its_bits() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         halves, out = every.view(dtype), torch.empty(2**16, dtype=dtype)
         number = DTYPES.index(dtype)
-        core.combine(number, 0, 1, 2**16, (halves.data_ptr(),), (out.data_ptr(),), False)
+        core.combine(0, 1, False, packed(number, 2**16, [halves], [out]), bytearray(8))
         assert same_bits(out, halves)
 
 
@@ -140,10 +145,15 @@ def test_a_late_rank_is_waited_for_by_python() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 bytes describe no group of 1 to 1024 ranks"):
         core.open_slots(b"abc")
-    with pytest.raises(ValueError, match="0 addresses were given; expected 1 to 1024"):
-        core.combine(0, 0, 1, 1, (), (1,), False)
+    one, whole = [torch.zeros(1)], packed(0, 1, [torch.zeros(1)], [torch.zeros(1)])
+    for sums, begin in ((packed(0, 1, [], one), 0), (packed(0, 1, one, []), 0), (whole[:-8], 0), (whole + bytes(8), 6)):
+        with pytest.raises(ValueError, match=f"word {begin} of {len(sums) // 8} begins no sum of 1 to 1024 addresses"):
+            core.combine(0, 1, False, sums, bytearray(8))
     with pytest.raises(ValueError, match="dtype 6, divisor 2, 1 elements"):
-        core.combine(6, 0, 2, 1, (1,), (1,), False)
+        core.combine(0, 2, False, packed(6, 1, one, one), bytearray(8))
+    for counter in (8, bytearray(4), bytes(8)):
+        with pytest.raises(ValueError, match="next is no bytearray of 8 bytes"):
+            core.combine(0, 1, False, whole, counter)
     with pytest.raises((ValueError, TypeError)):
         core.exchange("no handle", 1, 1)
 

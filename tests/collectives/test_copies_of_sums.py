@@ -30,13 +30,61 @@ def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
     with create(store) as kv:
         kv.init("w", torch.zeros(COUNT))
         kv.pushpull("w", values, outs)
-        calls = [call.args[3:6] for call in combine.call_args_list]
-        assert sum(count for count, _, _ in calls) == COUNT
-        pairs = {(len(sources), len(targets)) for _, sources, targets in calls}
-        assert pairs == {(contexts, contexts + 1)}  # the store's own copy is an output too
+        [packed] = {call.args[3] for call in combine.call_args_list}
+        head = memoryview(packed).cast("q")[:4].tolist()
+        assert head == [0, COUNT, contexts, contexts + 1]  # the store's own copy is an output too
         outs[0].fill_(-1.0)
         kv.pull("w", outs[0])
     assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.skipif(core is None, reason=f"gangline._core is not here: {problem}")
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_one_table_of_the_compiled_core_serves_all_keys_of_a_call(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [1, 7, 70_000, 300_000, 300_001] * 2
+    keys = [*range(len(counts))]
+    values = [[torch.randn(count).to(dtype_of(key)) for _ in range(3)] for key, count in enumerate(counts)]
+    expected = [(a + b) + c for a, b, c in values]
+    outs = [[torch.empty_like(value) for value in of_key] for of_key in values]
+    combine = Mock(wraps=core.combine)
+    monkeypatch.setattr(core, "combine", combine)
+    with create(store) as kv:
+        kv.init(keys, [torch.zeros_like(first) for first, *_ in values])
+        for call, written in (
+            (lambda: kv.pushpull(keys, values, outs), outs),
+            (lambda: kv.push(keys, values), []),
+            (lambda: kv.pull(keys, outs), outs),
+            (lambda: kv.pushpull(keys, values), values),
+        ):
+            combine.reset_mock()
+            for out in (out for of_key in outs if written is outs for out in of_key):
+                out.fill_(-1)
+            call()
+            assert len({call.args[3] for call in combine.call_args_list}) == 1
+            assert all(
+                torch.equal(out, sum_) for of_key, sum_ in zip(written, expected, strict=False) for out in of_key
+            )
+
+
+def dtype_of(key: int) -> torch.dtype:
+    return torch.float64 if key % 3 == 1 else torch.float32
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_outputs_that_overlap_values_in_part_get_the_whole_sum(count: int) -> None:
+    """Written span by span, they would overwrite values that are not yet summed."""
+    size, keys = (1 << 20) + 5, [*range(count)]
+    memory = [torch.randn(size + 1) for _ in keys]
+    others = [torch.randn(size) for _ in keys]
+    expected = [one[:-1] + other for one, other in zip(memory, others, strict=True)]
+    with create("local") as kv:
+        kv.init(keys, [torch.zeros(size) for _ in keys])
+        kv.pushpull(
+            keys,
+            [[one[:-1], other] for one, other in zip(memory, others, strict=True)],
+            [[one[1:]] for one in memory],
+        )
+    assert all(torch.equal(one[1:], total) for one, total in zip(memory, expected, strict=True))
 
 
 def test_a_parameter_is_a_value_and_an_output() -> None:

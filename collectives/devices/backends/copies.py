@@ -1,15 +1,15 @@
 """Backend with torch's copies and sums: for CPU contexts, for one GPU at several positions, and as the fallback.
 
 The caller chooses the device of each sum (its owner); torch copies the bytes, directly between GPUs, in the order of
-the current streams. Large sums on the CPU run in C, chunk by chunk, so that a chunk is summed and copied while it is in
-a core's cache.
+the current streams. Large sums on the CPU run in C, which reads each value and writes each output once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import attrgetter
 
@@ -22,18 +22,13 @@ from gangline.collectives.compiled_core import core
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import host_staging, reduction
 
-_MIN_THREADED = 8 << 20  # bytes of sums below which threads do not pay
-_MIN_STREAMED = 1 << 20  # bytes of a sum that bypasses the cache: a smaller one is read again before it leaves it
+_MIN_COMPILED = 1 << 20  # bytes of sums from which threads, and writes past the cache, pay
+_NUMBERS = {dtype: DTYPES.index(dtype) for dtype in (torch.float32, torch.float64)}  # that `gangline._core` knows best
 
 _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
 LEAST_JOINT = 8  # tensors for which joint calls pay
 
-_SPAN = 2 << 20  # bytes that a thread takes at once: few enough that no thread waits long for the last one
-_LEAST_SPAN = 256 * 1024  # bytes; in smaller spans calls dominate
-
-_is_cpu = attrgetter("is_cpu")
-_Span = tuple[Transfer, int, int]
-"""A transfer, and the first element and the end of the part of it."""
+_is_cpu, _nbytes, _dtype = attrgetter("is_cpu"), attrgetter("nbytes"), attrgetter("dtype")
 
 
 class Copies(Backend):
@@ -66,8 +61,8 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     if any(total.is_cpu and any(one.is_cuda for one in (*values, *outs)) for values, total, outs in transfers):
         _move_by_the_host(transfers, op)
         return
-    if core is not None and op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_THREADED:
-        transfers = _run_in_chunks(transfers)
+    if core is not None and op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_COMPILED:
+        transfers = _run_compiled(transfers)
     if op == "sum" and len(transfers) >= LEAST_JOINT:
         transfers = _run_small_jointly(transfers)
     for values, total, outs in transfers:
@@ -94,14 +89,39 @@ def _move_by_the_host(transfers: Sequence[Transfer], op: str) -> None:
             host_staging.copy_to_gpus(total, gpus)
 
 
-def _run_in_chunks(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Run the transfers that can be chunked, if they are large enough for threads; return the others."""
-    plain = [_is_plain(transfer) for transfer in transfers]
-    chunked = [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if is_plain]
-    if sum(total.nbytes for _, total, _ in chunked) < _MIN_THREADED:
+def _run_compiled(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+    """Run the transfers that `gangline._core` can sum, if they are large enough for threads; return the others."""
+    taken = [transfer for transfer in transfers if _are_plain([transfer[1]], [transfer[1], *transfer[0], *transfer[2]])]
+    words: list[int] = []
+    for values, total, outs in taken:
+        sources, targets = (values, (total, *outs)) if values else ((total,), outs)
+        if targets:
+            words += [_NUMBERS[total.dtype], total.numel(), len(sources), len(targets)]
+            words += map(Tensor.data_ptr, chain(sources, targets))
+    if sum(total.nbytes for _, total, _ in taken) < _MIN_COMPILED or not _combined(words):
         return transfers
-    _move_in_chunks(chunked)
-    return [transfer for transfer, is_plain in zip(transfers, plain, strict=True) if not is_plain]
+    mark_written([tensor for _, total, outs in taken for tensor in (total, *outs)])
+    left = {*map(id, transfers)}.difference(map(id, taken))
+    return [transfer for transfer in transfers if id(transfer) in left]
+
+
+def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs: Sequence[Sequence[Tensor]]) -> bool:
+    """Run transfers by `gangline._core` if it can and pays; return False, and change nothing, otherwise.
+
+    The arguments are those of `move_jointly`, on any devices, and may share memory.
+    """
+    if core is None or sum(map(_nbytes, totals)) < _MIN_COMPILED:
+        return False
+    columns = [*(values or [totals]), *([totals] if values else ()), *outs]
+    if not _are_plain(totals, [*chain(*columns)]):
+        return False
+    heads = zip(map(_NUMBERS.get, map(_dtype, totals)), map(Tensor.numel, totals), strict=True)
+    counts = len(values) or 1, len(columns) - (len(values) or 1)
+    rows = zip(*(map(Tensor.data_ptr, column) for column in columns), strict=True)
+    if not _combined([word for head, row in zip(heads, rows, strict=True) for word in (*head, *counts, *row)]):
+        return False
+    mark_written(chain(totals if values else (), *outs))
+    return True
 
 
 def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
@@ -174,47 +194,41 @@ def _on(value: Tensor, out: Tensor) -> Tensor:
     return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
 
 
-def _is_plain(transfer: Transfer) -> bool:
-    """Return whether `gangline._core` gives the same result faster: contiguous float32 or float64 on the CPU."""
-    values, total, outs = transfer
-    return all(
-        tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.float64)
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        for tensor in (total, *values, *outs)
+def _are_plain(totals: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are contiguous and on the CPU, and the totals, whose dtype they have, float32 or float64."""
+    return (
+        _NUMBERS.keys() >= {*map(_dtype, totals)}
+        and all(map(_is_cpu, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
     )
 
 
-def _move_in_chunks(transfers: Sequence[Transfer]) -> None:
-    """Split the transfers into spans, which as many threads as torch uses take one by one."""
-    threads = torch.get_num_threads()
-    most = min(_SPAN, max(_LEAST_SPAN, sum(total.nbytes for _, total, _ in transfers) // (4 * threads)))
-    spans: deque[_Span] = deque()
-    for transfer in transfers:
-        count, step = transfer[1].numel(), most // transfer[1].itemsize
-        spans.extend((transfer, start, min(start + step, count)) for start in range(0, count, step))
-    thread_pool.run([partial(_run, spans)] * threads)
-    mark_written([tensor for _, total, outs in transfers for tensor in (total, *outs)])
-
-
-def _run(spans: deque[_Span]) -> None:
-    """Sum and copy spans until none is left; a deque's `popleft` is atomic."""
+def _combined(words: list[int]) -> bool:
+    """Run sums in as many threads as torch uses; return False if they overlap."""
+    packed = array("q", words).tobytes()
+    if not _are_apart(packed):
+        return False
     assert core is not None
-    while spans:
-        try:
-            (values, total, outs), begin, end = spans.popleft()
-        except IndexError:  # another thread took the last one
-            return
-        sources, targets = (values, (total, *outs)) if values else ([total], outs)
-        offset = begin * total.itemsize
-        if targets:
-            core.combine(
-                DTYPES.index(total.dtype),
-                0,
-                1,
-                end - begin,
-                tuple(one.data_ptr() + offset for one in sources),
-                tuple(one.data_ptr() + offset for one in targets),
-                total.nbytes >= _MIN_STREAMED,
-            )
+    thread_pool.share(partial(core.combine, 0, 1, True, packed, bytearray(8)), torch.get_num_threads())
+    return True
+
+
+@lru_cache(maxsize=256)
+def _are_apart(packed: bytes) -> bool:
+    """Return whether no packed sum writes memory that another one uses, or that one of its own tensors has in part."""
+    words, at = memoryview(packed).cast("q"), 0
+    used: dict[tuple[int, int, int], bool] = {}  # memory of each sum, and whether it writes it
+    while at < len(words):
+        number, count, sources, outs = words[at : at + 4]
+        for place in range(sources + outs):
+            begin = words[at + 4 + place]
+            key = begin, begin + count * DTYPES[number].itemsize, at
+            used[key] = used.get(key, False) or place >= sources
+        at += 4 + sources + outs
+    read = written = 0  # ends of the memory so far
+    for (begin, end, _), is_written in sorted(used.items()):
+        if begin < end and (begin < written or (is_written and begin < read)):
+            return False
+        read, written = max(read, end), max(written, end if is_written else 0)
+    return True
