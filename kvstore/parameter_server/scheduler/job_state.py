@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_query import places_of_workers
@@ -29,6 +30,16 @@ _WAITING_SECONDS = 0.1
 """Servers are told of workers that have waited in a collective for longer than this."""
 
 
+class MemberState(Enum):
+    """State of a process, see the diagram in docs/protocol.md."""
+
+    PRESENT = "takes part"
+    AWAY = "away"
+    """It has died, and a restarted process may take its place, or has."""
+    LEFT = "has left"
+    DEAD = "dead"
+
+
 @dataclass(eq=False)
 class Member:
     """A process that has registered."""
@@ -39,10 +50,9 @@ class Member:
     heard_at: float = 0.0
     disconnected_at: float = 0.0
     """`time.monotonic` seconds when its connection was lost; 0: connected."""
-    gone: str | None = None
-    """Why it is gone; "" if it has left, None while it takes part."""
-    away: str = ""
-    """Why it has died while a restarted process may take its place, or has; "" while it lives."""
+    state: MemberState = MemberState.PRESENT
+    why: str = ""
+    """Why it has died; "" if it has not."""
     away_since: float = 0.0
     is_restarted: bool = False
     """True if it has taken the place of a member that died after the start, or has joined an elastic job."""
@@ -52,14 +62,9 @@ class Member:
     """Data of its `Join` while it is inside join()."""
 
     @property
-    def is_present(self) -> bool:
-        """True while it takes part and is not known to be dead."""
-        return self.gone is None and not self.away
-
-    @property
-    def state(self) -> str:
-        """State: it takes part or has left, or why it has died."""
-        return "has left" if self.gone == "" else self.gone or self.away or "takes part"
+    def is_gone(self) -> bool:
+        """True if the others do not wait for it any more."""
+        return self.state in (MemberState.LEFT, MemberState.DEAD)
 
     @property
     def role(self) -> str:
@@ -159,11 +164,11 @@ class JobState:
         members = self.of_role(role)
         predecessor = self.predecessor(registration)
         if registration.incarnation and self.started and self.allows_restarts and (predecessor or self.views is None):
-            if predecessor is None or predecessor.gone is None:
+            if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
-            return f"{predecessor.name} cannot be started again: it {predecessor.gone or 'has left the job'}"
+            return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
         if self.views is not None and role == "worker" and (self.started or count <= rank < self.views.most):
-            present = sum(member.gone is None for member in members)
+            present = sum(not member.is_gone for member in members)
             known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
             return self.views.rejection(rank, known, present)
         if len(members) >= count:
@@ -351,7 +356,7 @@ class JobState:
             member.rank
             for member in self.of_role("worker")
             if member.join_data is None
-            and member.gone is None
+            and not member.is_gone
             and (view is None or member.rank in view)
             and (number is None or number < ROUND or number >= member.first_number)
         }

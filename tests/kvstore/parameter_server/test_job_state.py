@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gangline.kvstore.parameter_server.protocol import ROUND, Collective, CollectiveFailed, CollectiveResult, Register
-from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
 FULL = "the job has its 2 workers already; a worker has one dist_* store, which takes all its keys"
@@ -48,7 +48,7 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
     state.replace(old, Member(b"new", register(1, 1)))
     assert (state.view, state.members[b"new"].rank, state.members[b"new"].is_restarted) == (2, 1, True)
     assert state.rejection(register(1, 1)) == "worker 1 is not one of this job's 2 workers"
-    state.members[b"new"].gone = "was killed"
+    state.members[b"new"].state, state.members[b"new"].why = MemberState.DEAD, "was killed"
     assert state.rejection(register(1, 2)) == "worker 1 cannot be started again: it was killed"
 
 

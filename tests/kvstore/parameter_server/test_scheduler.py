@@ -35,6 +35,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Registered,
     Rejected,
 )
+from gangline.kvstore.parameter_server.scheduler.job_state import MemberState
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.launcher.job import free_ports
 from tests import programs
@@ -274,7 +275,7 @@ def test_a_living_worker_that_counts_as_dead_gets_an_error(monkeypatch: pytest.M
     with Job(2) as job:
         members = job.members()
         place = next(one for one in job.scheduler._state.of_role("worker") if one.rank == 1)
-        place.gone = "gave no sign of life for 10 s"
+        place.state, place.why = MemberState.DEAD, "gave no sign of life for 10 s"
         text = r"the scheduler counts this process as dead: it gave no sign of life for 10 s.*worker 1"
         with pytest.raises(DeadNodeError, match=text):
             members[1].exchange(b"", "call")
