@@ -48,7 +48,7 @@ class Continuation:
         self._shards = shards
         self._rounds = rounds
         self._is_async = is_async
-        self._is_elastic = bool(scheduler.views)
+        self._is_elastic = scheduler.is_elastic
         self.has_joined = scheduler.is_joining
         """True if this worker came to an elastic job after its start."""
         self.pushes: dict[Key, int] = {}

@@ -78,7 +78,7 @@ class SchedulerClient:
         self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
-        """(role, rank) -> reason; "" if the process has left."""
+        """(role, rank) -> reason; "" if it has left. Never changed, but replaced: other threads iterate over it."""
         self.view = 0
         """Number of the membership, which rises when a restarted process takes the place of another."""
         self.servers: list[str] = []
@@ -87,8 +87,10 @@ class SchedulerClient:
         """True if the others wait for the restart of a process that dies."""
         self.is_restarted = False
         """True if this process has taken the place of one that died after the start, or has joined an elastic job."""
+        self.is_elastic = False
+        """True if workers come and go while the job runs."""
         self.views: list[tuple[int, frozenset[int]]] = []
-        """First round and ranks of each view of an elastic job; empty: the workers are always the same."""
+        """First round and ranks of each view; there is one if the workers are always the same."""
         self.confirmed = 0
         """Of a server: number of views that it has confirmed to follow."""
         self.begun: int | None = 0
@@ -165,7 +167,7 @@ class SchedulerClient:
             recorder.current.set_process(f"{role} {self.rank}")
         if self.faults is not None:
             self.faults.rank = self.rank
-        self.is_joining = bool(self.views) and self.is_restarted and self.in_view() is None
+        self.is_joining = self.is_restarted and self.in_view() is None
         """True if this worker came to an elastic job after its start, and has not asked to take part yet."""
 
     def _wait_for_start(self, registering: Future[protocol.Registered]) -> protocol.Registered:
@@ -231,12 +233,12 @@ class SchedulerClient:
         """Set the number of the last collective to ``number + step``."""
         self.numbers[self.keeps_positions and number >= ROUND] = number + step
 
-    # Views of an elastic job
+    # Views
 
     @property
     def keeps_positions(self) -> bool:
         """True if collectives are numbered by rounds: a worker may come to them late."""
-        return self.allows_restarts or bool(self.views)
+        return self.allows_restarts or self.is_elastic
 
     def in_view(self) -> int | None:
         """Return the first round in which this worker takes part; None if there is none yet."""
@@ -261,7 +263,7 @@ class SchedulerClient:
         self._request_view(enters=True)
         self.is_joining = False
         with self._view_known:
-            self._wait_for_view(lambda: self.in_view() or any(not why for why in self.gone.values()), "the next view")
+            self._wait_for_view(lambda: self.in_view() or "" in self.gone.values(), "the next view")
             first = self.in_view()
             if first is not None:
                 self.continue_after(first - 1, may_have_begun_next=False)
@@ -601,6 +603,7 @@ class SchedulerClient:
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
+                self.is_elastic = message.is_elastic
                 self._set_views([(first, ranks) for first, ranks in message.views])
                 self.on_change()
                 self._settle("registered", message)
@@ -648,11 +651,9 @@ class SchedulerClient:
                 _log.info("%s %d is back", role, rank)
                 self.on_change()
             case protocol.MemberGone(role, rank, why):
-                with self._lock:
-                    self.away.pop((role, rank), None)
-                    is_needed = not self.views or rank in self.views[-1][1]
-                    if why or is_needed or "server" in (role, self.role):
-                        self.gone[role, rank] = why
+                self.away.pop((role, rank), None)
+                if why or "server" in (role, self.role) or rank in self.views[-1][1]:
+                    self.gone = {**self.gone, (role, rank): why}
                 self._fail_collectives()
                 self.on_change()
             case protocol.JobOver():

@@ -122,15 +122,16 @@ class JobState:
     allows_restarts: bool = False
     """True if there were any."""
     view: int = 1
-    """Number of the membership; it rises with each member that takes the place of another."""
+    """Number of the membership; it rises with each member that comes after the start."""
     replaced: dict[bytes, Member] = field(default_factory=dict)
     """Members whose place another one has taken, by identity."""
-    views: Views | None = None
-    """Views of an elastic job; None: the workers are always the same."""
+    bounds: tuple[int, int] | None = None
+    """Least and most workers of an elastic job; None: the workers are always the same."""
 
     def __post_init__(self) -> None:
-        self.allows_restarts = self.restarts > 0
-        self._keeps_records = self.allows_restarts or self.views is not None
+        self.allows_restarts, self.is_elastic = self.restarts > 0, self.bounds is not None
+        self._keeps_records = self.allows_restarts or self.is_elastic
+        self.views = Views(*(self.bounds or (self.workers, self.workers)), self.workers)
 
     def start_again(self, now: float) -> None:
         """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
@@ -163,11 +164,11 @@ class JobState:
         count = self.expected(role)
         members = self.of_role(role)
         predecessor = self.predecessor(registration)
-        if registration.incarnation and self.started and self.allows_restarts and (predecessor or self.views is None):
+        if registration.incarnation and self.started and self.allows_restarts and (predecessor or not self.is_elastic):
             if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
             return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
-        if self.views is not None and role == "worker" and (self.started or count <= rank < self.views.most):
+        if self.is_elastic and role == "worker" and (self.started or count <= rank < self.views.most):
             present = sum(not member.is_gone for member in members)
             known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
             return self.views.rejection(rank, known, present)
@@ -185,31 +186,17 @@ class JobState:
         former = (one for one in self.of_role(registration.role) if one.rank == registration.rank)
         return next((one for one in former if one.registration.incarnation < registration.incarnation), None)
 
-    def add_worker(self, new: Member) -> None:
-        """Add a worker to an elastic job, in which it takes part once it asks to."""
-        assert self.views is not None
+    def enter(self, new: Member, old: Member | None) -> None:
+        """Add a process that may register: before the start, in the place of ``old``, or with a new rank."""
+        if old is not None:
+            self.replaced[old.identity] = self.members.pop(old.identity)
         rank = new.registration.rank
-        if not self.started:
-            self.workers = max(self.workers, rank + 1)
-            self.views.add_at_start(self.workers - 1)
-        else:
-            new.rank = rank if rank >= 0 else self.workers
-            self.workers = max(self.workers, new.rank + 1)
+        if self.started:
+            new.rank, new.is_restarted = rank if rank >= 0 else self.workers, True
             self.view += 1
-            new.is_restarted = True
+        if new.role == "worker":  # of an elastic job, in which a new one takes part once it asks to
+            self.workers = max(self.workers, rank + 1, new.rank + 1)
         self.members[new.identity] = new
-
-    def is_new_worker(self, registration: protocol.Register) -> bool:
-        """Return whether a process that may register is a worker that an elastic job gets beside those of its start."""
-        is_added = self.started or registration.rank >= self.workers
-        return self.views is not None and registration.role == "worker" and is_added
-
-    def replace(self, old: Member, new: Member) -> None:
-        """Put a restarted process in the place of a member that is away."""
-        self.replaced[old.identity] = self.members.pop(old.identity)
-        self.members[new.identity] = new
-        self.view += 1
-        new.rank, new.is_restarted = old.rank, True
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""
@@ -226,7 +213,7 @@ class JobState:
             free = sorted(set(range(len(members))) - {member.registration.rank for member in members})
             for member in members:
                 member.rank = member.registration.rank if member.registration.rank >= 0 else free.pop(0)
-        self.started = True
+        self.started, self.views.table = True, [(1, frozenset(range(self.workers)))]
         return True
 
     def add(self, rank: int, message: protocol.Collective) -> Message | None:
@@ -292,8 +279,6 @@ class JobState:
 
     def _passed_by(self, number: int, present: Mapping[int, protocol.Collective]) -> str:
         """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
-        if not self._keeps_records:
-            return ""
         for later, others in self.collectives.items():
             if later // ROUND > number // ROUND:
                 for rank in others.keys() & self.active(number) - present.keys():
@@ -351,7 +336,7 @@ class JobState:
 
     def active(self, number: int | None = None) -> set[int]:
         """Return the workers that collectives wait for: all, or the one of this number."""
-        view = None if self.views is None or number is None else self.views.of_round(number // ROUND)
+        view = None if number is None else self.views.of_round(number // ROUND)
         return {
             member.rank
             for member in self.of_role("worker")

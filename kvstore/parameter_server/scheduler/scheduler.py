@@ -25,7 +25,6 @@ from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
-from gangline.kvstore.parameter_server.scheduler.views import Views
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
@@ -64,10 +63,8 @@ class Scheduler:
     ) -> None:
         self._is_supervised = is_supervised
         restarts = max(int(os.environ.get(PROCESS_RESTARTS) or 0) - incarnation(), 0)
-        bounds_of_workers = elastic_bounds()
-        views = None if bounds_of_workers is None else Views(*bounds_of_workers, workers)
         job = os.environ.get("GANGLINE_JOB_ID", "")
-        self._state = JobState(workers, servers, job, restarts=restarts, views=views)
+        self._state = JobState(workers, servers, job, restarts=restarts, bounds=elastic_bounds())
         self._launcher_fd = os.environ.pop(LAUNCHER_FD, "")
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
@@ -211,7 +208,7 @@ class Scheduler:
                 if skips:
                     member.first_number = number
                     self._complete_collectives()
-            case protocol.ViewRequest(enters) if is_active_worker and self._state.views is not None:
+            case protocol.ViewRequest(enters) if is_active_worker:
                 text = ""
                 if enters:
                     self._state.views.enter(member.rank)
@@ -219,7 +216,7 @@ class Scheduler:
                     text = self._state.views.refusal(member.rank)
                 self._send(member, protocol.ViewRequested(enters, text))
                 self._advance_views()
-            case protocol.ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
+            case protocol.ViewAnswer(number, begun) if self._state.started:
                 self._state.views.answer(member.role, member.rank, number, begun)
                 self._advance_views()
             case protocol.SilenceQuery(seconds):
@@ -241,25 +238,15 @@ class Scheduler:
         if rejection:
             self._send(member, protocol.Rejected(ValueError.__name__, rejection))
             return None
-        predecessor = self._state.predecessor(registration) if self._state.started else None
-        if self._state.is_new_worker(registration) and predecessor is None:
-            self._state.add_worker(member)
-            if self._state.started:
-                _log.warning("%s has come", member.name)
-                self._send_to_others(member, self._back(member))
-        elif predecessor is None:
-            self._state.members[identity] = member
-        else:
-            self._replace(predecessor, member)
-        return member
-
-    def _replace(self, old: Member, new: Member) -> None:
-        """Put a restarted process in the place of a member, and tell all others."""
-        if old.state is MemberState.PRESENT:  # its death has not been noticed yet
+        old = self._state.predecessor(registration) if self._state.started else None
+        if old is not None and old.state is MemberState.PRESENT:  # its death has not been noticed yet
             self._set_away(old, "was killed or left: it was started again")
-        self._state.replace(old, new)
-        _log.warning("%s is back: restart %d", new.name, new.registration.incarnation)
-        self._send_to_others(new, self._back(new))
+        self._state.enter(member, old)
+        if self._state.started:
+            text = "has come" if old is None else f"is back: restart {registration.incarnation}"
+            _log.warning("%s %s", member.name, text)
+            self._send_to_others(member, self._back(member))
+        return member
 
     def _back(self, member: Member) -> protocol.MemberBack:
         return protocol.MemberBack(member.role, member.rank, self._state.view, member.registration.address)
@@ -284,11 +271,9 @@ class Scheduler:
     def _registered(self, member: Member) -> protocol.Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         state = self._state
-        views = [] if state.views is None else state.views.known_to(member.role)
-        workers = state.workers if state.views is None else state.views.most
         return protocol.Registered(
-            *(member.rank, state.view, workers, addresses, self._heartbeat, self._limit),
-            *(state.allows_restarts, member.is_restarted, views),
+            *(member.rank, state.view, state.views.most, addresses, self._heartbeat, self._limit),
+            *(state.allows_restarts, member.is_restarted, state.is_elastic, state.views.known_to(member.role)),
         )
 
     def _waiting_message(self) -> protocol.Waiting:
@@ -300,7 +285,7 @@ class Scheduler:
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
-        if self._state.views is not None and self._state.views.asked and member.role == "worker":
+        if self._state.views.asked and member.role == "worker":
             self._send(member, protocol.ViewQuery(self._state.views.asked))
         for one in self._state.replaced.values():
             self._send(member, _away(one))
@@ -318,20 +303,19 @@ class Scheduler:
                 self._send(member, protocol.JobOver())
 
     def _advance_views(self) -> None:
-        """Agree on the next view of an elastic job, as far as the answers that have come allow."""
+        """Agree on the next view, as far as the answers that have come allow."""
         views, state = self._state.views, self._state
-        if views is None or not state.started:
-            return
         if any(member.is_gone for member in state.of_role("worker") if member.rank in views.newest):
             return  # the job ends
         if views.ask():
             self._send_to_role("worker", protocol.ViewQuery(views.asked))
         if views.make():
             first, ranks = views.table[-1]
-            _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, ranks)))
-            self._send_to_role("server", protocol.ViewChange(views.asked, first, ranks))
+            _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, sorted(ranks))))
+            self._send_to_role("server", protocol.ViewChange(views.asked, first, sorted(ranks)))
         if views.confirm(member.rank for member in state.of_role("server") if not member.is_gone):
-            self._send_to_role("worker", protocol.ViewChange(len(views.table) - 1, *views.table[-1]))
+            first, ranks = views.table[-1]
+            self._send_to_role("worker", protocol.ViewChange(len(views.table) - 1, first, sorted(ranks)))
             self._complete_collectives()
             self._advance_views()  # to the view of requests that have come meanwhile
 
@@ -418,7 +402,7 @@ class Scheduler:
         return f"{what} for {self._limit:g} s"
 
     def _remove(self, member: Member, why: str) -> None:
-        if self._state.views is not None and member.role == "worker":
+        if member.role == "worker":
             self._state.views.forget(member.rank)
             if why and self._state.started and not self._state.views.has_part(member.rank):
                 _log.warning("%s %s; the others go on without it", member.name, why)
