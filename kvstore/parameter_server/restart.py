@@ -97,7 +97,8 @@ class Continuation:
             found = self._memory.read()
         if found is None:
             return None
-        state, pushes, rounds, self._scheduler.numbers = found
+        state, pushes, rounds, numbers = found
+        self._scheduler.restore_numbers(numbers)
         self._is_set_up, self._step = True, max(pushes.values(), default=0)
         self.pushes.update(pushes)
         self._rounds.update(rounds)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -52,6 +52,15 @@ _CHUNK = 16 << 20
 _LENGTH = 8
 _SET_UP = ("init", "set_optimizer", "set_gradient_compression", "order of buckets")
 """Collectives that set up the store: a restarted worker repeats them whenever it calls them, not by the round."""
+
+
+class CollectiveNumbers(NamedTuple):
+    """Numbers of a worker's last collectives; 0: it has called none."""
+
+    set_up: int = 0
+    """Of those of the set-up and before the first push; of all where no worker comes late."""
+    in_step: int = 0
+    """Of the others."""
 
 
 class SchedulerClient:
@@ -120,15 +129,14 @@ class SchedulerClient:
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
-        self.numbers = [0, 0]
-        """Numbers of the last collective before the first push, or of the set-up, and of the last other one, where
-        workers may be restarted."""
+        self.numbers = CollectiveNumbers()
+        """Numbers of the last collectives."""
         self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._restart_limit = bounds.restart_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
-        self._numbering = threading.Lock()  # collectives are sent in order of their numbers
+        self._numbering = threading.Lock()  # protects numbers; collectives are sent in their order
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
@@ -214,7 +222,7 @@ class SchedulerClient:
         """
         with self._numbering:
             following = self._following(name)
-            if number is not None and number not in (following, self.numbers[0] + 1):
+            if number is not None and number not in (following, self.numbers.set_up + 1):
                 return False
             following = number or following
             self._count(following)
@@ -227,11 +235,17 @@ class SchedulerClient:
     def _following(self, name: str) -> int:
         """Return the number of the next collective."""
         position = self.position() if self.keeps_positions and not name.startswith(_SET_UP) else 0
-        return max(self.numbers[1], ROUND * position) + 1 if position else self.numbers[0] + 1
+        return max(self.numbers.in_step, ROUND * position) + 1 if position else self.numbers.set_up + 1
 
     def _count(self, number: int, step: int = 0) -> None:
         """Set the number of the last collective to ``number + step``."""
-        self.numbers[self.keeps_positions and number >= ROUND] = number + step
+        kind = "in_step" if self.keeps_positions and number >= ROUND else "set_up"
+        self.numbers = self.numbers._replace(**{kind: number + step})
+
+    def restore_numbers(self, numbers: CollectiveNumbers) -> None:
+        """Set the numbers of the last collectives to those that the former process of this worker has kept."""
+        with self._numbering:
+            self.numbers = numbers
 
     # Views
 
@@ -421,7 +435,8 @@ class SchedulerClient:
         """Wait until all workers have called it; meanwhile other collectives run without this worker."""
         call = f"join() of worker {self.rank}"
         result: protocol.JoinResult = self._wait(self._ask(protocol.Join(max(self.numbers), data), "join", call), call)
-        self._count(result.number)
+        with self._numbering:
+            self._count(result.number)
         return result
 
     def leave(self, why: str = "") -> None:
@@ -433,7 +448,8 @@ class SchedulerClient:
             return
         self.has_left = True
         leaving: Future[Any] = Future()
-        self._pending["over"] = leaving, protocol.Leave(why)
+        with self._lock:
+            self._pending["over"] = leaving, protocol.Leave(why)
         self._send(protocol.Leave(why))
         try:
             leaving.result(_LEAVE_SECONDS)
