@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 7
+VERSION = 8
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -65,7 +65,7 @@ Entries = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_
 Definitions = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_definition, v))]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
 Views = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_view, v))]
-"""``[first round, ranks]`` each, in ascending order: the workers of an elastic job from that round on."""
+"""``[first round, ranks]`` each, in ascending order: the workers from that round on."""
 
 
 @dataclass_transform(field_specifiers=(field,))
@@ -165,8 +165,10 @@ class Registered(Message, kind=2):
     """True if processes that die may be started again."""
     is_restarted: Flag = False
     """True if the process came after the start: it has taken the place of one that died, or joins an elastic job."""
+    is_elastic: Flag = False
+    """True if workers come and go while the job runs."""
     views: Views = field(default_factory=list)
-    """Views of an elastic job; empty: the workers are always the same."""
+    """Table of the workers that take part; one view if they are always the same."""
 
 
 class Rejected(Message, kind=3):

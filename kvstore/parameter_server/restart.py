@@ -48,7 +48,7 @@ class Continuation:
         self._shards = shards
         self._rounds = rounds
         self._is_async = is_async
-        self._is_elastic = bool(scheduler.views)
+        self._is_elastic = scheduler.is_elastic
         self.has_joined = scheduler.is_joining
         """True if this worker came to an elastic job after its start."""
         self.pushes: dict[Key, int] = {}
@@ -97,7 +97,8 @@ class Continuation:
             found = self._memory.read()
         if found is None:
             return None
-        state, pushes, rounds, self._scheduler.numbers = found
+        state, pushes, rounds, numbers = found
+        self._scheduler.restore_numbers(numbers)
         self._is_set_up, self._step = True, max(pushes.values(), default=0)
         self.pushes.update(pushes)
         self._rounds.update(rounds)

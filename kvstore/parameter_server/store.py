@@ -119,7 +119,7 @@ class DistStore(KVStore):
         self._late_error: Exception | None = None  # error of a push that had already returned
         self._final_error: Exception | None = None  # of all calls after a push that may be lost, or a join() given up
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
-        if self._scheduler.views:
+        if self._scheduler.is_elastic:
             self._scheduler.leave_on_sigterm()
 
     @property
@@ -186,7 +186,7 @@ class DistStore(KVStore):
 
     @property
     def is_elastic(self) -> bool:  # noqa: D102  inherited
-        return bool(self._scheduler.views)
+        return self._scheduler.is_elastic
 
     @property
     def has_joined(self) -> bool:  # noqa: D102  inherited
@@ -196,14 +196,14 @@ class DistStore(KVStore):
         return self.is_elastic and self._scheduler.has_ended(0)
 
     def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: D102  inherited
-        if not self._scheduler.views:
+        if not self._scheduler.is_elastic:
             return super().share(samples, step)
         self._check_open()
         return self._continuation.share(samples, step)
 
     def leave(self) -> None:  # noqa: D102  inherited
         self._check_open()
-        if not self._scheduler.views:
+        if not self._scheduler.is_elastic:
             super().leave()
         if text := self._scheduler.ask_to_leave():
             raise RuntimeError(text)
@@ -240,7 +240,7 @@ class DistStore(KVStore):
             DeadNodeError: if another worker has died or left; the same holds then.
         """
         self._check_open()
-        if self._scheduler.views:
+        if self._scheduler.is_elastic:
             self._continuation.refuse("join()")
         self._settle()
         command(self._servers, "join")
@@ -267,7 +267,7 @@ class DistStore(KVStore):
         self._continuation.check_setting_up("init")
         layouts = [[key, name_of_dtype(value.dtype), list(value.shape)] for key, (value,) in pairs]
         gathered = self._workers.all_gather(layouts, "init")
-        if self._scheduler.views:  # only workers of the start take part
+        if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
         new = agree_on_keys(gathered, self._shards)
         whole = self._spec is not None and self._spec.needs_whole_keys
@@ -584,7 +584,7 @@ class DistStore(KVStore):
     # Compression
 
     def _set_compression(self, compression: Compression | None) -> None:
-        if self._scheduler.views:
+        if self._scheduler.is_elastic:
             self._continuation.refuse("compression")
         params = None if compression is None else compression.params
         self._settle()

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -54,6 +54,15 @@ _SET_UP = ("init", "set_optimizer", "set_gradient_compression", "order of bucket
 """Collectives that set up the store: a restarted worker repeats them whenever it calls them, not by the round."""
 
 
+class CollectiveNumbers(NamedTuple):
+    """Numbers of a worker's last collectives; 0: it has called none."""
+
+    set_up: int = 0
+    """Of those of the set-up and before the first push; of all where no worker comes late."""
+    in_step: int = 0
+    """Of the others."""
+
+
 class SchedulerClient:
     """Membership of a worker or server in its job; a thread of its own talks to the scheduler.
 
@@ -78,7 +87,7 @@ class SchedulerClient:
         self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
-        """(role, rank) -> reason; "" if the process has left."""
+        """(role, rank) -> reason; "" if it has left. Never changed, but replaced: other threads iterate over it."""
         self.view = 0
         """Number of the membership, which rises when a restarted process takes the place of another."""
         self.servers: list[str] = []
@@ -87,8 +96,10 @@ class SchedulerClient:
         """True if the others wait for the restart of a process that dies."""
         self.is_restarted = False
         """True if this process has taken the place of one that died after the start, or has joined an elastic job."""
+        self.is_elastic = False
+        """True if workers come and go while the job runs."""
         self.views: list[tuple[int, frozenset[int]]] = []
-        """First round and ranks of each view of an elastic job; empty: the workers are always the same."""
+        """First round and ranks of each view; there is one if the workers are always the same."""
         self.confirmed = 0
         """Of a server: number of views that it has confirmed to follow."""
         self.begun: int | None = 0
@@ -118,15 +129,14 @@ class SchedulerClient:
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
-        self.numbers = [0, 0]
-        """Numbers of the last collective before the first push, or of the set-up, and of the last other one, where
-        workers may be restarted."""
+        self.numbers = CollectiveNumbers()
+        """Numbers of the last collectives."""
         self._recorded: set[int] = set()  # collectives that were over before this worker was restarted
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._restart_limit = bounds.restart_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
         self._lock = threading.Lock()
-        self._numbering = threading.Lock()  # collectives are sent in order of their numbers
+        self._numbering = threading.Lock()  # protects numbers; collectives are sent in their order
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler
@@ -165,7 +175,7 @@ class SchedulerClient:
             recorder.current.set_process(f"{role} {self.rank}")
         if self.faults is not None:
             self.faults.rank = self.rank
-        self.is_joining = bool(self.views) and self.is_restarted and self.in_view() is None
+        self.is_joining = self.is_restarted and self.in_view() is None
         """True if this worker came to an elastic job after its start, and has not asked to take part yet."""
 
     def _wait_for_start(self, registering: Future[protocol.Registered]) -> protocol.Registered:
@@ -212,7 +222,7 @@ class SchedulerClient:
         """
         with self._numbering:
             following = self._following(name)
-            if number is not None and number not in (following, self.numbers[0] + 1):
+            if number is not None and number not in (following, self.numbers.set_up + 1):
                 return False
             following = number or following
             self._count(following)
@@ -225,18 +235,24 @@ class SchedulerClient:
     def _following(self, name: str) -> int:
         """Return the number of the next collective."""
         position = self.position() if self.keeps_positions and not name.startswith(_SET_UP) else 0
-        return max(self.numbers[1], ROUND * position) + 1 if position else self.numbers[0] + 1
+        return max(self.numbers.in_step, ROUND * position) + 1 if position else self.numbers.set_up + 1
 
     def _count(self, number: int, step: int = 0) -> None:
         """Set the number of the last collective to ``number + step``."""
-        self.numbers[self.keeps_positions and number >= ROUND] = number + step
+        kind = "in_step" if self.keeps_positions and number >= ROUND else "set_up"
+        self.numbers = self.numbers._replace(**{kind: number + step})
 
-    # Views of an elastic job
+    def restore_numbers(self, numbers: CollectiveNumbers) -> None:
+        """Set the numbers of the last collectives to those that the former process of this worker has kept."""
+        with self._numbering:
+            self.numbers = numbers
+
+    # Views
 
     @property
     def keeps_positions(self) -> bool:
         """True if collectives are numbered by rounds: a worker may come to them late."""
-        return self.allows_restarts or bool(self.views)
+        return self.allows_restarts or self.is_elastic
 
     def in_view(self) -> int | None:
         """Return the first round in which this worker takes part; None if there is none yet."""
@@ -261,7 +277,7 @@ class SchedulerClient:
         self._request_view(enters=True)
         self.is_joining = False
         with self._view_known:
-            self._wait_for_view(lambda: self.in_view() or any(not why for why in self.gone.values()), "the next view")
+            self._wait_for_view(lambda: self.in_view() or "" in self.gone.values(), "the next view")
             first = self.in_view()
             if first is not None:
                 self.continue_after(first - 1, may_have_begun_next=False)
@@ -419,7 +435,8 @@ class SchedulerClient:
         """Wait until all workers have called it; meanwhile other collectives run without this worker."""
         call = f"join() of worker {self.rank}"
         result: protocol.JoinResult = self._wait(self._ask(protocol.Join(max(self.numbers), data), "join", call), call)
-        self._count(result.number)
+        with self._numbering:
+            self._count(result.number)
         return result
 
     def leave(self, why: str = "") -> None:
@@ -431,7 +448,8 @@ class SchedulerClient:
             return
         self.has_left = True
         leaving: Future[Any] = Future()
-        self._pending["over"] = leaving, protocol.Leave(why)
+        with self._lock:
+            self._pending["over"] = leaving, protocol.Leave(why)
         self._send(protocol.Leave(why))
         try:
             leaving.result(_LEAVE_SECONDS)
@@ -601,6 +619,7 @@ class SchedulerClient:
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
+                self.is_elastic = message.is_elastic
                 self._set_views([(first, ranks) for first, ranks in message.views])
                 self.on_change()
                 self._settle("registered", message)
@@ -648,11 +667,9 @@ class SchedulerClient:
                 _log.info("%s %d is back", role, rank)
                 self.on_change()
             case protocol.MemberGone(role, rank, why):
-                with self._lock:
-                    self.away.pop((role, rank), None)
-                    is_needed = not self.views or rank in self.views[-1][1]
-                    if why or is_needed or "server" in (role, self.role):
-                        self.gone[role, rank] = why
+                self.away.pop((role, rank), None)
+                if why or "server" in (role, self.role) or rank in self.views[-1][1]:
+                    self.gone = {**self.gone, (role, rank): why}
                 self._fail_collectives()
                 self.on_change()
             case protocol.JobOver():

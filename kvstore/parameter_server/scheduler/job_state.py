@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_query import places_of_workers
@@ -29,6 +30,16 @@ _WAITING_SECONDS = 0.1
 """Servers are told of workers that have waited in a collective for longer than this."""
 
 
+class MemberState(Enum):
+    """State of a process, see the diagram in docs/protocol.md."""
+
+    PRESENT = "takes part"
+    AWAY = "away"
+    """It has died, and a restarted process may take its place, or has."""
+    LEFT = "has left"
+    DEAD = "dead"
+
+
 @dataclass(eq=False)
 class Member:
     """A process that has registered."""
@@ -39,10 +50,9 @@ class Member:
     heard_at: float = 0.0
     disconnected_at: float = 0.0
     """`time.monotonic` seconds when its connection was lost; 0: connected."""
-    gone: str | None = None
-    """Why it is gone; "" if it has left, None while it takes part."""
-    away: str = ""
-    """Why it has died while a restarted process may take its place, or has; "" while it lives."""
+    state: MemberState = MemberState.PRESENT
+    why: str = ""
+    """Why it has died; "" if it has not."""
     away_since: float = 0.0
     is_restarted: bool = False
     """True if it has taken the place of a member that died after the start, or has joined an elastic job."""
@@ -52,14 +62,9 @@ class Member:
     """Data of its `Join` while it is inside join()."""
 
     @property
-    def is_present(self) -> bool:
-        """True while it takes part and is not known to be dead."""
-        return self.gone is None and not self.away
-
-    @property
-    def state(self) -> str:
-        """State: it takes part or has left, or why it has died."""
-        return "has left" if self.gone == "" else self.gone or self.away or "takes part"
+    def is_gone(self) -> bool:
+        """True if the others do not wait for it any more."""
+        return self.state in (MemberState.LEFT, MemberState.DEAD)
 
     @property
     def role(self) -> str:
@@ -117,15 +122,16 @@ class JobState:
     allows_restarts: bool = False
     """True if there were any."""
     view: int = 1
-    """Number of the membership; it rises with each member that takes the place of another."""
+    """Number of the membership; it rises with each member that comes after the start."""
     replaced: dict[bytes, Member] = field(default_factory=dict)
     """Members whose place another one has taken, by identity."""
-    views: Views | None = None
-    """Views of an elastic job; None: the workers are always the same."""
+    bounds: tuple[int, int] | None = None
+    """Least and most workers of an elastic job; None: the workers are always the same."""
 
     def __post_init__(self) -> None:
-        self.allows_restarts = self.restarts > 0
-        self._keeps_records = self.allows_restarts or self.views is not None
+        self.allows_restarts, self.is_elastic = self.restarts > 0, self.bounds is not None
+        self._keeps_records = self.allows_restarts or self.is_elastic
+        self.views = Views(*(self.bounds or (self.workers, self.workers)), self.workers)
 
     def start_again(self, now: float) -> None:
         """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
@@ -158,12 +164,12 @@ class JobState:
         count = self.expected(role)
         members = self.of_role(role)
         predecessor = self.predecessor(registration)
-        if registration.incarnation and self.started and self.allows_restarts and (predecessor or self.views is None):
-            if predecessor is None or predecessor.gone is None:
+        if registration.incarnation and self.started and self.allows_restarts and (predecessor or not self.is_elastic):
+            if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
-            return f"{predecessor.name} cannot be started again: it {predecessor.gone or 'has left the job'}"
-        if self.views is not None and role == "worker" and (self.started or count <= rank < self.views.most):
-            present = sum(member.gone is None for member in members)
+            return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
+        if self.is_elastic and role == "worker" and (self.started or count <= rank < self.views.most):
+            present = sum(not member.is_gone for member in members)
             known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
             return self.views.rejection(rank, known, present)
         if len(members) >= count:
@@ -180,31 +186,17 @@ class JobState:
         former = (one for one in self.of_role(registration.role) if one.rank == registration.rank)
         return next((one for one in former if one.registration.incarnation < registration.incarnation), None)
 
-    def add_worker(self, new: Member) -> None:
-        """Add a worker to an elastic job, in which it takes part once it asks to."""
-        assert self.views is not None
+    def enter(self, new: Member, old: Member | None) -> None:
+        """Add a process that may register: before the start, in the place of ``old``, or with a new rank."""
+        if old is not None:
+            self.replaced[old.identity] = self.members.pop(old.identity)
         rank = new.registration.rank
-        if not self.started:
-            self.workers = max(self.workers, rank + 1)
-            self.views.add_at_start(self.workers - 1)
-        else:
-            new.rank = rank if rank >= 0 else self.workers
-            self.workers = max(self.workers, new.rank + 1)
+        if self.started:
+            new.rank, new.is_restarted = rank if rank >= 0 else self.workers, True
             self.view += 1
-            new.is_restarted = True
+        if new.role == "worker":  # of an elastic job, in which a new one takes part once it asks to
+            self.workers = max(self.workers, rank + 1, new.rank + 1)
         self.members[new.identity] = new
-
-    def is_new_worker(self, registration: protocol.Register) -> bool:
-        """Return whether a process that may register is a worker that an elastic job gets beside those of its start."""
-        is_added = self.started or registration.rank >= self.workers
-        return self.views is not None and registration.role == "worker" and is_added
-
-    def replace(self, old: Member, new: Member) -> None:
-        """Put a restarted process in the place of a member that is away."""
-        self.replaced[old.identity] = self.members.pop(old.identity)
-        self.members[new.identity] = new
-        self.view += 1
-        new.rank, new.is_restarted = old.rank, True
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""
@@ -221,7 +213,7 @@ class JobState:
             free = sorted(set(range(len(members))) - {member.registration.rank for member in members})
             for member in members:
                 member.rank = member.registration.rank if member.registration.rank >= 0 else free.pop(0)
-        self.started = True
+        self.started, self.views.table = True, [(1, frozenset(range(self.workers)))]
         return True
 
     def add(self, rank: int, message: protocol.Collective) -> Message | None:
@@ -287,8 +279,6 @@ class JobState:
 
     def _passed_by(self, number: int, present: Mapping[int, protocol.Collective]) -> str:
         """Return the error of a collective that a worker has not called and never will, as it is in a later round."""
-        if not self._keeps_records:
-            return ""
         for later, others in self.collectives.items():
             if later // ROUND > number // ROUND:
                 for rank in others.keys() & self.active(number) - present.keys():
@@ -346,12 +336,12 @@ class JobState:
 
     def active(self, number: int | None = None) -> set[int]:
         """Return the workers that collectives wait for: all, or the one of this number."""
-        view = None if self.views is None or number is None else self.views.of_round(number // ROUND)
+        view = None if number is None else self.views.of_round(number // ROUND)
         return {
             member.rank
             for member in self.of_role("worker")
             if member.join_data is None
-            and member.gone is None
+            and not member.is_gone
             and (view is None or member.rank in view)
             and (number is None or number < ROUND or number >= member.first_number)
         }

@@ -24,8 +24,7 @@ from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
-from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
-from gangline.kvstore.parameter_server.scheduler.views import Views
+from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
@@ -64,10 +63,8 @@ class Scheduler:
     ) -> None:
         self._is_supervised = is_supervised
         restarts = max(int(os.environ.get(PROCESS_RESTARTS) or 0) - incarnation(), 0)
-        bounds_of_workers = elastic_bounds()
-        views = None if bounds_of_workers is None else Views(*bounds_of_workers, workers)
         job = os.environ.get("GANGLINE_JOB_ID", "")
-        self._state = JobState(workers, servers, job, restarts=restarts, views=views)
+        self._state = JobState(workers, servers, job, restarts=restarts, bounds=elastic_bounds())
         self._launcher_fd = os.environ.pop(LAUNCHER_FD, "")
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
@@ -103,13 +100,13 @@ class Scheduler:
             "part": "scheduler",
             "counters": {"collectives": self._state.number},
             "waits": self._state.waits(time.monotonic()),
-            "members": {one.name: one.state for one in members if one.rank >= 0},
+            "members": {one.name: one.why or one.state.value for one in members if one.rank >= 0},
         }
 
     @property
     def has_failed(self) -> bool:
         """True if a process that the job needed has died."""
-        return any(member.gone for member in self._state.members.values())
+        return any(member.state is MemberState.DEAD for member in self._state.members.values())
 
     @property
     def port(self) -> int:
@@ -181,9 +178,8 @@ class Scheduler:
             self._refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
 
     def _handle(self, member: Member, message: Message) -> None:
-        why = member.gone or member.away
-        if why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped
-            self._send(member, protocol.MemberGone(member.role, member.rank, why))
+        if member.why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped
+            self._send(member, protocol.MemberGone(member.role, member.rank, member.why))
             return
         is_active_worker = member.role == "worker" and self._state.started
         match message:
@@ -212,7 +208,7 @@ class Scheduler:
                 if skips:
                     member.first_number = number
                     self._complete_collectives()
-            case protocol.ViewRequest(enters) if is_active_worker and self._state.views is not None:
+            case protocol.ViewRequest(enters) if is_active_worker:
                 text = ""
                 if enters:
                     self._state.views.enter(member.rank)
@@ -220,16 +216,16 @@ class Scheduler:
                     text = self._state.views.refusal(member.rank)
                 self._send(member, protocol.ViewRequested(enters, text))
                 self._advance_views()
-            case protocol.ViewAnswer(number, begun) if self._state.started and self._state.views is not None:
+            case protocol.ViewAnswer(number, begun) if self._state.started:
                 self._state.views.answer(member.role, member.rank, number, begun)
                 self._advance_views()
             case protocol.SilenceQuery(seconds):
                 since = time.monotonic() - seconds
-                silent = [one.name for one in self._state.members.values() if one.gone is None and one.heard_at < since]
+                silent = [one.name for one in self._state.members.values() if not one.is_gone and one.heard_at < since]
                 self._send(member, protocol.SilenceResult(silent))
             case protocol.Leave(why):
                 self._send(member, protocol.JobOver())
-                if member.is_present:
+                if member.state is MemberState.PRESENT:
                     if not why:
                         self._tell_launcher(member.name.encode())
                     self._remove(member, why)
@@ -242,25 +238,15 @@ class Scheduler:
         if rejection:
             self._send(member, protocol.Rejected(ValueError.__name__, rejection))
             return None
-        predecessor = self._state.predecessor(registration) if self._state.started else None
-        if self._state.is_new_worker(registration) and predecessor is None:
-            self._state.add_worker(member)
-            if self._state.started:
-                _log.warning("%s has come", member.name)
-                self._send_to_others(member, self._back(member))
-        elif predecessor is None:
-            self._state.members[identity] = member
-        else:
-            self._replace(predecessor, member)
-        return member
-
-    def _replace(self, old: Member, new: Member) -> None:
-        """Put a restarted process in the place of a member, and tell all others."""
-        if not old.away:  # its death has not been noticed yet
+        old = self._state.predecessor(registration) if self._state.started else None
+        if old is not None and old.state is MemberState.PRESENT:  # its death has not been noticed yet
             self._set_away(old, "was killed or left: it was started again")
-        self._state.replace(old, new)
-        _log.warning("%s is back: restart %d", new.name, new.registration.incarnation)
-        self._send_to_others(new, self._back(new))
+        self._state.enter(member, old)
+        if self._state.started:
+            text = "has come" if old is None else f"is back: restart {registration.incarnation}"
+            _log.warning("%s %s", member.name, text)
+            self._send_to_others(member, self._back(member))
+        return member
 
     def _back(self, member: Member) -> protocol.MemberBack:
         return protocol.MemberBack(member.role, member.rank, self._state.view, member.registration.address)
@@ -268,7 +254,7 @@ class Scheduler:
     def _set_away(self, member: Member, why: str) -> None:
         """Wait for the restart of a member that has died, instead of failing the others."""
         self._state.restarts -= 1
-        member.away, member.away_since = why, time.monotonic()
+        member.state, member.why, member.away_since = MemberState.AWAY, why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
         self._send_to_others(member, _away(member))
         self._send(member, protocol.MemberGone(member.role, member.rank, why))  # it reads this if it goes on
@@ -285,11 +271,9 @@ class Scheduler:
     def _registered(self, member: Member) -> protocol.Registered:
         addresses = [server.registration.address for server in self._state.of_role("server")]
         state = self._state
-        views = [] if state.views is None else state.views.known_to(member.role)
-        workers = state.workers if state.views is None else state.views.most
         return protocol.Registered(
-            *(member.rank, state.view, workers, addresses, self._heartbeat, self._limit),
-            *(state.allows_restarts, member.is_restarted, views),
+            *(member.rank, state.view, state.views.most, addresses, self._heartbeat, self._limit),
+            *(state.allows_restarts, member.is_restarted, state.is_elastic, state.views.known_to(member.role)),
         )
 
     def _waiting_message(self) -> protocol.Waiting:
@@ -301,16 +285,17 @@ class Scheduler:
     def _send_again(self, member: Member) -> None:
         """Send what a reconnected member may have missed, except answers that it requests again itself."""
         self._send(member, self._registered(member))
-        if self._state.views is not None and self._state.views.asked and member.role == "worker":
+        if self._state.views.asked and member.role == "worker":
             self._send(member, protocol.ViewQuery(self._state.views.asked))
         for one in self._state.replaced.values():
             self._send(member, _away(one))
         for other in self._state.members.values():
             if other.is_restarted:
                 self._send(member, self._back(other))
-            if other.gone is not None:
-                self._send(member, protocol.MemberGone(other.role, other.rank, other.gone))
-            elif other.away:
+            if other.is_gone:
+                why = other.why if other.state is MemberState.DEAD else ""
+                self._send(member, protocol.MemberGone(other.role, other.rank, why))
+            elif other.state is MemberState.AWAY:
                 self._send(member, _away(other))
         if member.role == "server":
             self._send(member, self._waiting_message())
@@ -318,20 +303,19 @@ class Scheduler:
                 self._send(member, protocol.JobOver())
 
     def _advance_views(self) -> None:
-        """Agree on the next view of an elastic job, as far as the answers that have come allow."""
+        """Agree on the next view, as far as the answers that have come allow."""
         views, state = self._state.views, self._state
-        if views is None or not state.started:
-            return
-        if any(member.gone is not None for member in state.of_role("worker") if member.rank in views.newest):
+        if any(member.is_gone for member in state.of_role("worker") if member.rank in views.newest):
             return  # the job ends
         if views.ask():
             self._send_to_role("worker", protocol.ViewQuery(views.asked))
         if views.make():
             first, ranks = views.table[-1]
-            _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, ranks)))
-            self._send_to_role("server", protocol.ViewChange(views.asked, first, ranks))
-        if views.confirm(member.rank for member in state.of_role("server") if member.gone is None):
-            self._send_to_role("worker", protocol.ViewChange(len(views.table) - 1, *views.table[-1]))
+            _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, sorted(ranks))))
+            self._send_to_role("server", protocol.ViewChange(views.asked, first, sorted(ranks)))
+        if views.confirm(member.rank for member in state.of_role("server") if not member.is_gone):
+            first, ranks = views.table[-1]
+            self._send_to_role("worker", protocol.ViewChange(len(views.table) - 1, first, sorted(ranks)))
             self._complete_collectives()
             self._advance_views()  # to the view of requests that have come meanwhile
 
@@ -339,7 +323,7 @@ class Scheduler:
         """Send the outcomes of collectives that have ended."""
         for number in self._state.complete():
             for member in self._state.of_role("worker"):
-                if member.is_present:
+                if member.state is MemberState.PRESENT:
                     self._send(member, self._state.outcomes[number].message(number, member.rank))
 
     def _complete_join(self) -> None:
@@ -359,7 +343,7 @@ class Scheduler:
         """Record which members have lost their connection."""
         for identity in self._listener.take_lost():
             member = self._state.members.get(identity)
-            if member is not None and member.is_present:
+            if member is not None and member.state is MemberState.PRESENT:
                 member.disconnected_at = time.monotonic()
 
     def _check_liveness(self) -> None:
@@ -378,11 +362,11 @@ class Scheduler:
         looks = now - self._looked_at > _STATE_SECONDS
         self._looked_at = now if looks else self._looked_at
         for member in self._state.members.values():
-            if member.gone is not None:
+            if member.is_gone:
                 continue
-            if member.away:
+            if member.state is MemberState.AWAY:
                 if now - member.away_since > self._restart_limit:
-                    self._remove(member, f"{member.away} and was not started again within {self._restart_limit:g} s")
+                    self._remove(member, f"{member.why} and was not started again within {self._restart_limit:g} s")
                 continue
             # a process may die with its last messages unread: sending shows whether the connection is lost
             if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
@@ -393,7 +377,7 @@ class Scheduler:
             elif why:
                 self._remove(member, why)
         if not self._state.started:  # a process that dies before the start may be replaced
-            for identity in [key for key, member in self._state.members.items() if member.gone is not None]:
+            for identity in [key for key, member in self._state.members.items() if member.is_gone]:
                 del self._state.members[identity]
 
     def _death_of(self, member: Member, now: float, *, looks: bool) -> str:
@@ -418,12 +402,12 @@ class Scheduler:
         return f"{what} for {self._limit:g} s"
 
     def _remove(self, member: Member, why: str) -> None:
-        if self._state.views is not None and member.role == "worker":
+        if member.role == "worker":
             self._state.views.forget(member.rank)
             if why and self._state.started and not self._state.views.has_part(member.rank):
                 _log.warning("%s %s; the others go on without it", member.name, why)
                 why = ""  # nobody needs it
-        member.gone = why
+        member.state, member.why = MemberState.DEAD if why else MemberState.LEFT, why or member.why
         if why:
             _log.warning("%s %s", member.name, why)
         if self._state.started:
@@ -436,9 +420,9 @@ class Scheduler:
             self._advance_views()
 
     def _is_over(self) -> bool:
-        if not self._state.started or any(member.gone is None for member in self._state.of_role("worker")):
+        if not self._state.started or any(not member.is_gone for member in self._state.of_role("worker")):
             return False
-        servers = [member for member in self._state.of_role("server") if member.gone is None]
+        servers = [member for member in self._state.of_role("server") if not member.is_gone]
         if not self._over_since:
             self._over_since = time.monotonic()
             self._send_to_role("server", protocol.JobOver())
@@ -464,7 +448,7 @@ class Scheduler:
 
     def _send_to_role(self, role: str, message: Message) -> None:
         for member in self._state.of_role(role):
-            if member.is_present:
+            if member.state is MemberState.PRESENT:
                 self._send(member, message)
 
     def _send_to_others(self, member: Member, message: Message) -> None:
@@ -485,7 +469,7 @@ class Scheduler:
 
 
 def _away(member: Member) -> protocol.MemberAway:
-    return protocol.MemberAway(member.role, member.rank, member.away, member.identity)
+    return protocol.MemberAway(member.role, member.rank, member.why, member.identity)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Views of an elastic job: which workers take part from which round on, and the agreement on the next view."""
+"""Membership of a job: which workers take part from which round on, and the agreement on the next view."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from gangline.kvstore.parameter_server.protocol import MAX_RANKS
 class Views:
     """Table of views, and the requests and answers from which the next one is made. No sockets.
 
-    The next view is agreed on in two steps (docs/protocol.md, Elastic workers): the workers of the newest view answer
-    which step they have begun; then the servers confirm the view that follows from it. Until they have, workers do not
-    get it. There are ``workers`` at the start; none may leave below ``least`` or join above ``most``.
+    The table of a job whose workers are always the same has one view. In an elastic job the next one is agreed on in
+    two steps (docs/protocol.md, Elastic workers): the workers of the newest view answer which step they have begun;
+    then the servers confirm the view that follows from it. Until they have, workers do not get it. There are
+    ``workers`` at the start; none may leave below ``least`` or join above ``most``.
+
+    Raises:
+        ValueError: if ``workers`` is out of these bounds.
     """
 
     def __init__(self, least: int, most: int, workers: int) -> None:
         if not least <= workers <= most:
             raise ValueError(f"an elastic job of {least} to {most} workers cannot begin with {workers}")
         self.least, self.most = least, most
-        self.table: list[tuple[int, list[int]]] = [(1, list(range(workers)))]
+        self.table = [(1, frozenset(range(workers)))]
         """First round and ranks of each view."""
         self.asked = 0
         """Number of the view that is being agreed on; 0: none."""
@@ -29,7 +33,7 @@ class Views:
         self._confirmed: set[int] = set()  # servers
 
     @property
-    def newest(self) -> list[int]:
+    def newest(self) -> frozenset[int]:
         """Ranks of the newest view, confirmed or not."""
         return self.table[-1][1]
 
@@ -38,7 +42,7 @@ class Views:
         """True if the view that is being agreed on is in the table: servers are yet to confirm it."""
         return 0 < self.asked < len(self.table)
 
-    def of_round(self, number: int) -> list[int]:
+    def of_round(self, number: int) -> frozenset[int]:
         """Return the ranks that take part in a round; in round 0, those of the start."""
         return next((ranks for first, ranks in reversed(self.table) if first <= number), self.table[0][1])
 
@@ -49,11 +53,7 @@ class Views:
     def known_to(self, role: str) -> list[list[object]]:
         """Return the table as far as processes of a role may know it."""
         count = self.asked if role == "worker" and self.is_made else len(self.table)
-        return [[first, ranks] for first, ranks in self.table[:count]]
-
-    def add_at_start(self, rank: int) -> None:
-        """Add the workers up to this rank from the start on; the job has not begun."""
-        self.table = [(1, list(range(rank + 1)))]
+        return [[first, sorted(ranks)] for first, ranks in self.table[:count]]
 
     def rejection(self, rank: int, known: Iterable[int], present: int) -> str:
         """Return why a new worker cannot join; "" if it can."""
@@ -72,7 +72,7 @@ class Views:
         """Remove a worker from the next view on; return why that is not possible, "" if it is."""
         if rank == 0:
             return "worker 0 cannot leave: it defines the values and sets the learning rate"
-        staying = set(self.newest) - self._leaving - {rank}
+        staying = self.newest - self._leaving - {rank}
         if rank in self.newest and len(staying) < self.least:
             return f"worker {rank} cannot leave: the job needs {self.least} workers or more, and has {len(staying) + 1}"
         self._leaving.add(rank)
@@ -85,7 +85,7 @@ class Views:
 
     def ask(self) -> bool:
         """Begin to agree on the next view if there are requests, and none is being agreed on; return whether it did."""
-        self._leaving &= {*self.newest, *self._entering}
+        self._leaving &= self.newest | self._entering
         if self.asked or not (self._entering or self._leaving):
             return False
         self.asked = len(self.table)
@@ -101,12 +101,12 @@ class Views:
 
     def make(self) -> bool:
         """Add the next view to the table if all workers of the newest one have answered; return whether it did."""
-        if not self.asked or self.is_made or not self._begun.keys() >= set(self.newest):
+        if not self.asked or self.is_made or not self._begun.keys() >= self.newest:
             return False
         first = max(max(self._begun.values(), default=0) + 1, self.table[-1][0])
         if first == 2 and self._entering:  # which keys are pushed is known once a worker has begun its second step
             first = 3
-        self.table.append((first, sorted({*self.newest, *self._entering} - self._leaving)))
+        self.table.append((first, (self.newest | self._entering) - self._leaving))
         self._entering, self._leaving = set(), set()
         return True
 

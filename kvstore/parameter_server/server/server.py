@@ -75,9 +75,9 @@ class Server:
         except OSError as error:
             _log.warning("server %d shares no memory with workers: %s", scheduler.rank, error)
             self._pool = None
+        self._follow_views()
         if kept is not None:
             self._restore(kept)
-        self._follow_views()
         scheduler.on_change = self._thread_pool.notify
         publish(self, f"server {scheduler.rank}")
 
@@ -99,7 +99,6 @@ class Server:
         if settings.compression is not None:
             self._set_compression(settings.compression)
         rounds.joined.update(settings.joined)
-        self._follow_views()
         for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
             rounds.shards[shard.number] = shard
@@ -219,7 +218,7 @@ class Server:
             )
         is_early = self._scheduler.keeps_positions and view < hello.view and len(self._early) < _EARLY
         is_known = 0 < hello.view <= view if self._scheduler.keeps_positions else hello.view == view
-        workers = protocol.MAX_RANKS if self._scheduler.views else self._scheduler.num_workers
+        workers = protocol.MAX_RANKS if self._scheduler.is_elastic else self._scheduler.num_workers
         if not 0 <= hello.rank < workers or not (is_known or is_early):
             raise ProtocolError(f"received Hello of worker {hello.rank} of view {hello.view}; expected view {view}")
         if is_early:
@@ -436,7 +435,7 @@ class Server:
                     self._reject(identity, 0, error)
 
     def _follow_views(self) -> None:
-        """Follow the views of an elastic job, before any push of theirs can arrive."""
+        """Follow the views of the job, before any push of theirs can arrive."""
         views = self._scheduler.views
         if self._scheduler.confirmed < len(views):
             self._rounds.set_views(views)
@@ -449,7 +448,7 @@ class Server:
         gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
         for rank in self._rounds.mark_gone(gone):
             self._sessions.end_reads(rank)
-            if self._scheduler.views:  # its rank is never given again
+            if self._scheduler.is_elastic:  # its rank is never given again
                 worker = self._sessions.of_rank(rank)
                 if worker is not None:
                     self._end_session(worker.identity)

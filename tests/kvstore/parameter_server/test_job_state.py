@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gangline.kvstore.parameter_server.protocol import ROUND, Collective, CollectiveFailed, CollectiveResult, Register
-from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member
+from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
 FULL = "the job has its 2 workers already; a worker has one dist_* store, which takes all its keys"
@@ -45,11 +45,19 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
     assert state.rejection(register(2, 1)) == "worker 2 is not one of this job's 2 workers"
     old = state.predecessor(register(1, 1))
     assert old is not None
-    state.replace(old, Member(b"new", register(1, 1)))
+    state.enter(Member(b"new", register(1, 1)), old)
     assert (state.view, state.members[b"new"].rank, state.members[b"new"].is_restarted) == (2, 1, True)
     assert state.rejection(register(1, 1)) == "worker 1 is not one of this job's 2 workers"
-    state.members[b"new"].gone = "was killed"
+    state.members[b"new"].state, state.members[b"new"].why = MemberState.DEAD, "was killed"
     assert state.rejection(register(1, 2)) == "worker 1 cannot be started again: it was killed"
+
+
+def test_the_table_of_a_job_whose_workers_stay_has_one_row(state: JobState) -> None:
+    state.enter(Member(b"new", register(1, 1)), state.predecessor(register(1, 1)))
+    state.views.enter(1)
+    assert state.views.refusal(1) == "worker 1 cannot leave: the job needs 2 workers or more, and has 2"
+    assert not state.views.ask()
+    assert state.views.known_to("server") == state.views.known_to("worker") == [[1, [0, 1]]]
 
 
 def test_without_restarts_every_process_keeps_its_place(state: JobState) -> None:
@@ -103,7 +111,7 @@ def views() -> Views:
     return Views(1, 4, 2)
 
 
-def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, list[int]]:
+def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, frozenset[int]]:
     """Answer for workers and servers; return the new view."""
     assert views.ask()
     for rank, step in begun.items():
@@ -118,8 +126,8 @@ def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, l
 
 def test_a_view_begins_in_a_round_that_nobody_has_begun(views: Views) -> None:
     views.enter(2)
-    assert agree(views, {0: 7, 1: 6}) == (8, [0, 1, 2])
-    assert [views.of_round(number) for number in (0, 1, 7, 8, 90)] == [[0, 1]] * 3 + [[0, 1, 2]] * 2
+    assert agree(views, {0: 7, 1: 6}) == (8, {0, 1, 2})
+    assert [views.of_round(number) for number in (0, 1, 7, 8, 90)] == [{0, 1}] * 3 + [{0, 1, 2}] * 2
 
 
 @pytest.mark.parametrize(("begun", "first"), [(0, 1), (1, 3), (2, 3), (3, 4)])
@@ -130,11 +138,11 @@ def test_a_new_worker_does_not_begin_in_round_2(views: Views, begun: int, first:
 
 def test_a_view_never_begins_before_the_one_that_it_follows(views: Views) -> None:
     views.enter(2)
-    assert agree(views, {0: 9, 1: 3}) == (10, [0, 1, 2])
+    assert agree(views, {0: 9, 1: 3}) == (10, {0, 1, 2})
     assert views.refusal(0).startswith("worker 0 cannot leave")
     assert views.refusal(1) == ""
-    assert agree(views, {0: 9, 1: 4, 2: 9}) == (10, [0, 2])
-    assert views.of_round(10) == [0, 2]
+    assert agree(views, {0: 9, 1: 4, 2: 9}) == (10, {0, 2})
+    assert views.of_round(10) == {0, 2}
 
 
 def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -> None:
@@ -161,12 +169,12 @@ def test_requests_that_come_during_an_agreement_wait_for_the_next_one(views: Vie
     views.enter(3)  # in time
     views.answer("worker", 1, 1, 3)
     assert views.make()
-    assert views.table[-1] == (4, [0, 1, 2, 3])
+    assert views.table[-1] == (4, {0, 1, 2, 3})
     assert views.refusal(3) == ""  # too late
     assert not views.ask()
     views.answer("server", 0, 1, 0)
     assert views.confirm([0])
-    assert agree(views, {0: 3, 1: 3, 2: 3, 3: 3}) == (4, [0, 1, 2])
+    assert agree(views, {0: 3, 1: 3, 2: 3, 3: 3}) == (4, {0, 1, 2})
 
 
 def test_the_least_number_counts_those_that_are_leaving() -> None:
@@ -186,15 +194,14 @@ def test_a_worker_that_leaves_before_it_takes_part_is_never_waited_for(views: Vi
 
 
 def test_collectives_wait_for_the_workers_of_their_round() -> None:
-    state = started(views=Views(1, 4, 2))
+    state = started(bounds=(1, 4))
     new = register(2)
     assert state.rejection(new) == ""
-    state.add_worker(Member(b"new", new))
+    state.enter(Member(b"new", new), None)
     assert state.rejection(new).startswith("rank 2 was given before")
     assert (state.view, state.workers, state.members[b"new"].is_restarted) == (2, 3, True)
-    assert state.views is not None
     state.views.enter(2)
-    assert agree(state.views, {0: 3, 1: 3}) == (4, [0, 1, 2])
+    assert agree(state.views, {0: 3, 1: 3}) == (4, {0, 1, 2})
     for number, ranks in ((2, (0, 1)), (3 * ROUND + 1, (0, 1)), (4 * ROUND + 1, (0, 1, 2))):
         for rank in ranks:
             assert call(state, number, ranks=(rank,)) == ([number] if rank == ranks[-1] else [])
