@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
+@final
 class RowSparse:
     """Row-sparse value: some rows of a table; all other rows are zero.
 
