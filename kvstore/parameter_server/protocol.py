@@ -33,6 +33,33 @@ MAX_COLLECTIVE = 64 << 20
 _MOST_FIELDS = 16
 _kinds: dict[int, type[Message]] = {}
 
+
+def _are_counts(values: Any) -> bool:
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110  `all` calls a generator for each value
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            return False
+    return True
+
+
+def _are_entries(values: Any) -> bool:
+    if type(values) is not list:
+        return False
+    for value in values:
+        if type(value) is not list or len(value) != 4:
+            return False
+        shard, number, kind, nbytes = value
+        if not (
+            (type(shard) is int and shard >= 0)
+            and (type(number) is int and number >= 0)
+            and (type(kind) is int and DENSE <= kind <= REFUSED)
+            and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
+        ):
+            return False
+    return True
+
+
 # Types of fields, each with its check.
 
 Rank = Annotated[int, lambda v: type(v) is int and -1 <= v < MAX_RANKS]
@@ -51,16 +78,14 @@ Blobs = Annotated[
     list[bytes], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v)
 ]
 Process = Annotated[list[str | int], lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int]]
-Counts = Annotated[
-    list[int], lambda v: type(v) is list and (not v or all(type(one) is int and 0 <= one < 1 << 62 for one in v))
-]
+Counts = Annotated[list[int], _are_counts]
 Region = Annotated[
     list[int] | None,
     lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
 ]
 """``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
 None: the data are in data frames."""
-Entries = Annotated[list[list[Any]], lambda v: _are_entries(v)]
+Entries = Annotated[list[list[Any]], _are_entries]
 """``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
 Definitions = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_definition, v))]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
@@ -504,23 +529,6 @@ DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)
 reason, in UTF-8, why a worker refused to push, which fails the round for all."""
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
-
-
-def _are_entries(values: Any) -> bool:
-    if type(values) is not list:
-        return False
-    for value in values:
-        if type(value) is not list or len(value) != 4:
-            return False
-        shard, number, kind, nbytes = value
-        if not (
-            (type(shard) is int and shard >= 0)
-            and (type(number) is int and number >= 0)
-            and (type(kind) is int and DENSE <= kind <= REFUSED)
-            and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
-        ):
-            return False
-    return True
 
 
 def _is_definition(value: Any) -> bool:
