@@ -31,12 +31,12 @@ _forks = 0  # between the first process and this one
 class Work:
     """Handle of an asynchronous operation. The operation's tensors must not be used before `wait` has returned."""
 
-    def __init__(self, name: str, join: Callable[[], None] = lambda: None, result: Any = None) -> None:
+    def __init__(self, name: str, join: Callable[[], None] | None = None, result: Any = None) -> None:
         """Create the handle of a running operation.
 
         Args:
             name: name of the operation, for error messages.
-            join: function that orders the waiter's GPU streams after the operation.
+            join: function that orders the waiter's GPU streams after the operation; None: it uses no GPU.
             result: initial value of `result`.
         """
         self.result = result
@@ -84,7 +84,8 @@ class Work:
             waiting = recorder.current.span(f"wait for {self._name}") if recorder.current is not None else nullcontext()
             with waiting:
                 self._wait_until_over(timeout)
-        self._join()
+        if self._join is not None:
+            self._join()
         error = self.exception()
         if error is not None:
             raise error
@@ -171,14 +172,16 @@ class WorkQueue:
             Exception: the error that the operation raised.
             RuntimeError: if the queue is closed.
         """
-        if self._runner == threading.get_ident():
+        thread = threading.get_ident()
+        if self._runner == thread:
             operation()
             return True
         if self.unfinished:
             return False
         with self._running:
-            self._check_open(name)
-            self._runner = threading.get_ident()
+            if self._closed:
+                self._check_open(name)
+            self._runner = thread
             try:
                 operation()
             finally:

@@ -111,20 +111,18 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
     return pulls
 
 
-def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> Iterator[torch.Tensor]:
-    """Yield all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
+def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> list[torch.Tensor]:
+    """Return all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
+    tensors: list[torch.Tensor] = []
     for _, values in pairs:
         for value in values:
-            if isinstance(value, RowSparse):
-                yield value.indices
-                yield value.values
-            else:
-                yield value
+            tensors += (value.indices, value.values) if type(value) is RowSparse else (value,)
+    return tensors
 
 
 def checked_priority(priority: Any) -> int:
     """Return ``priority``; raise TypeError unless it is an int."""
-    if type(priority) is bool or not isinstance(priority, int):
+    if type(priority) is not int and (type(priority) is bool or not isinstance(priority, int)):
         raise TypeError(f"priority is {priority!r}; expected an int")
     return priority
 

@@ -323,6 +323,8 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = self._checked_pairs(pushed, key, value)
         priority = checked_priority(priority)
+        if not self.updates_wait:
+            return self._push(pairs, priority, async_op)
         keys = self._check_pushed_once(keys_of(pairs))
         return self._note_pending(keys, self._push(pairs, priority, async_op))
 
@@ -354,7 +356,8 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = self._checked_pairs(outs, key, out)
-        self._check_not_pending(keys_of(pairs))
+        if self.updates_wait:
+            self._check_not_pending(keys_of(pairs))
         return self._pull(pairs, checked_priority(priority), async_op)
 
     @refused_on_all_ranks
@@ -879,6 +882,16 @@ class KVStore(abc.ABC):
 
     def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
         """Return keys with their values by `pushed` or `outs`, after all checks."""
+        if (
+            type(value) is torch.Tensor
+            and (type(key) is str or type(key) is int)
+            and (value.shape, value.dtype) == self._layout.get(key)
+            and value.layout is torch.strided
+            and not value.requires_grad
+            and (parse is pushed or value.is_contiguous())
+        ):
+            single: Any = [(key, [value])]
+            return single  # type: ignore[no-any-return]
         pairs = cast("_Parsed | None", by_position(key, value, self._layout, written=parse is outs))
         if pairs is None:
             pairs = parse(key, value)

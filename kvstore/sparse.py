@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from gangline.collectives.engine.host_staging import copies_on_host, copy_to_gpu
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
+@final
 class RowSparse:
     """Row-sparse value: some rows of a table; all other rows are zero.
 

@@ -7,9 +7,12 @@ host allocator, which reuses a block only after the copies from it have finished
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+_is_cuda = attrgetter("is_cuda")
 
 
 def data_of(tensor: Tensor) -> Tensor:
@@ -76,6 +79,8 @@ def copies_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     All copies begin before the host waits, once for each GPU. They follow the work on the GPUs' current streams.
     """
+    if True not in map(_is_cuda, tensors):
+        return list(tensors)
     copies = [
         pinned_like(tensor).copy_(data_of(tensor), non_blocking=True) if tensor.is_cuda else tensor
         for tensor in tensors

@@ -33,6 +33,33 @@ MAX_COLLECTIVE = 64 << 20
 _MOST_FIELDS = 16
 _kinds: dict[int, type[Message]] = {}
 
+
+def _are_counts(values: Any) -> bool:
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110  `all` calls a generator for each value
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            return False
+    return True
+
+
+def _are_entries(values: Any) -> bool:
+    if type(values) is not list:
+        return False
+    for value in values:
+        if type(value) is not list or len(value) != 4:
+            return False
+        shard, number, kind, nbytes = value
+        if not (
+            (type(shard) is int and shard >= 0)
+            and (type(number) is int and number >= 0)
+            and (type(kind) is int and DENSE <= kind <= REFUSED)
+            and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
+        ):
+            return False
+    return True
+
+
 # Types of fields, each with its check.
 
 Rank = Annotated[int, lambda v: type(v) is int and -1 <= v < MAX_RANKS]
@@ -40,7 +67,7 @@ Count = Annotated[int, lambda v: type(v) is int and 0 <= v < 1 << 62]
 String = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 4096]
 Text = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 1 << 20]
 Blob = Annotated[bytes, lambda v: isinstance(v, bytes) and len(v) <= MAX_COLLECTIVE]
-Flag = Annotated[bool, lambda v: isinstance(v, bool)]
+Flag = Annotated[bool, lambda v: v is True or v is False]
 Number = Annotated[float, lambda v: _is_number(v)]
 """Finite, at least 0."""
 OptionalNumber = Annotated[float | None, lambda v: v is None or _is_number(v)]
@@ -51,16 +78,14 @@ Blobs = Annotated[
     list[bytes], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v)
 ]
 Process = Annotated[list[str | int], lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int]]
-Counts = Annotated[
-    list[int], lambda v: isinstance(v, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in v)
-]
+Counts = Annotated[list[int], _are_counts]
 Region = Annotated[
     list[int] | None,
     lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
 ]
 """``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
 None: the data are in data frames."""
-Entries = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_entry, v))]
+Entries = Annotated[list[list[Any]], _are_entries]
 """``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
 Definitions = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_definition, v))]
 """``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
@@ -75,18 +100,21 @@ class Message:
     kind: ClassVar[int]
     fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
     """Name, type and check of each field."""
+    size: ClassVar[int]
+    """Number of items of a header: version, kind and fields."""
 
     def __init_subclass__(cls, kind: int) -> None:
         dataclass(cls)
         cls.kind = kind
         types = [(one.name, str(one.type)) for one in fields(cls)]  # type: ignore[arg-type]
         cls.fields = tuple((name, expected, globals()[expected].__metadata__[0]) for name, expected in types)
+        cls.size = 2 + len(cls.fields)
         _kinds[kind] = cls
 
 
 def pack(one: Message) -> bytes:
     """Return the header frame of a message."""
-    return bytes(msgpack.packb([VERSION, one.kind, *vars(one).values()]))
+    return bytes(msgpack.packb([VERSION, one.kind, *one.__dict__.values()]))
 
 
 def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
@@ -99,26 +127,27 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
     Raises:
         ProtocolError: if the frame is not a valid message; the text names the field or the violated limit.
     """
-    most = MAX_HEADER + MAX_COLLECTIVE
-    if is_bounded and len(frame) > most:
-        raise ProtocolError(f"received a header of {len(frame)} bytes; expected at most {most}")
+    nbytes, most = len(frame), MAX_HEADER + MAX_COLLECTIVE
+    if is_bounded and nbytes > most:
+        raise ProtocolError(f"received a header of {nbytes} bytes; expected at most {most}")
     try:
-        if is_bounded and len(frame) > MAX_HEADER:
+        if is_bounded and nbytes > MAX_HEADER:
             items = _unpack_flat(frame)
         else:
             items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"received a header that is not msgpack: {error}") from None
-    if not isinstance(items, list) or len(items) < 2:
+    size = len(items) if type(items) is list else 0
+    if size < 2:
         raise ProtocolError("received a header that is not a list of version, kind and fields")
     version, kind, *values = items
     if version != VERSION:
         raise ProtocolError(f"received a message of protocol version {version!r}; expected {VERSION}")
-    cls = _kinds.get(kind) if type(kind) is int else None
-    if cls is None:
+    if type(kind) is not int or kind not in _kinds:
         raise ProtocolError(f"received a message of unknown kind {kind!r}")
-    if len(values) != len(cls.fields):
-        raise ProtocolError(f"received {cls.__name__} with {len(values)} fields; expected {len(cls.fields)}")
+    cls = _kinds[kind]
+    if size != cls.size:
+        raise ProtocolError(f"received {cls.__name__} with {size - 2} fields; expected {cls.size - 2}")
     for (name, expected, check), value in zip(cls.fields, values, strict=True):
         if not check(value):
             raise ProtocolError(f"received {cls.__name__} with {name}={_abbreviated(value)}; expected type {expected}")
@@ -502,18 +531,6 @@ DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)
 reason, in UTF-8, why a worker refused to push, which fails the round for all."""
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
-
-
-def _is_entry(value: Any) -> bool:
-    if type(value) is not list or len(value) != 4:
-        return False
-    shard, number, kind, nbytes = value
-    return (
-        (type(shard) is int and shard >= 0)
-        and (type(number) is int and number >= 0)
-        and (type(kind) is int and DENSE <= kind <= REFUSED)
-        and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
-    )
 
 
 def _is_definition(value: Any) -> bool:

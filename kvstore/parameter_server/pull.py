@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gangline.collectives.engine import host_staging
 from gangline.collectives.transports.shm.segments import Segment
-from gangline.kvstore.arguments import Value
+from gangline.kvstore.arguments import Pairs, Value
 from gangline.kvstore.compression import Codec
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
-from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Message, Pull, Values
+from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Pull, Values
 from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of
@@ -25,7 +25,7 @@ from gangline.kvstore.sparse import RowSparse, write_rows
 _MESSAGE_BYTES = 8 << 20
 """Bytes of shards that one message requests."""
 
-Handler = Callable[[Message, list[Tensor]], bool]
+Handler = Callable[[Values, list[Tensor]], bool]
 
 
 @dataclass
@@ -38,10 +38,11 @@ class ShardTarget:
 
     def write(self, values: Tensor) -> None:
         """Write flat values of the shard into all tensors; the host does not wait for GPUs, which read a copy."""
-        shard, has_gpus = self.shard, any(out.is_cuda for out in self.outs)
-        pinned = host_staging.pinned_like(values).copy_(values) if has_gpus else values
+        shard, pinned = self.shard, None
         for out in self.outs:
-            own = pinned if out.is_cuda else values
+            own = values
+            if out.is_cuda:
+                own = pinned = host_staging.pinned_like(values).copy_(values) if pinned is None else pinned
             if shard.is_whole:
                 own = own if own.shape == out.shape else own.view(out.shape)
                 out.copy_(own, non_blocking=out.is_cuda)
@@ -57,29 +58,34 @@ class PullTargets:
     """Pull of shards into their targets."""
 
     def __init__(
-        self, targets: Sequence[ShardTarget], memory_of: Callable[[int], Segment], codec: Codec | None
+        self,
+        pairs: Pairs,
+        shards_of: Mapping[Key, Sequence[ShardPlacement]],
+        memory_of: Callable[[int], Segment],
+        codec: Codec | None,
     ) -> None:
-        self._targets = {target.shard.number: target for target in targets}
+        self._targets: dict[int, ShardTarget] = {}
+        for key, outs in pairs:
+            for shard in shards_of[key]:
+                self._targets[shard.number] = ShardTarget(shard, outs)
         self._memory_of = memory_of
         self._codec = codec
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Return the requests for all shards; ``rounds``: round of each key."""
         wanted = [(target.shard, target.shard, target.shard.nbytes) for target in self._targets.values()]
-        requests = []
+        requests: list[Request] = []
         for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
             entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
-            handler = self.handler(server, [entry[0] for entry in entries])
             message = Pull(0, entries, has_rows=False, region=None)
-            requests.append(Request(server, message, what, on_answer=handler, priority=priority))
+            requests += (Request(server, message, what, on_answer=self.handler(server, entries), priority=priority),)
         return requests
 
-    def handler(self, server: int, numbers: Sequence[int]) -> Handler:
-        """Return a handler of answers with these shards of a server; it returns True once all have arrived."""
-        missing = set(numbers)
+    def handler(self, server: int, entries: Sequence[Sequence[int]]) -> Handler:
+        """Return a handler of answers with the shards of entries of a server; it returns True once all have arrived."""
+        missing = {number for number, *_ in entries}
 
-        def take(message: Message, datas: list[Tensor]) -> bool:
-            assert isinstance(message, Values)
+        def take(message: Values, datas: list[Tensor]) -> bool:
             for index, (number, _, kind, nbytes) in enumerate(message.entries):
                 if number not in missing:
                     continue
@@ -89,15 +95,13 @@ class PullTargets:
                     data = region_of(self._memory_of(server), message.offsets[index], nbytes)
                 else:
                     data = datas[index]
-                target.write(self._decoded(data, kind, target.shard, dtype))
+                target.write(self._decoded(data, target.shard, dtype) if kind == CODED else typed(data, dtype))
                 missing.discard(number)
             return not missing
 
         return take
 
-    def _decoded(self, data: Tensor, kind: int, shard: ShardPlacement, dtype: torch.dtype) -> Tensor:
-        if kind != CODED:
-            return typed(data, dtype)
+    def _decoded(self, data: Tensor, shard: ShardPlacement, dtype: torch.dtype) -> Tensor:
         if self._codec is None:
             raise ValueError(f"received compressed values of key {shard.layout.key!r}, but no compression is set")
         values = torch.empty(shard.numel, dtype=dtype, device="cpu")
@@ -138,8 +142,7 @@ class RowPull:
         return requests
 
     def _handler(self, shard: ShardPlacement, inside: Tensor) -> Handler:
-        def take(message: Message, datas: list[Tensor]) -> bool:
-            assert isinstance(message, Values)
+        def take(_: Values, datas: list[Tensor]) -> bool:
             blocks = self._rows.view(-1, shard.width)
             blocks[inside] = typed(datas[0], blocks.dtype).view(-1, shard.width)
             self._missing -= 1
@@ -173,9 +176,8 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> li
 
 
 def _counter(missing: int) -> Handler:
-    def take(message: Message, datas: list[Tensor]) -> bool:  # noqa: ARG001  there are no data
+    def take(message: Values, _: list[Tensor]) -> bool:
         nonlocal missing
-        assert isinstance(message, Values)
         missing -= len(message.entries)
         return missing <= 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import msgpack
@@ -44,17 +43,12 @@ class ShardValue:
     """Flat host tensors to sum; one uint8 tensor if the kind is not DENSE."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes to send."""
-        return self.values[0].nbytes
-
-    @property
     def owns_data(self) -> bool:
         """True if the sum does not share memory with the caller's tensors."""
         return self.kind != DENSE or len(self.values) > 1
 
     def write(self, out: Tensor) -> None:
-        """Write the sum into uint8 memory of ``nbytes``."""
+        """Write the sum into uint8 memory of as many bytes."""
         if self.values[0].numel():
             reduce(self.values, out=out.view(self.values[0].dtype))
 
@@ -97,13 +91,15 @@ class PushEncoder:
             priority: requests of higher priority are sent first.
             weight: see docs/protocol.md, Push.
         """
-        requests = []
-        for server, group in grouped_by_server([(one, one.shard, one.nbytes) for one in values], _MESSAGE_BYTES):
+        requests: list[Request] = []
+        for server, group in grouped_by_server(
+            [(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES
+        ):
             entries: list[list[int]] = []
             nbytes = 0
             for one in group:
-                shard, size = one.shard, one.nbytes
-                entries.append([shard.number, rounds[shard.layout.key], one.kind, size])
+                shard, size = one.shard, one.values[0].nbytes
+                entries += ([shard.number, rounds[shard.layout.key], one.kind, size],)
                 nbytes += aligned(size)
             region: list[int] | None = None
             frames: list[bytes | memoryview] = []
@@ -113,15 +109,17 @@ class PushEncoder:
                 offset = self._pool.allocate(nbytes)
                 region = [offset, nbytes]
                 for one in group:
-                    one.write(self._pool.tensor_at(offset, one.nbytes))
-                    offset += aligned(one.nbytes)
+                    size = one.values[0].nbytes
+                    one.write(self._pool.tensor_at(offset, size))
+                    offset += aligned(size)
                 is_held = True
             else:
                 for one in group:
-                    total = _reduced(one.values)
-                    is_copied = is_held and not one.owns_data and total.nbytes > INLINE
-                    frames.append(frame_of(total.clone() if is_copied else total))
-                    owns_data &= isinstance(frames[-1], bytes) or one.owns_data or is_copied
+                    total = one.values[0] if len(one.values) == 1 else _reduced(one.values)
+                    is_small = total.nbytes <= INLINE  # then its frame is a copy
+                    is_copied = is_held and not is_small and not one.owns_data
+                    frames += (frame_of(total.clone() if is_copied else total),)
+                    owns_data &= is_small or is_copied or one.owns_data
             message = Push(0, entries, weight, learning_rate, targets is not None, region)
             request = Request(server, message, what, nbytes or 1, frames, is_held=is_held, priority=priority)
             if self._pool is not None and region is not None:
@@ -129,17 +127,21 @@ class PushEncoder:
             if targets is None:
                 request.completes_when_sent = owns_data
             else:
-                request.on_answer = targets.handler(server, [entry[0] for entry in entries])
-            requests.append(request)
+                request.on_answer = targets.handler(server, entries)
+            requests += (request,)
         return requests
 
     def encode(
-        self, pushed: Iterable[tuple[Key, Sequence[Value], Sequence[ShardPlacement]]], weight: float | None = None
+        self,
+        pushed: Sequence[tuple[Key, Sequence[Value]]],
+        shards_of: Mapping[Key, Sequence[ShardPlacement]],
+        weight: float | None = None,
     ) -> list[ShardValue]:
         """Read values: reduce, split and compress them; residuals change only if all values are valid.
 
         Args:
-            pushed: key, values of the devices and shards. A key without values takes part in the round as absent.
+            pushed: key and values of the devices. A key without values takes part in the round as absent.
+            shards_of: shards of each key.
             weight: see docs/protocol.md, Push.
 
         Raises:
@@ -147,24 +149,28 @@ class PushEncoder:
         """
         encoded: list[ShardValue] = []
         to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []
-        pushed = list(pushed)
-        dense = [self._dense(values) for _, values, _ in pushed]
-        on_host = iter(copies_on_host([flat for flats in dense for flat in flats]))
-        for (key, values, shards), on_devices in zip(pushed, dense, strict=True):
+        on_devices: list[Tensor] = []
+        counts: list[int] = []
+        for _, values in pushed:
+            flats = self._dense(values)
+            on_devices += flats
+            counts += (len(flats),)
+        on_host = copies_on_host(on_devices)
+        end = 0
+        for (key, values), count in zip(pushed, counts, strict=True):
+            shards = shards_of[key]
             if not values:
                 encoded += [ShardValue(shard, ABSENT, [_EMPTY]) for shard in shards]
                 continue
-            if all(isinstance(value, RowSparse) for value in values):
+            if not count:
                 rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
                 encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
                 continue
-            flats = list(islice(on_host, len(on_devices)))
+            flats, end = on_host[end : end + count], end + count
             if self.compressed is None or not flats[0].is_floating_point():
                 for shard in shards:
                     span = slice(shard.begin, shard.begin + shard.numel)
-                    encoded.append(
-                        ShardValue(shard, DENSE, flats if shard.is_whole else [flat[span] for flat in flats])
-                    )
+                    encoded += (ShardValue(shard, DENSE, flats if shard.is_whole else [flat[span] for flat in flats]),)
             else:
                 total = flats[0] if len(flats) == 1 else _reduced(flats)
                 if weight is not None:  # thresholds are in the unit of a worker's part of the mean
@@ -197,12 +203,15 @@ class PushEncoder:
 
     def _dense(self, values: Sequence[Value]) -> list[Tensor]:
         """Return the flat values of a push to be read, where they are; none of one that is absent or row-sparse."""
-        if all(isinstance(value, RowSparse) for value in values):
+        kinds = {*map(type, values)}
+        if kinds <= {RowSparse}:
             return []
-        dense = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
+        dense: Sequence[Any] = values
+        if RowSparse in kinds:
+            dense = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
         if self._on_device and len(dense) > 1 and dense[0].device.type != "cpu":
             dense = [_reduced(dense)]
-        return [_flat(value) for value in dense]
+        return [*map(_flat, dense)]
 
 
 def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
@@ -238,8 +247,8 @@ def _reduced(values: Sequence[Tensor]) -> Tensor:
 
 
 def _flat(value: Tensor) -> Tensor:
-    flat = value.detach().contiguous()
-    return flat if flat.dim() == 1 else flat.view(-1)
+    flat = (value.detach() if value.requires_grad else value).contiguous()
+    return flat if flat.ndim == 1 else flat.view(-1)
 
 
 def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:

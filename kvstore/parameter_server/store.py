@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,10 +35,10 @@ from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
 from gangline.kvstore.parameter_server import environment
-from gangline.kvstore.parameter_server.client.pending import PendingRequests, RequestWork, command, request_all
+from gangline.kvstore.parameter_server.client.pending import RequestWork, command, request_all
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, ServerClient
-from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, ShardTarget, wait_requests
+from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, wait_requests
 from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
@@ -48,6 +50,7 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 _log = logging.getLogger("gangline")
 _Result = TypeVar("_Result")
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
+_is_cuda = attrgetter("is_cuda")
 _DEFINE_BYTES = 16 << 20
 """Bytes of initial values that share one message."""
 
@@ -329,17 +332,21 @@ class DistStore(KVStore):
         on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
         pairs = merged(pairs)
-        self._continuation.count([key for key, _ in pairs])
-        rate = self._learning_rate if self.rank == 0 else None
+        if self._scheduler.keeps_positions:
+            self._continuation.count([key for key, _ in pairs])
+        rate = self._learning_rate if self._scheduler.rank == 0 else None
         merged_outs = None if outs is None else merged(outs)
 
-        def push(work: PendingRequests) -> None:
+        def push(work: RequestWork) -> None:
             self._servers.wait_for_room()
-            targets = None if merged_outs is None else self._targets(merged_outs, work)
+            targets = (
+                None
+                if merged_outs is None
+                else PullTargets(merged_outs, self._shards, self._servers.memory_of, work.codec)
+            )
             rounds = {key: self._rounds[key] + 1 for key, _ in pairs}
             try:
-                sources = on_host() if on_host else pairs
-                values = self._encoder.encode([(key, own, self._shards[key]) for key, own in sources], weight)
+                values = self._encoder.encode(on_host() if on_host else pairs, self._shards, weight)
                 requests = self._encoder.requests(values, rounds, rate, targets, work.name, priority, weight)
             except Exception as error:
                 self._refuse_rounds([key for key, _ in pairs], error)
@@ -348,7 +355,7 @@ class DistStore(KVStore):
             work.on_error = self._end_after_loss
             work.submit(requests, self._servers)
 
-        return self._start(name, push, [*pairs, *(outs or ())], priority, async_op)
+        return self._start(name, push, pairs if outs is None else [*pairs, *outs], priority, async_op)
 
     def _begin_rounds(self, rounds: Mapping[Key, int]) -> None:
         self._calls_begun += 1
@@ -370,21 +377,22 @@ class DistStore(KVStore):
         rounds = {key: self._rounds[key] + 1 for key in keys}
         requests = self._encoder.requests(values, rounds, None, None, "push", 0)
         self._begin_rounds(rounds)
-        PendingRequests(Work("push"), "push").submit(requests, self._servers)
+        RequestWork("push").submit(requests, self._servers)
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
         merged_outs = merged(pairs)
 
-        def pull(work: PendingRequests) -> None:
-            work.submit(self._targets(merged_outs, work).requests(self._rounds, work.name, priority), self._servers)
+        def pull(work: RequestWork) -> None:
+            targets = PullTargets(merged_outs, self._shards, self._servers.memory_of, work.codec)
+            work.submit(targets.requests(self._rounds, work.name, priority), self._servers)
 
         return self._start("pull", pull, pairs, priority, async_op)
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
 
-        def pull(work: PendingRequests) -> None:
+        def pull(work: RequestWork) -> None:
             for key, targets in pulls:
                 rows = RowPull(self._shards[key], targets)
                 work.submit(rows.requests(self._rounds[key], work.name, priority), self._servers)
@@ -392,38 +400,33 @@ class DistStore(KVStore):
         pairs = [(key, [tensor for target in targets for tensor in target]) for key, targets in pulls]
         return self._start("row_sparse_pull", pull, pairs, priority, async_op)
 
-    def _targets(self, pairs: Pairs, work: PendingRequests) -> PullTargets:
-        targets = [ShardTarget(shard, outs) for key, outs in pairs for shard in self._shards[key]]
-        return PullTargets(targets, self._servers.memory_of, work.codec)
-
     def _start(
         self,
         name: str,
-        prepare: Callable[[PendingRequests], None],
+        prepare: Callable[[RequestWork], None],
         pairs: Sequence[tuple[Key, Sequence[Any]]],
         priority: int,
         async_op: bool,
     ) -> Work:
         """Prepare requests after earlier calls on the same keys; the Work completes when they are answered."""
-        self._raise_late_error()
+        if self._late_error is not None or self._final_error is not None:
+            self._raise_late_error()
         keys = list(dict(pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        section = self._streams.behind_caller(tensors_of(pairs))
-        work = RequestWork(shown, section.join)
+        tensors = tensors_of(pairs)
+        section = self._streams.behind_caller(tensors) if True in map(_is_cuda, tensors) else None
         codec = None if self._compressed is None else self._compressed.compression.pull_codec
-        pending = PendingRequests(work, shown, codec, self._keep_late_error, section.resumed)
+        work = RequestWork(shown, section, codec, self._keep_late_error)
+        if async_op:
 
-        def run() -> None:
-            with pending, section:
-                prepare(pending)
-            if async_op:
+            def run() -> None:
+                work.run(prepare)
                 self._servers.drive_in_background()
 
-        if async_op:
             self._queue.submit(run, Work(name), keys, priority)
             return work
-        if not self._queue.run_now(run, name):
-            self._queue.run(run, Work(name), keys, priority)
+        if not self._queue.run_now(partial(work.run, prepare), name):
+            self._queue.run(partial(work.run, prepare), Work(name), keys, priority)
         work.is_awaited = True
         self._servers.wait(work.is_completed)
         self._servers.watch_connections()

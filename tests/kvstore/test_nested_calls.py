@@ -168,7 +168,7 @@ def test_close_waits_for_the_operation_that_another_thread_runs(kv: KVStore, mon
 
 @pytest.mark.parametrize(
     ("moment", "async_op"),
-    [("_check", False), ("_check", True), ("_start", False), ("_start", True), ("_execute", False)],
+    [("_checked_pairs", False), ("_checked_pairs", True), ("_start", False), ("_start", True), ("_execute", False)],
 )
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
 def test_an_operation_is_refused_if_the_store_closes_before_it_runs(

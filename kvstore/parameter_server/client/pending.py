@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, StallError
+from gangline.collectives.streams import Ordered
 from gangline.collectives.work import Work
 from gangline.kvstore.compression import Codec
 from gangline.kvstore.parameter_server.client.request import Request
@@ -21,91 +20,73 @@ from gangline.kvstore.parameter_server.transport.frames import frame_of
 
 
 class RequestWork(Work):
-    """Work of requests that knows whether a thread waits for it."""
-
-    is_awaited = False
-
-    def wait(self, timeout: float | None = None) -> None:  # noqa: D102  inherited
-        self.is_awaited = timeout is None
-        try:
-            super().wait(timeout)
-        finally:
-            self.is_awaited = False
-
-
-class PendingRequests:
-    """A Work that completes when all its requests have completed, with the first error among them.
-
-    A context manager: the Work does not complete before the block ends, and an exception in the block becomes its
-    error.
-    """
+    """Work of requests: it completes when all of them have completed, with the first error among them."""
 
     def __init__(
         self,
-        work: Work,
         name: str,
+        section: Ordered | None = None,
         codec: Codec | None = None,
         on_late_error: Callable[[Exception], None] = lambda _: None,
-        on_streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Start without requests.
 
         Args:
-            work: completed when the requests are.
             name: for errors.
+            section: GPU streams on which values are read and answers are written; None: all are on the host.
             codec: compression of pulled values.
             on_late_error: called with errors of requests that completed when they were sent.
-            on_streams: makes a context in which answers are handled: the GPU streams that pulled values are written on.
         """
+        super().__init__(name, None if section is None else section.join)
         self.name = name
         self.codec = codec
-        self._on_late_error = on_late_error
+        self.is_awaited = False
+        """True while a thread waits without a limit."""
         self.on_error: Callable[[BaseException], None] = lambda _: None
         """Called with the first error."""
-        self._on_streams = on_streams
-        self._work = work
+        self._section = section
+        self._on_late_error = on_late_error
         self._open = 1
         self._ended = False
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._first_error: BaseException | None = None
+        self._counting = threading.Lock()
+
+    def run(self, prepare: Callable[[RequestWork], None]) -> None:
+        """Call a function that submits requests; the Work does not complete before, and the function's error is its."""
+        error: BaseException | None = None
+        try:
+            if self._section is None:
+                prepare(self)
+            else:
+                with self._section:
+                    prepare(self)
+        except BaseException as raised:  # noqa: BLE001  the Work raises it
+            error = raised
+        self._end(error)
 
     def submit(self, requests: Sequence[Request], servers: ServerClient) -> None:
         """Send requests and add them to those that the Work waits for."""
-        with self._lock:
+        with self._counting:
             self._open += len(requests)
         for request in requests:
-            request.is_awaited = self._is_awaited
+            request.work = self
+            request.on_end = request.on_error = self._end
             if request.completes_when_sent:
-                request.on_sent = partial(self._end, None)
                 request.on_error = partial(self._fail, request)
-            else:
-                request.on_answer = self._ending_with(request.on_answer)
-                request.on_error = self._end
+            elif self._section is not None and request.on_answer is not None:
+                request.on_answer = partial(_handle_on_streams, self._section, request.on_answer)
         for request in requests:
             try:
                 servers.submit(request)
             except Exception as error:  # noqa: BLE001  the Work raises it
                 self._end(error)
 
-    def _is_awaited(self) -> bool:
-        return isinstance(self._work, RequestWork) and self._work.is_awaited
-
-    def __enter__(self) -> PendingRequests:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._end(error)
-        return True  # the Work raises it
-
-    def _ending_with(self, take: Callable[[Message, list[Tensor]], bool]) -> Callable[[Message, list[Tensor]], bool]:
-        def on_answer(message: Message, datas: list[Tensor]) -> bool:
-            with self._on_streams():
-                is_complete = take(message, datas)
-            if is_complete:
-                self._end(None)
-            return is_complete
-
-        return on_answer
+    def _wait_until_over(self, timeout: float | None) -> None:
+        self.is_awaited = timeout is None
+        try:
+            super()._wait_until_over(timeout)
+        finally:
+            self.is_awaited = False
 
     def _fail(self, request: Request, error: Exception) -> None:
         if request.sequence:  # it was sent, so it has completed already
@@ -114,24 +95,32 @@ class PendingRequests:
         else:
             self._end(error)
 
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
+    def _end(self, error: BaseException | None = None) -> None:
+        with self._counting:
             self._open -= 1
-            self._error = self._error or error
+            if error is not None:
+                self._first_error = self._first_error or error
             # after a death or a stall, the other requests may never be answered
-            ends = not self._ended and (not self._open or isinstance(error, (DeadNodeError, StallError)))
+            is_over = not self._open or (error is not None and isinstance(error, (DeadNodeError, StallError)))
+            ends = is_over and not self._ended
             self._ended |= ends
         if ends:
-            if self._error is not None:
-                self.on_error(self._error)
-            self._work.complete(self._error)
+            if self._first_error is not None:
+                self.on_error(self._first_error)
+            self.complete(self._first_error)
+
+
+def _handle_on_streams(
+    section: Ordered, handle: Callable[[Any, list[Tensor]], bool], answer: Message, datas: list[Tensor]
+) -> bool:
+    with section.resumed():
+        return handle(answer, datas)
 
 
 def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -> None:
     """Send requests and wait until all are answered."""
     work = RequestWork(what)
-    with PendingRequests(work, what) as pending:
-        pending.submit(requests, servers)
+    work.run(lambda work: work.submit(requests, servers))
     work.is_awaited = True
     servers.wait(work.is_completed)
     work.wait()
@@ -149,8 +138,7 @@ def command(
     def request(server: int) -> Request:
         own = payload if isinstance(payload, bytes) else payload[server]
 
-        def on_answer(answer: Any, data: list[Tensor]) -> bool:
-            assert isinstance(answer, CommandResult)
+        def on_answer(answer: CommandResult, data: list[Tensor]) -> bool:
             results[server] = answer.payload, data
             return True
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gangline.kvstore.parameter_server.protocol import Command, Define, Message, Pull, Push
+from gangline.kvstore.parameter_server.protocol import Command, Define, Pull, Push
+
+if TYPE_CHECKING:
+    from gangline.kvstore.parameter_server.client.pending import RequestWork
 
 
 @dataclass(eq=False)
@@ -25,18 +29,18 @@ class Request:
     """Data frames, one per entry, if the data are not in shared memory."""
     completes_when_sent: bool = False
     """True for a push without reply whose payload is a private copy: it completes before it is acknowledged."""
-    on_answer: Callable[[Message, list[Tensor]], bool] = lambda *_: True
-    """Called with each answer and its data; returns whether the request is complete."""
-    on_sent: Callable[[], None] = lambda: None
-    """Called when the message has been sent for the first time."""
+    on_answer: Callable[[Any, list[Tensor]], bool] | None = None
+    """Called with each answer and its data; returns whether the request is complete. None: it is with the first one."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the request has completed, by its answer or because it was sent."""
     on_error: Callable[[Exception], None] = lambda _: None
     on_release: Callable[[], None] | None = None
     """Called when the message's shared-memory region may be overwritten; None: it has none."""
     is_held: bool = False
     """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
-    is_awaited: Callable[[], bool] = lambda: False
-    """Returns whether a thread can do nothing else until the request is complete."""
+    work: RequestWork | None = None
+    """Work that waits for the request, among others."""
     blocked: tuple[int, str] | None = field(default=None, init=False)
     """Number of a collective in which a worker waits whose push the request waits for, and a text that names both."""
     sequence: int = field(default=0, init=False)
@@ -48,4 +52,4 @@ class Request:
     @property
     def wants_values(self) -> bool:
         """True if an answer with data follows; otherwise the request is complete when it is acknowledged."""
-        return self.message.wants_values if isinstance(self.message, Push) else not isinstance(self.message, Define)
+        return self.message.wants_values if type(self.message) is Push else type(self.message) is not Define

@@ -154,10 +154,28 @@ class ServerClient:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its callbacks run in the thread that drives the sockets then."""
-        lost = self._lost(request.server)
-        if lost or self._failure is not None:
-            request.on_error(self._failure or self._dead(request, lost))
+        if self._failure is not None:
+            request.on_error(self._failure)
             return
+        if (self._scheduler.gone or self._scheduler.lost) and (lost := self._lost(request.server)):
+            request.on_error(self._dead(request, lost))
+            return
+        if not self._outbox and self._driving.acquire(blocking=False):  # nothing is queued
+            try:
+                if self._closed:
+                    raise RuntimeError("the store is closed")
+                is_sent = self._has_room(request)
+                if is_sent:
+                    try:
+                        self._dispatch(request)
+                    except Exception as error:  # noqa: BLE001  as in `wait`
+                        self._stop_after(error)
+            finally:
+                self._driving.release()
+            if is_sent:
+                if self._outbox:
+                    self._send_queued()
+                return
         with self._lock:
             if self._closed:
                 raise RuntimeError("the store is closed")
@@ -210,15 +228,23 @@ class ServerClient:
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Drive the sockets, or wait while another thread does, until a condition holds."""
-        while not is_over():
+        ended = is_over()
+        while not ended:
             if self._driving.acquire(timeout=0.002):
                 try:
-                    while not is_over():
-                        self._check_failure()
-                        self._guard(partial(self._progress, _TICK_MS, SPIN_SECONDS))
+                    while not (ended := is_over()):
+                        if self._failure is not None:
+                            raise self._failure
+                        try:
+                            self._progress(_TICK_MS, SPIN_SECONDS)
+                        except Exception as error:  # noqa: BLE001  whatever it is, nothing would answer the requests
+                            self._stop_after(error)
                 finally:
                     self._driving.release()
-                self._send_queued()
+                if self._outbox:
+                    self._send_queued()
+            else:
+                ended = is_over()
         for connection in self._connections:
             if connection.channel.is_full:  # bytes are left in its queue
                 self.drive_in_background()
@@ -341,7 +367,9 @@ class ServerClient:
                 self._notify()
                 return
             try:
-                self._guard(self._flush_outbox)
+                self._flush_outbox()
+            except Exception as error:  # noqa: BLE001  as in `wait`
+                self._stop_after(error)
             finally:
                 self._driving.release()
             if self._outbox:  # the window is full until an acknowledgement arrives
@@ -356,16 +384,21 @@ class ServerClient:
                 while self._outbox:
                     entry = heapq.heappop(self._outbox)
                     request = entry[2]
-                    connection = self._connections[request.server]
-                    if connection.in_flight and connection.in_flight + request.nbytes > _WINDOW:
-                        kept.append(entry)
-                    else:
+                    if self._has_room(request):
                         self._queued -= request.nbytes
-                        self._dispatch(connection, request)
+                        self._dispatch(request)
+                    else:
+                        kept.append(entry)
             finally:
                 self._outbox = kept + self._outbox  # sorted, so still a heap
 
-    def _dispatch(self, connection: _ServerConnection, request: Request) -> None:
+    def _has_room(self, request: Request) -> bool:
+        """Return whether the window of its server admits a request."""
+        in_flight = self._connections[request.server].in_flight
+        return not in_flight or in_flight + request.nbytes <= _WINDOW
+
+    def _dispatch(self, request: Request) -> None:
+        connection = self._connections[request.server]
         request.sequence = request.message.sequence = next(self._sequences)
         request.sent_at = time.monotonic()
         try:
@@ -381,7 +414,8 @@ class ServerClient:
         connection.undelivered += request.completes_when_sent
         if connection.has_hello:  # else it follows the Hello
             connection.channel.send([request.packed, *request.frames])
-        request.on_sent()
+        if request.completes_when_sent:
+            request.on_end()
 
     def _notify(self) -> None:
         with self._lock:
@@ -406,20 +440,19 @@ class ServerClient:
             if self._driving.acquire(timeout=0.05):
                 try:
                     if not self._closed:
-                        self._guard(partial(self._progress, _TICK_MS if drives else 0))
+                        self._progress(_TICK_MS if drives else 0)
+                except Exception as error:  # noqa: BLE001  as in `wait`
+                    self._stop_after(error)
                 finally:
                     self._driving.release()
                 self._send_queued()
 
-    def _guard(self, step: Callable[[], object]) -> None:
-        """Run a step of driving the sockets; if it raises, fail all requests, pending and later ones."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001  whatever it is, nothing would answer the requests
-            text = f"worker {self._scheduler.rank} cannot exchange messages with its servers any more"
-            self._failure = GanglineError(f"{text}: {type(error).__name__}: {error}")
-            self._failure.__cause__ = error
-            self._fail_all(self._failure)
+    def _stop_after(self, error: Exception) -> None:
+        """Fail all requests, pending and later ones, after an error in driving the sockets."""
+        text = f"worker {self._scheduler.rank} cannot exchange messages with its servers any more"
+        self._failure = GanglineError(f"{text}: {type(error).__name__}: {error}")
+        self._failure.__cause__ = error
+        self._fail_all(self._failure)
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -492,16 +525,18 @@ class ServerClient:
                         request.on_release()
                         request.on_release = None
             case protocol.Values(sequence, number, _, _):
-                self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
-                self._confirm(connection, number)
+                self._settle(connection, sequence, message, [*map(tensor_of, frames)])
+                if number:
+                    self._confirm(connection, number)
             case protocol.CommandResult(sequence, _):
-                self._settle(connection, sequence, message, [tensor_of(frame) for frame in frames])
+                self._settle(connection, sequence, message, [*map(tensor_of, frames)])
             case protocol.Blocked(sequence, number, text):
                 if sequence in connection.pending:
                     connection.pending[sequence].blocked = number, text
             case protocol.Failed(sequence, kind, text, number):
                 error = make_error(kind, text)
-                self._confirm(connection, number)
+                if number:
+                    self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
@@ -510,11 +545,10 @@ class ServerClient:
                 raise ProtocolError(f"received an unexpected {type(message).__name__}")
 
     def _confirm(self, connection: _ServerConnection, number: int) -> None:
-        if number:
-            connection.last_read = max(connection.last_read, number)
-            connection.read_at = time.monotonic()
-            if connection.has_hello:
-                connection.channel.send([protocol.pack(protocol.ValuesRead([number]))])
+        connection.last_read = max(connection.last_read, number)
+        connection.read_at = time.monotonic()
+        if connection.has_hello:
+            connection.channel.send([protocol.pack(protocol.ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -522,7 +556,7 @@ class ServerClient:
             return
         self._mark_received(connection, request)
         try:
-            is_complete = request.on_answer(message, datas)
+            is_complete = request.on_answer is None or request.on_answer(message, datas)
         except Exception as error:  # noqa: BLE001  passed to the request
             self._fail(connection, sequence, error)
             return
@@ -534,13 +568,16 @@ class ServerClient:
             del connection.pending[sequence]
             if request.is_held:
                 connection.unreleased[sequence] = request
+            if not request.completes_when_sent:
+                request.on_end()
 
     def _acknowledge(self, connection: _ServerConnection, sequence: int) -> None:
         """Mark a request as received; this completes it unless it requests values."""
         request = connection.pending.get(sequence)
         if request is not None:
-            self._mark_received(connection, request)
-            if not request.wants_values:
+            if request.wants_values:
+                self._mark_received(connection, request)
+            else:
                 self._settle(connection, sequence, protocol.Ack([sequence]), [])
 
     def _mark_received(self, connection: _ServerConnection, request: Request) -> None:
@@ -570,7 +607,7 @@ class ServerClient:
             if lost:
                 self._fail_connection(connection, partial(self._dead, why=lost))
             for sequence, request in list(connection.pending.items()):
-                if request.blocked is not None and request.is_awaited():
+                if request.blocked is not None and request.work is not None and request.work.is_awaited:
                     self._fail_blocked(connection, sequence, request)
                     continue
                 waited = now - request.sent_at

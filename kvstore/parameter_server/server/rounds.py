@@ -80,7 +80,7 @@ class ShardRounds:
     @property
     def is_broken(self) -> bool:
         """True if a worker that rounds need has died or left."""
-        return self.is_sync and bool(self._lost.keys() - self.joined)
+        return self.is_sync and bool(self._lost) and bool(self._lost.keys() - self.joined)
 
     def set_views(self, views: Sequence[tuple[int, frozenset[int]]]) -> None:
         """Set from which round on which workers take part."""
@@ -110,7 +110,9 @@ class ShardRounds:
     def push(self, shard: Shard, rank: int, number: int, value: PushedValue, learning_rate: float | None) -> None:
         """Add a worker's value to a round of a shard, and the learning rate if rank 0 sent one."""
         if self.is_sync:
-            this = shard.open.setdefault(number, Round())
+            if number not in shard.open:
+                shard.open[number] = Round()
+            this = shard.open[number]
             this.pushes[rank] = value
         else:  # every push is a round of its own
             this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value}, number=number)
@@ -174,14 +176,18 @@ class ShardRounds:
     def _ranks_of(self, number: int) -> frozenset[int]:
         if not self.is_sync:
             return frozenset()
-        return next(ranks for first, ranks in reversed(self._views) if first <= number)
+        for first, ranks in reversed(self._views):
+            if first <= number:
+                return ranks
+        raise AssertionError(f"round {number} is before the first view")
 
     def advance(self) -> None:
         """Close the rounds that are complete and answer waiters, for all changed shards."""
         while self._changed:
             shard = self._changed.pop()
-            self._answer_waiters(shard)
-            if not shard.is_used and not self.is_held and self._is_complete(shard):
+            if shard.waiters and not shard.busy:
+                self._answer_waiters(shard)
+            if shard.open and not shard.is_used and not self.is_held and self._is_complete(shard):
                 self._close(shard, shard.open[shard.closed + 1])
 
     def _close(self, shard: Shard, this: Round) -> None:
@@ -195,56 +201,69 @@ class ShardRounds:
                 bytes=shard.flat.nbytes,
             )
         pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
-        problems = [one.problem for one in pushes if one.problem]
-        if not problems and len({one.weight is None for one in pushes}) == 2:
+        problems: list[str] = []
+        values: list[PushedValue] = []
+        absent, plain, refused = 0.0, 0, 0
+        for one in pushes:
+            plain += one.weight is None
+            refused += one.is_refused
+            if one.problem:
+                problems += (one.problem,)
+            if one.value is not None:
+                values += (one,)
+            elif one.weight is not None:
+                absent += one.weight
+        count = len(pushes)
+        if not problems and 0 < plain < count:
             problems = [_mixed(shard, this)]
-        if all(one.is_refused for one in pushes):  # then every worker has raised its own error
+        if refused == count:  # then every worker has raised its own error
             problems = []
         if problems:  # these have raised errors of their own
             shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
-        weight = sum(one.weight for one in pushes if one.weight is not None and one.value is None)
-        pushes = [one for one in pushes if one.value is not None]
         optimizers, kept = self.optimizers, self.kept
         if kept is not None and not self.is_sync:
             rank = next(iter(this.pushes))
             kept.count(shard, rank, this.number, self.before(rank))
-        if problems or not pushes:
+        if problems or not values:
             self._note_problem(shard, this, "; ".join(problems))
             if kept is not None:
                 kept.save(shard, shard.closed + 1, optimizers)
             self._closed(shard, this)
             return
+        update = partial(self._update_by, shard, this, values, absent)
+        note = partial(self._note_problem, shard, this)
+        work = partial(self._change, shard, shard.closed + 1, update, note)
+        if recorder.current is not None:
+            work = partial(_in_span, f"update of {shard.key!r}", work)
+        self._thread_pool.run(shard.thread, shard.flat.nbytes, work, partial(self._end_round, shard, this))
+
+    def _update_by(self, shard: Shard, this: Round, values: Sequence[PushedValue], absent: float) -> None:
+        """Update a shard with the sum of a round's values, in its thread."""
+        optimizers = self.optimizers
         into_stored = optimizers is None and self.is_sync
 
-        def allocate(nbytes: int) -> Tensor:
+        def allocate() -> Tensor:
             if into_stored:
-                return shard.flat.view(torch.uint8)
+                return shard.flat
             if optimizers is not None and optimizers.keeps_sums:
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            return self._thread_pool.scratch(shard.thread, nbytes)
+                return torch.empty_like(shard.flat)
+            return self._thread_pool.scratch(shard.thread, shard.flat.nbytes).view(shard.flat.dtype)
 
-        def update() -> None:
-            total = shard.total(pushes, allocate, weight)
-            if optimizers is not None:
-                optimizers.apply(shard, total, this.learning_rate)
-            elif isinstance(total, RowSparse):
-                table = shard.flat.view(-1, shard.width)
-                if self.is_sync:
-                    table.zero_()
-                table.index_add_(0, total.indices, total.values.to(table.dtype))
-            elif not into_stored:  # without an optimizer, async mode adds to the value
-                shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
+        total = shard.total(values, allocate, absent)
+        if optimizers is not None:
+            optimizers.apply(shard, total, this.learning_rate)
+        elif type(total) is RowSparse:
+            table = shard.flat.view(-1, shard.width)
+            if self.is_sync:
+                table.zero_()
+            table.index_add_(0, total.indices, total.values.to(table.dtype))
+        elif not into_stored:  # without an optimizer, async mode adds to the value
+            shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
 
-        def work() -> None:
-            timeline = recorder.current
-            with nullcontext() if timeline is None else timeline.span(f"update of {shard.key!r}"):
-                self._change(shard, shard.closed + 1, update, partial(self._note_problem, shard, this))
-
-        def then(problem: str) -> None:
+    def _end_round(self, shard: Shard, this: Round, problem: str) -> None:
+        if problem:
             self._note_problem(shard, this, problem)
-            self._closed(shard, this)
-
-        self._thread_pool.run(shard.thread, shard.flat.nbytes, work, then)
+        self._closed(shard, this)
 
     def _change(
         self, shard: Shard, closed: int, update: Callable[[], None], note: Callable[[str], None] = lambda _: None
@@ -296,15 +315,14 @@ class ShardRounds:
         shard.busy = False
         shard.has_closed = True
         for one in this.pushes.values():
-            one.release()
+            if one.release is not None:
+                one.release()
         self._changed.add(shard)
         if self.faults is not None:
             self.faults.reach("close")
 
     def _answer_waiters(self, shard: Shard) -> None:
         """Send the value, or the error of the round, to waiters whose round is closed."""
-        if shard.busy:
-            return
         waiters = list(shard.waiters.values()) if shard.has_closed or not self.is_sync else shard.new_waiters
         shard.has_closed, shard.new_waiters = False, []
         slowest = self._slowest(shard) if waiters and not self.is_sync and self.staleness >= 0 else 0
@@ -461,6 +479,12 @@ class ShardRounds:
                 if rank not in self.joined:
                     return f"worker {rank} {why or 'has left the job'}"
         return ""
+
+
+def _in_span(name: str, work: Callable[[], None]) -> None:
+    timeline = recorder.current
+    with nullcontext() if timeline is None else timeline.span(name):
+        work()
 
 
 def _mixed(shard: Shard, this: Round) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,8 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_LOOK_SECONDS = 0.05
+"""Time between two looks at waits while messages arrive."""
 _EARLY = 64
 """Number of workers that may greet before the scheduler has told of them."""
 _SMALL_MESSAGES = 64 << 20
@@ -68,6 +71,7 @@ class Server:
         self.rejected = 0
         """Number of invalid messages."""
         self._received_bytes = 0  # of pushes
+        self._look_at = 0.0  # `time.monotonic` seconds of the next `_follow_scheduler`
         self._kept = self._rounds.kept = kept
         self._repeated: set[bytes] = set()  # identities of workers that have repeated their requests
         try:
@@ -118,22 +122,30 @@ class Server:
             while not (self._scheduler.is_over or self._scheduler.lost):
                 if self._listener.wait(_TICK_MS, self._sessions.flush_acks):
                     self._thread_pool.run_callbacks()
+                    self._look_at = 0.0
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
-                self._follow_views()
-                self._fence_dead_workers()
-                self._greet_early_workers()
-                self._remove_gone_workers()
-                self._end_hold()
-                self._rounds.set_in_collectives(self._scheduler.waiting)
-                for waiter, number, text in self._rounds.blocked():
-                    self._sessions.send_to_rank(waiter.rank, protocol.Blocked(waiter.sequence, number, text))
-                self._rounds.warn_of_stalls()
+                now = time.monotonic()
+                if now >= self._look_at:
+                    self._look_at = now + _LOOK_SECONDS
+                    self._follow_scheduler()
                 self._advance()
         finally:
             withdraw(self)
             if self._pool is not None:
                 self._pool.close()
+
+    def _follow_scheduler(self) -> None:
+        """Handle what the scheduler has told of, which notifies `run`, and waits that have become long."""
+        self._follow_views()
+        self._fence_dead_workers()
+        self._greet_early_workers()
+        self._remove_gone_workers()
+        self._end_hold()
+        self._rounds.set_in_collectives(self._scheduler.waiting)
+        for waiter, number, text in self._rounds.blocked():
+            self._sessions.send_to_rank(waiter.rank, protocol.Blocked(waiter.sequence, number, text))
+        self._rounds.warn_of_stalls()
 
     def exit_code(self, *, is_supervised: bool) -> int:
         """Return 1 if the scheduler was lost before the job was over, or another process has died.
@@ -175,7 +187,7 @@ class Server:
     # Messages
 
     def _receive(self, identity: bytes, frames: list[memoryview]) -> None:
-        sequence, worker, message = 0, None, None
+        worker, message = None, None
         try:
             if not frames:
                 raise ProtocolError("received a message of no frames")
@@ -183,8 +195,7 @@ class Server:
             if worker is None and (nbytes := sum(map(len, frames))) > protocol.MAX_STRANGER:
                 raise ProtocolError(f"received {nbytes} bytes before a Hello")
             message = protocol.unpack(frames[0])
-            sequence = getattr(message, "sequence", 0)
-            if isinstance(message, protocol.Hello):
+            if type(message) is protocol.Hello:
                 self._greet(identity, message)
                 return
             if identity in self._fenced:
@@ -193,6 +204,7 @@ class Server:
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
+            sequence = getattr(message, "sequence", 0)
             self._reject(identity, sequence, error)
             is_refused_push = isinstance(message, protocol.Push) and self._scheduler.allows_restarts
             if is_refused_push and worker is not None and sequence not in worker.in_use:
@@ -263,9 +275,10 @@ class Server:
             case protocol.Push():
                 self._push(worker, message, frames)
             case protocol.Pull(sequence, entries, has_rows, region):
-                sizes = [entry[3] for entry in entries]
-                datas = self._data(worker, sizes, region, frames) if has_rows else [None] * len(entries)
-                shards = [self._shard(entry[0]) for entry in entries]
+                datas: Sequence[Tensor | None] = [None] * len(entries)
+                if has_rows:
+                    datas = self._data(worker, [entry[3] for entry in entries], region, frames)
+                shards = self._shards(entries)
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
                     self._wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
@@ -281,11 +294,12 @@ class Server:
                 self._commands.append((worker, message, frames))
             case protocol.Repeated():
                 self._repeated.add(worker.identity)
+                self._look_at = 0.0  # the last one ends the hold
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
 
     def _wait(self, shard: Shard, waiter: Waiter) -> None:
-        if not self._sessions.fail_again(waiter.rank, waiter.sequence):
+        if not self._sessions.refusals or not self._sessions.fail_again(waiter.rank, waiter.sequence):
             waiter.was_answered = self._sessions.is_reading(waiter, shard)
             self._rounds.wait(shard, waiter)
 
@@ -294,11 +308,11 @@ class Server:
     ) -> list[Tensor]:
         """Return the data of each entry as uint8 tensors."""
         if region is None:
-            if [len(frame) for frame in frames] != sizes:
+            if [*map(len, frames)] != sizes:
                 raise ProtocolError(
                     f"received {len(frames)} data frames for {len(sizes)} entries, or frames of other sizes"
                 )
-            return [tensor_of(frame) for frame in frames]
+            return [*map(tensor_of, frames)]
         if worker.memory is None:
             raise ProtocolError(f"worker {worker.rank} names a region of memory that it does not share")
         try:
@@ -345,39 +359,43 @@ class Server:
         offset = self._pool.allocate(one.nbytes)
         return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
 
-    def _shard(self, number: int) -> Shard:
-        shard = self._rounds.shards.get(number)
-        if shard is None:
-            raise KeyError(f"shard {number} is unknown to server {self._scheduler.rank}")
-        return shard
+    def _shards(self, entries: Sequence[Sequence[int]]) -> list[Shard]:
+        shards, known = [], self._rounds.shards
+        for number, *_ in entries:
+            if number not in known:
+                raise KeyError(f"shard {number} is unknown to server {self._scheduler.rank}")
+            shards.append(known[number])
+        return shards
 
     def _push(self, worker: WorkerSession, push: protocol.Push, frames: list[memoryview]) -> None:
-        datas = self._data(worker, [entry[3] for entry in push.entries], push.region, frames)
-        self._received_bytes += sum(data.nbytes for data in datas)
-        shards = [self._shard(entry[0]) for entry in push.entries]
-        release = _do_nothing
+        sizes = [entry[3] for entry in push.entries]
+        datas, nbytes = self._data(worker, sizes, push.region, frames), sum(sizes)
+        self._received_bytes += nbytes
+        shards = self._shards(push.entries)
+        release = None
         # A repeated message is released with its first copy.
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
             worker.in_use[push.sequence] = len(shards)
             release = partial(self._sessions.release, worker, push.sequence)
-        lost = ""
+        lost, rounds = "", self._rounds
+        is_broken, before = rounds.is_broken, rounds.before(worker.rank)
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
             number = entry[1]
-            why = self._rounds.why_lost(shard, number) if self._rounds.is_broken else ""
+            why = rounds.why_lost(shard, number) if is_broken else ""
             lost = lost or why
-            before = self._rounds.before(worker.rank)
             if why or not add_push(shard.pushed, shard.ahead, worker.rank, number, before):
-                release()  # the round cannot close, or the push is a repeat
+                if release is not None:
+                    release()  # the round cannot close, or the push is a repeat
             else:
                 value = self._read(shard, worker, push, entry[2], data, release)
-                self._rounds.push(shard, worker.rank, number, value, push.learning_rate)
+                rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
                 self._wait(shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
             self._sessions.send(worker.identity, protocol.Failed(push.sequence, DeadNodeError.__name__, lost))
             return
-        is_small = sum(data.nbytes for data in datas) <= INLINE  # then the worker does not wait for it
-        self._sessions.acknowledge_push(worker, push.sequence, urgent=not is_small)
+        # The worker does not wait for the acknowledgement of a small push.
+        self._sessions.acknowledge_push(worker, push.sequence, urgent=nbytes > INLINE)
 
     def _read(
         self,
@@ -386,7 +404,7 @@ class Server:
         push: protocol.Push,
         kind: int,
         data: Tensor,
-        release: Callable[[], None],
+        release: Callable[[], None] | None,
     ) -> PushedValue:
         decode = None if self._compression is None else self._compression.codec.decode
         try:
@@ -401,14 +419,15 @@ class Server:
             nbytes, release = shard.flat.nbytes, self._release_early(release)
             if push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
                 value.mul_(self._scheduler.num_workers)
-        return PushedValue(value, push.weight, worker.add_to_backlog(nbytes, release))
+        worker.backlog += nbytes
+        return PushedValue(value, push.weight, partial(worker.subtract_from_backlog, nbytes, release))
 
-    def _release_early(self, release: Callable[[], None]) -> Callable[[], None]:
+    def _release_early(self, release: Callable[[], None] | None) -> Callable[[], None] | None:
         """Release an entry that is not read any more, unless it must last until the round is final."""
-        if self._kept is not None:
-            return release
-        release()
-        return _do_nothing
+        if self._kept is None and release is not None:
+            release()
+            return None
+        return release
 
     def _fence_dead_workers(self) -> None:
         """End the sessions of workers that have died and may be started again."""
@@ -575,10 +594,6 @@ def _row_numbers(data: Tensor, shard: Shard) -> Tensor:
             f"rows {int(rows.min())} to {int(rows.max())} are requested of {count} rows of key {shard.key!r}"
         )
     return rows
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def serve(job: environment.ServerJob) -> int:

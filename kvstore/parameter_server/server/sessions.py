@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import groupby
 
 from torch import Tensor
 
@@ -59,15 +59,11 @@ class WorkerSession:
     unread: dict[int, int] = field(default_factory=dict)
     """Bytes of copies of values that it has not confirmed, by the number of `Values`."""
 
-    def add_to_backlog(self, nbytes: int, release: Callable[[], None]) -> Callable[[], None]:
-        """Count bytes as backlog; the returned function subtracts them and calls ``release``."""
-        self.backlog += nbytes
-
-        def subtract() -> None:
-            self.backlog -= nbytes
+    def subtract_from_backlog(self, nbytes: int, release: Callable[[], None] | None) -> None:
+        """Subtract the bytes of a value that is not read any more, and release its memory, if it must be released."""
+        self.backlog -= nbytes
+        if release is not None:
             release()
-
-        return subtract
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,8 @@ class Sessions:
         self._withheld: dict[WorkerSession, None] = {}
         self._reads: dict[int, _Read] = {}
         self._reads_of: dict[tuple[int, int], list[int]] = {}  # numbers by rank and sequence
-        self._refusals: dict[int, tuple[int, Failed]] = {}  # number -> rank and an error that it has not confirmed
+        self.refusals: dict[int, tuple[int, Failed]] = {}
+        """Rank and an error that it has not confirmed, by the number of the error."""
         self._number = 0
 
     def add(self, worker: WorkerSession) -> None:
@@ -157,7 +154,7 @@ class Sessions:
 
     def acknowledge_push(self, worker: WorkerSession, sequence: int, *, urgent: bool) -> None:
         """Acknowledge a push, or withhold the acknowledgement if the worker's backlog is too large."""
-        if self._is_ahead(worker):
+        if worker.backlog > self.max_backlog and self._is_ahead(worker):
             worker.withheld_acks.append(sequence)
             self._withheld[worker] = None
         else:
@@ -195,14 +192,18 @@ class Sessions:
 
         Values of a worker that does not read what was sent to it wait until it has, so that they do not pile up here.
         """
-        for worker in [one for one in self._withheld if not self._is_ahead(one)]:
-            self._withheld.pop(worker, None)
-            self.acknowledge(worker, worker.withheld_acks)
-            worker.withheld_acks.clear()
-        before = time.monotonic() - _DEFER_SECONDS
-        for worker in takewhile(lambda one: one.acks_since < before, self._deferred):
-            worker.acks_are_due = True
-            self._due[worker] = None
+        if self._withheld:
+            for worker in [one for one in self._withheld if not self._is_ahead(one)]:
+                self._withheld.pop(worker, None)
+                self.acknowledge(worker, worker.withheld_acks)
+                worker.withheld_acks.clear()
+        if self._deferred:
+            before = time.monotonic() - _DEFER_SECONDS
+            for worker in self._deferred:
+                if worker.acks_since >= before:
+                    break
+                worker.acks_are_due = True
+                self._due[worker] = None
         due, self._due = self._due, {}
         for worker in due:
             if worker.acks_are_due:
@@ -214,18 +215,21 @@ class Sessions:
                 worker.releases.clear()
 
     def _send_ready(self, worker: WorkerSession) -> None:
-        worker.ready.sort(key=lambda pair: pair[0].sequence)
-        groups = [list(group) for _, group in groupby(worker.ready, key=lambda pair: pair[0].sequence)]
-        while groups and not self._listener.is_full(worker.identity) and sum(worker.unread.values()) <= _UNREAD_BYTES:
-            group = groups.pop(0)
-            self._send_values(worker, group[0][0].sequence, group)
+        ready, worker.ready = worker.ready, []
+        if len(ready) > 1:
+            ready.sort(key=_sequence_of)
+        for sequence, pairs in groupby(ready, key=_sequence_of):
+            group = [*pairs]
+            is_behind = worker.unread and sum(worker.unread.values()) > _UNREAD_BYTES
+            if worker.ready or is_behind or self._listener.is_full(worker.identity):
+                worker.ready += group
+                self._due[worker] = None
+                continue
+            self._send_values(worker, sequence, group)
             for _, shard in group:
                 shard.unsent -= 1
                 if not shard.unsent and shard.open:
                     self._mark_changed([shard])
-        worker.ready = [pair for group in groups for pair in group]
-        if groups:
-            self._due[worker] = None
 
     def flush_acks(self) -> None:
         """Send all acknowledgements except withheld ones."""
@@ -252,7 +256,7 @@ class Sessions:
             if waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded:
                 shards.append(shard)
             else:
-                others.append((waiter, shard))
+                others += ((waiter, shard),)
         if shards:
             self._number += 1
             self.sent_bytes += sum(shard.flat.nbytes for shard in shards)
@@ -270,16 +274,17 @@ class Sessions:
             header = protocol.pack(Values(sequence, self._number, entries, offsets))
             self._listener.send(worker.identity, [header, *frames], in_place=True)
         if others:
-            entries, datas = [], []
+            entries, nbytes, number = [], 0, 0
+            datas: list[Tensor] = []
             for waiter, shard in others:
                 data, kind = shard.flat, DENSE
                 if waiter.rows is not None:
                     data, kind = shard.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
                 elif codec is not None and data.is_floating_point():
                     data, kind = codec.encode(data), CODED
-                entries.append([shard.number, shard.closed, kind, data.nbytes])
-                datas.append(data)
-            nbytes, number = sum(data.nbytes for data in datas), 0
+                entries += ([shard.number, shard.closed, kind, data.nbytes],)
+                datas += (data,)
+                nbytes += data.nbytes
             self.sent_bytes += nbytes
             if nbytes > INLINE:
                 self._number = number = self._number + 1
@@ -288,15 +293,15 @@ class Sessions:
 
     def is_reading(self, waiter: Waiter, shard: Shard) -> bool:
         """Return whether a request has got a shard's value before and has not confirmed that it was read."""
-        numbers = self._reads_of.get((waiter.rank, waiter.sequence), ())
-        return any((waiter.rank, number) in shard.readers for number in numbers)
+        numbers = self._reads_of.get((waiter.rank, waiter.sequence)) if self._reads_of else None
+        return numbers is not None and any((waiter.rank, number) in shard.readers for number in numbers)
 
     def end_read(self, rank: int, number: int) -> None:
         """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
         if rank in self._of_rank:
             self._of_rank[rank].unread.pop(number, None)
-        if number in self._refusals and self._refusals[number][0] == rank:
-            del self._refusals[number]
+        if number in self.refusals and self.refusals[number][0] == rank:
+            del self.refusals[number]
         read = self._reads.get(number)
         if read is not None and read.rank == rank:
             del self._reads[number]
@@ -311,7 +316,7 @@ class Sessions:
         """End a worker's reads at the end of a connection: those of `Values` up to a number; None: all."""
         if rank in self._of_rank:
             self._of_rank[rank].unread.clear()
-        for number in [*self._reads, *self._refusals]:
+        for number in [*self._reads, *self.refusals]:
             if most is None or number <= most:
                 self.end_read(rank, number)
 
@@ -324,12 +329,12 @@ class Sessions:
         if once:
             self._number += 1
             failed.number = self._number
-            self._refusals[self._number] = waiter.rank, failed
+            self.refusals[self._number] = waiter.rank, failed
         self.send_to_rank(waiter.rank, failed)
 
     def fail_again(self, rank: int, sequence: int) -> bool:
         """Send an error again if a repeated request has failed before; return whether it has."""
-        for refused, failed in self._refusals.values():
+        for refused, failed in self.refusals.values():
             if (refused, failed.sequence) == (rank, sequence):
                 self.send_to_rank(rank, failed)
                 return True
@@ -344,3 +349,7 @@ class Sessions:
     def send(self, identity: bytes, message: Message, datas: Sequence[Tensor] = ()) -> None:
         """Send a message with a copy of each tensor."""
         self._listener.send(identity, [protocol.pack(message), *map(frame_of, datas)])
+
+
+def _sequence_of(pair: tuple[Waiter, Shard]) -> int:
+    return pair[0].sequence

@@ -23,8 +23,8 @@ class PushedValue:
     value: Tensor | RowSparse | None
     """Flat, of the shard's dtype; None if absent or invalid."""
     weight: float | None
-    release: Callable[[], None]
-    """Function to call when the value is no longer read."""
+    release: Callable[[], None] | None
+    """Function to call when the value is no longer read; None: nobody waits for that."""
     problem: str = ""
     """Reason if the value is invalid, else ""."""
     is_refused: bool = False
@@ -117,6 +117,10 @@ class Shard:
             data: of the entry.
             decode: decoder of the compression that is set; None: no compression.
         """
+        if kind == DENSE:
+            if data.nbytes != self.flat.nbytes:
+                raise ValueError(f"has {data.nbytes} bytes; expected {self.flat.nbytes} of {self.flat.dtype}")
+            return self._typed(data)
         if kind == ABSENT:
             return None
         if kind == REFUSED:
@@ -127,10 +131,6 @@ class Shard:
             value = torch.empty_like(self.flat)
             decode(data, value)
             return value
-        if kind == DENSE:
-            if data.numel() != self.flat.nbytes:
-                raise ValueError(f"has {data.numel()} bytes; expected {self.flat.nbytes} of {self.flat.dtype}")
-            return self._typed(data)
         assert kind == ROWS
         row_bytes = self.width * self.flat.itemsize
         count, remainder = divmod(data.numel(), 8 + row_bytes)
@@ -171,23 +171,30 @@ class Shard:
         return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; present: {name_ranks(present)}"
 
     def total(
-        self, pushes: Sequence[PushedValue], allocate: Callable[[int], Tensor], absent: float = 0.0
+        self, pushes: Sequence[PushedValue], allocate: Callable[[], Tensor], absent: float = 0.0
     ) -> Tensor | RowSparse:
         """Return the sum of a round in the order given, or its weighted mean if the pushes have weights.
 
         Args:
             pushes: at least one, all with values, in rank order.
-            allocate: returns uint8 memory of a number of bytes for a dense sum.
+            allocate: returns flat memory for a dense sum.
             absent: summed weights of the workers without a value, whose gradient is 0.
         """
-        values = [one.value for one in pushes]
-        weights = [one.weight for one in pushes if one.weight is not None]  # of all or of none
-        sparse = [value for value in values if isinstance(value, RowSparse)]
-        if len(sparse) == len(values):
+        dense: list[Tensor] = []
+        sparse: list[RowSparse] = []
+        weights: list[float] = []  # of all or of none
+        for one in pushes:
+            if type(one.value) is RowSparse:
+                sparse += (one.value,)
+                dense += (one.value.to_dense().view(-1),)
+            elif one.value is not None:
+                dense += (one.value,)
+            if one.weight is not None:
+                weights += (one.weight,)
+        if sparse and len(sparse) == len(pushes):
             return mean_of_rows(sparse, weights, absent) if weights else summed(sparse, self.flat.device)
-        dense = [value.to_dense().view(-1) if isinstance(value, RowSparse) else value for value in values]
-        out = allocate(self.flat.nbytes).view(self.flat.dtype)
-        add_up([value for value in dense if value is not None], out, weights, absent)
+        out = allocate()
+        add_up(dense, out, weights, absent)
         return out
 
 
@@ -196,9 +203,13 @@ def add_push(pushed: dict[int, int], ahead: dict[int, set[int]], rank: int, numb
 
     ``before`` is the last round before the worker's first one.
     """
-    last, later = pushed.get(rank, before), ahead.setdefault(rank, set())
-    if number <= last or number in later:
+    last, later = pushed.get(rank, before), ahead.get(rank)
+    if number <= last or (later and number in later):
         return False
+    if not later and number == last + 1:
+        pushed[rank] = number
+        return True
+    later = ahead.setdefault(rank, set())
     later.add(number)
     while last + 1 in later:
         last += 1

@@ -191,11 +191,9 @@ class StreamChannel:
                 self.close()
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:  # noqa: D102
-        if self._stream is None or self._stream.fileno() not in events:
+        if self._stream is None or self._stream.descriptor not in events:
             return
         try:
-            if self._stream.is_full:
-                self._stream.flush()
             yield from self._stream.receive()
         except (OSError, ProtocolError):
             self.close()

@@ -101,7 +101,7 @@ class Listener:
         self.address = " ".join(addresses)
         """Address for `client_channel.open_channel`; that of a server is no other process's."""
         self._poller = Poller()
-        unix = None if self._unix_listener is None else self._unix_listener.fileno()
+        unix = None if self._unix_listener is None else self._unix_listener.descriptor
         for source in (event_fd, self._socket, self._monitor, unix):
             if source is not None:
                 self._poller.add(source)
@@ -110,7 +110,7 @@ class Listener:
         """Wait for messages or the eventfd; return whether the eventfd was readable."""
         if self._accepts_at and self._unix_listener is not None and time.monotonic() > self._accepts_at:
             self._accepts_at = 0.0
-            self._poller.add(self._unix_listener.fileno())
+            self._poller.add(self._unix_listener.descriptor)
         if self._strangers:
             self._close_idle_strangers()
         self._events = self._poller.wait(timeout_ms, self._spin_seconds, before_sleep)
@@ -133,11 +133,22 @@ class Listener:
                 continue
             if sender.bytes.endswith(self._process):  # else it is meant for a former process at this port
                 yield sender.bytes.removesuffix(self._process), joined([frame.buffer for frame in frames])
-        if self._unix_listener is not None and self._unix_listener.fileno() in events:
+        if self._unix_listener is not None and self._unix_listener.descriptor in events:
             self._accept(self._unix_listener)
         for descriptor in events:
-            if isinstance(descriptor, int) and descriptor in self._streams:
-                yield from self._receive_from(descriptor)
+            if type(descriptor) is not int or descriptor not in self._streams:
+                continue
+            try:
+                for message in self._streams[descriptor].receive():
+                    if descriptor in self._identities:
+                        yield self._identities[descriptor], message
+                    else:  # the first message is the identity
+                        self._identify(descriptor, message)
+            except OSError:
+                self._close_stream(descriptor)
+            except ProtocolError as error:
+                self._reject(error)
+                self._close_stream(descriptor)
 
     def admit(self, identity: bytes, max_message: int) -> None:
         """Stop treating the process that has sent the last message as a stranger."""
@@ -264,32 +275,15 @@ class Listener:
                 if error.errno not in _EXHAUSTED:
                     raise
                 self._refusals.warn("no process can connect at present: %s", error.strerror)
-                self._poller.remove(listener.fileno())  # it would be reported without end
+                self._poller.remove(listener.descriptor)  # it would be reported without end
                 self._accepts_at = time.monotonic() + _RETRY_SECONDS
                 return
             if stream is None:
                 return
-            self._streams[stream.fileno()] = stream
-            self._strangers[stream.fileno()] = time.monotonic()
+            self._streams[stream.descriptor] = stream
+            self._strangers[stream.descriptor] = time.monotonic()
             if len(self._strangers) > _STRANGERS:
                 self._close_stream(next(iter(self._strangers)))
-
-    def _receive_from(self, descriptor: int) -> Iterator[tuple[bytes, list[memoryview]]]:
-        stream = self._streams[descriptor]
-        try:
-            if stream.is_full:
-                stream.flush()
-            for frames in stream.receive():
-                identity = self._identities.get(descriptor)
-                if identity is None:  # the first message is the identity
-                    self._identify(descriptor, frames)
-                else:
-                    yield identity, frames
-        except OSError:
-            self._close_stream(descriptor)
-        except ProtocolError as error:
-            self._reject(error)
-            self._close_stream(descriptor)
 
     def _identify(self, descriptor: int, frames: list[memoryview]) -> None:
         identity = bytes(frames[0])

@@ -49,7 +49,7 @@ class Poller:
         Poll and yield the CPU for ``spin_seconds``; then call ``before_sleep`` and sleep for the timeout at most.
         """
         # A ZeroMQ descriptor is edge-triggered: messages from before the last read of EVENTS do not make it readable.
-        ready: set[Source] = {socket for socket in self._sockets.values() if _is_readable(socket)}
+        ready = self._readable()
         if ready:
             return ready | self._poll(0)
         if spin_seconds:
@@ -63,12 +63,15 @@ class Poller:
                 os.sched_yield()
         before_sleep()
         # before_sleep may have sent, which also reads EVENTS and so consumes the edge
-        ready = {socket for socket in self._sockets.values() if _is_readable(socket)}
+        ready = self._readable()
         return ready | self._poll(0) if ready else self._poll(timeout_ms / 1000)
 
     def close(self) -> None:
         """Close the epoll descriptor. Idempotent."""
         self._epoll.close()
+
+    def _readable(self) -> set[Source]:
+        return {socket for socket in self._sockets.values() if _is_readable(socket)} if self._sockets else set()
 
     def _poll(self, seconds: float) -> set[Source]:
         ready: set[Source] = set()

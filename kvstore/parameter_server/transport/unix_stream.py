@@ -46,34 +46,29 @@ class UnixStream:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._socket = connection
+        self.descriptor = connection.fileno()
+        """-1 once closed."""
         self._queue: deque[memoryview] = deque()
         self._buffer = memoryview(bytearray(_READ))
         self._partial = bytearray()  # beginning of an incomplete message
         self._poller = poller
-        self._polls_writable = False
-        if poller is not None:
-            poller.add(self.fileno())
-
-    def fileno(self) -> int:
-        """Return the descriptor; -1 once closed."""
-        return self._socket.fileno()
-
-    @property
-    def is_full(self) -> bool:
+        self.is_full = False
         """True if bytes are queued."""
-        return bool(self._queue)
+        if poller is not None:
+            poller.add(self.descriptor)
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send a message; the frames may be modified afterwards. ConnectionError if the peer has closed it."""
-        sizes = list(map(len, frames))
-        head = _head(len(frames)).pack(_MAGIC, len(frames), *sizes)
-        if not self._queue and sum(sizes) < _READ:  # fast path: one system call, which nearly always takes it all
+        count, sizes = len(frames), [*map(len, frames)]
+        layout, nbytes = _head(count), sum(sizes)
+        head = layout.pack(_MAGIC, count, *sizes)
+        if not self._queue and nbytes < _READ:  # fast path: one system call, which nearly always takes it all
             whole = b"".join((head, *frames))
             try:
                 sent = self._socket.send(whole)
             except BlockingIOError:
                 sent = 0
-            if sent < len(whole):
+            if sent < layout.size + nbytes:
                 self._queue.append(memoryview(whole)[sent:])
                 self._update_poller()
             return
@@ -96,12 +91,16 @@ class UnixStream:
         self._update_poller()
 
     def receive(self) -> Iterator[list[memoryview]]:
-        """Yield the messages that have arrived, each frame in its own memory; stop if the stream is closed meanwhile.
+        """Send queued bytes and yield the messages that have arrived, each frame in its own memory.
+
+        It stops if the stream is closed meanwhile.
 
         Raises:
             ConnectionError: if the peer has closed the connection; all its messages have been yielded before.
             ProtocolError: if the bytes are not a message; the stream is unusable afterwards.
         """
+        if self._queue:
+            self.flush()
         for _ in range(_READS):
             try:
                 count = self._socket.recv_into(self._buffer)
@@ -109,43 +108,40 @@ class UnixStream:
                 return
             if not count:
                 raise ConnectionResetError("the peer has closed the connection")
-            for frames in self._messages(self._buffer[:count]):
+            data: bytearray | memoryview = self._buffer[:count]
+            if self._partial:
+                self._partial += data
+                data = self._partial
+            begin, end = 0, len(data)
+            while begin < end and (message := _message_at(data, begin, end, self.limit)) is not None:
+                frames, begin = message
                 yield frames
-                if self.fileno() < 0:
+                if self.descriptor < 0:
                     return
+            if data is self._partial:
+                del data[:begin]
+            elif begin < end:
+                self._partial += data[begin:]
             if count < _READ:
                 return
 
     def close(self) -> None:
         """Close the socket and remove it from the poller. Idempotent."""
-        if self._poller is not None and self.fileno() >= 0:
-            self._poller.remove(self.fileno())
+        if self._poller is not None and self.descriptor >= 0:
+            self._poller.remove(self.descriptor)
+        self.descriptor = -1
         self._socket.close()
 
     def _update_poller(self) -> None:
-        if self._poller is not None and self.is_full != self._polls_writable:
-            self._polls_writable = self.is_full
-            self._poller.poll_writable(self.fileno(), writable=self.is_full)
-
-    def _messages(self, chunk: memoryview) -> Iterator[list[memoryview]]:
-        """Yield the messages that this chunk completes and keep the rest."""
-        data: bytearray | memoryview = chunk
-        if self._partial:
-            self._partial += chunk
-            data = self._partial
-        begin = 0
-        while begin < len(data) and (message := _message_at(data, begin, self.limit)) is not None:
-            frames, begin = message
-            yield frames
-        if data is chunk:
-            self._partial += chunk[begin:]
-        else:
-            del self._partial[:begin]
+        if self.is_full != bool(self._queue):
+            self.is_full = not self.is_full
+            if self._poller is not None:
+                self._poller.poll_writable(self.descriptor, writable=self.is_full)
 
 
-def _message_at(data: bytearray | memoryview, begin: int, limit: int) -> tuple[list[memoryview], int] | None:
+def _message_at(data: bytearray | memoryview, begin: int, end: int, limit: int) -> tuple[list[memoryview], int] | None:
     """Return a copy of the message at an offset and the offset of its end; None if it is incomplete."""
-    if len(data) - begin < _HEAD.size:
+    if end - begin < _HEAD.size:
         return None
     magic, count = _HEAD.unpack_from(data, begin)
     if magic != _MAGIC or not 0 < count <= _MAX_FRAMES:
@@ -153,18 +149,18 @@ def _message_at(data: bytearray | memoryview, begin: int, limit: int) -> tuple[l
     if 8 * count > limit:
         raise ProtocolError(f"received a message of {count} frames; expected at most {limit} bytes")
     head = _head(count)
-    if len(data) - begin < head.size:
+    if end - begin < head.size:
         return None
     _, _, *sizes = head.unpack_from(data, begin)
     begin += head.size
     nbytes = sum(sizes)
     if nbytes > limit:
         raise ProtocolError(f"received a message of {nbytes} bytes; expected at most {limit}")
-    if len(data) - begin < nbytes:
+    if end - begin < nbytes:
         return None
-    frames = []
+    frames: list[memoryview] = []
     for size in sizes:  # a new bytearray is aligned for any dtype
-        frames.append(memoryview(bytearray(data[begin : begin + size])))
+        frames += (memoryview(bytearray(data[begin : begin + size])),)
         begin += size
     return frames, begin
 
@@ -176,10 +172,7 @@ class UnixListener:
         self.name = name or f"gangline-server-{secrets.token_hex(16)}"
         """Abstract name without the leading zero byte."""
         self._socket = unix_sockets.listen(self.name)
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._socket.fileno()
+        self.descriptor = self._socket.fileno()
 
     def accept(self, poller: Poller | None = None, limit: int = MAX_SHARD) -> UnixStream | None:
         """Return the next connection, or None; arguments as of `UnixStream`.

@@ -15,9 +15,8 @@ import torch
 import zmq
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError
-from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server.client import server_client
-from gangline.kvstore.parameter_server.client.pending import PendingRequests
+from gangline.kvstore.parameter_server.client.pending import RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import Command
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
@@ -185,15 +184,10 @@ def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
 
 def test_a_request_that_cannot_be_packed_fails_alone() -> None:
     with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
-        works = [Work("odd"), Work("even")]
+        works = [RequestWork("odd"), RequestWork("even")]
         for work, payload in zip(works, [object(), b""], strict=True):
-            with PendingRequests(work, "command") as pending:
-                request = Request(
-                    0,
-                    Command(0, "norms", payload),  # type: ignore[arg-type]
-                    "command",
-                )
-                pending.submit([request], kv._servers)
+            request = Request(0, Command(0, "norms", payload), "command")  # type: ignore[arg-type]
+            work.run(lambda work, request=request: work.submit([request], kv._servers))  # type: ignore[misc]
         with pytest.raises(TypeError, match="object"):
             works[0].wait(LIMIT)
         kv._servers.wait(works[1].is_completed)
@@ -204,9 +198,8 @@ def test_a_request_that_cannot_be_packed_fails_alone() -> None:
 def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:
     with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         kv._servers.close()
-        work = Work("late")
-        with PendingRequests(work, "late") as pending:
-            pending.submit([Request(0, Command(0, "norms", b""), "late")] * 3, kv._servers)
+        work = RequestWork("late")
+        work.run(lambda work: work.submit([Request(0, Command(0, "norms", b""), "late")] * 3, kv._servers))
         with pytest.raises(RuntimeError, match="the store is closed"):
             work.wait(LIMIT)
 

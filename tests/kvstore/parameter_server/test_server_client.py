@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
-from gangline.collectives.work import Work
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.client.pending import PendingRequests
+from gangline.kvstore.parameter_server.client.pending import RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
@@ -240,12 +239,11 @@ def test_a_server_that_comes_back_between_two_looks_at_its_connection_is_not_cut
 
 def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, server: Server) -> None:
     late: list[Exception] = []
-    works = [Work(f"push {number}") for number in range(3)]
+    works = [RequestWork(f"push {number}", on_late_error=late.append) for number in range(3)]
     for number, owns_data in enumerate([True, True, False]):
         request = push(number, 0, 10, [])
         request.completes_when_sent = owns_data
-        with PendingRequests(works[number], "push", on_late_error=late.append) as pending:
-            pending.submit([request], client)
+        works[number].run(lambda work, request=request: work.submit([request], client))  # type: ignore[misc]
     assert [work.is_completed() for work in works] == [True, True, False]
     assert not client.flush(0.05)  # but the server has received none of them
     first, second, third = server.pushes()
@@ -260,12 +258,11 @@ def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, 
 
 
 def test_a_request_that_completes_when_sent_does_not_complete_before(client: ServerClient, server: Server) -> None:
-    works = [Work(f"push {number}") for number in range(2)]
+    works = [RequestWork(f"push {number}") for number in range(2)]
     for number, work in enumerate(works):
         request = push(number, 0, 10 * MIB, [])
         request.completes_when_sent = True
-        with PendingRequests(work, "push") as pending:
-            pending.submit([request], client)
+        work.run(lambda work, request=request: work.submit([request], client))  # type: ignore[misc]
     assert [work.is_completed() for work in works] == [True, False]  # the window is full
     server.serve()
     server.send(Ack([server.pushes()[0].sequence]))

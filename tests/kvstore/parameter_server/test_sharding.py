@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server.protocol import DENSE, Pull
-from gangline.kvstore.parameter_server.pull import PullTargets, ShardTarget
+from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
@@ -305,7 +305,7 @@ def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_al
     layouts = [KeyLayout(key, "float32", (numel,)) for key, numel in sizes.items()]
     placed = Sharding(1).place(layouts, whole=True)
     out = torch.empty(0)
-    targets = PullTargets([ShardTarget(placed[key][0], [out]) for key in sizes], no_memory, None)
+    targets = PullTargets([(key, [out]) for key in sizes], placed, no_memory, None)
     messages = [request.message for request in targets.requests(dict.fromkeys(sizes, 7), "pull", 0)]
     numbers = {key: placed[key][0].number for key in sizes}
     groups = [["large"], ["a", "b"], ["c", "d"]]

@@ -134,7 +134,7 @@ def received(stream: UnixStream, sender: UnixStream, count: int) -> list[list[by
     messages: list[list[bytes]] = []
     while len(messages) < count:
         sender.flush()
-        select.select([stream], [], [], 5)
+        select.select([stream.descriptor], [], [], 5)
         messages += [[bytes(frame) for frame in frames] for frames in stream.receive()]
     return messages
 
@@ -166,7 +166,7 @@ def test_the_last_message_arrives_before_the_end(pair: Pair) -> None:
     near, far = pair
     near.send([b"last"])
     near.close()
-    select.select([far], [], [], 5)
+    select.select([far.descriptor], [], [], 5)
     assert [[bytes(frame) for frame in frames] for frames in far.receive()] == [[b"last"]]
     with pytest.raises(ConnectionError):
         list(far.receive())
