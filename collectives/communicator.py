@@ -13,6 +13,7 @@ from torch import Tensor
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, REDUCE_SCATTER
 from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.engine import reduction
@@ -28,7 +29,7 @@ from gangline.collectives.engine.arguments import (
 )
 from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.collectives.engine.host_staging import flat_values, is_contiguous_on_cpu
+from gangline.collectives.engine.host_staging import flat_values
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
@@ -159,6 +160,7 @@ class Communicator:
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
         self._messages = PointToPoint(self._engine)
+        self._compiled_limits = self._engine.compiled_limits()
         self._finalizer = weakref.finalize(self, self._engine.finalize)
 
     def all_reduce(
@@ -175,15 +177,8 @@ class Communicator:
         Returns:
             The tensor that holds the result.
         """
-        if isinstance(tensor, Tensor) and not async_op:  # the shortest path, for small tensors
-            prepared = self._host.compiled_all_reduces.get((tensor.dtype, tensor.numel(), op))
-            if prepared is not None and is_contiguous_on_cpu(tensor) and (out is None or _is_like(out, tensor)):
-                if self._engine.queue.unfinished:
-                    self._engine.settle()
-                if self._gpus.nccl is None:
-                    result = tensor if out is None else out
-                    prepared(tensor, result)
-                    return result
+        if not async_op and self._run_compiled(ALL_REDUCE, tensor, out, op):
+            return tensor if out is None else out
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
         result = result_or_in_place(out, tensor)
@@ -228,6 +223,8 @@ class Communicator:
         Returns:
             ``tensor``.
         """
+        if not async_op and self._run_compiled(BROADCAST, tensor, None, root):
+            return tensor
         return self._dispatcher.call(
             "broadcast", self._code_of_broadcast(tensor, root), (tensor, root), tensor, async_op
         )
@@ -265,6 +262,8 @@ class Communicator:
         Returns:
             ``out``.
         """
+        if out is not None and not async_op and self._run_compiled(ALL_GATHER, tensor, out):
+            return out
         check_tensor(tensor)
         result = result_tensor(out, (self.size, *tensor.shape), tensor)
         code = encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None)
@@ -284,6 +283,8 @@ class Communicator:
         Returns:
             ``out``.
         """
+        if out is not None and not async_op and self._run_compiled(REDUCE_SCATTER, tensor, out, op):
+            return out
         check_rows(tensor, self.size)
         reduction.check(op, tensor.dtype)
         result = result_tensor(out, tensor.shape[1:], tensor)
@@ -379,8 +380,9 @@ class Communicator:
         """Wait until every rank has called it."""
         if async_op:
             return self._engine.submit("barrier", self._host.barrier, None)
-        self._engine.settle()
-        self._host.barrier()
+        if not self._run_compiled(BARRIER, None):
+            self._engine.settle()
+            self._host.barrier()
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -445,6 +447,14 @@ class Communicator:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._engine.settle()
         return self._host.empty(shape, dtype)
+
+    def _run_compiled(
+        self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
+    ) -> bool:
+        """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run."""
+        if self._compiled_limits is None or self._engine.queue.unfinished or self._gpus.nccl is not None:
+            return False
+        return self._engine.run_compiled(collective, tensor, out, option, self._compiled_limits[collective])
 
     def close(self) -> None:
         """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.
@@ -572,13 +582,3 @@ class _Dispatcher:
         if section is None:
             return self._engine.submit(name, operation, result)
         return self._engine.submit(name, operation, result, section.join)
-
-
-def _is_like(out: object, tensor: Tensor) -> bool:
-    """Return whether ``out`` is a contiguous CPU tensor with the shape and dtype of ``tensor``."""
-    return (
-        isinstance(out, Tensor)
-        and is_contiguous_on_cpu(out)
-        and out.shape == tensor.shape
-        and out.dtype == tensor.dtype
-    )

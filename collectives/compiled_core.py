@@ -8,8 +8,13 @@ from types import ModuleType
 
 import torch
 
-from gangline.collectives.call_signature import DTYPES, OPS
+from gangline.collectives.call_signature import COLLECTIVES, DTYPES, OPS
 
+ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
+    COLLECTIVES.index, ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
+)
+DECLINED = -3
+"""What `_core.collective` returns of a call that it does not know."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # that its functions know, in the order of their numbers
 
 
@@ -24,6 +29,19 @@ def _load() -> tuple[ModuleType | None, str]:
 
 core, problem = _load()
 """The module, or None; why it is None."""
+
+has_collectives: bool = (
+    core is not None
+    and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    and core.use_tensors(
+        torch.Tensor.__dlpack_c_exchange_api__,
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.Tensor.is_neg,
+        torch.Tensor.is_conj,
+    )
+)
+"""Whether the module runs collectives: torch describes its tensors to it."""
 
 
 def reduction(dtype: torch.dtype, op: str) -> tuple[int, int, int] | None:

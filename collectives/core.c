@@ -1,4 +1,4 @@
-/* gangline._core: exchanges through the slots of a host, and sums of several arrays in one pass over memory.
+/* gangline._core: collectives through the slots of a host, and sums of several arrays in one pass over memory.
  *
  * Optional. Without it Python does the same, with the same bits. The slots and their marks are those of
  * collectives/transports/shm/slots.py. No exchange and no sum allocates memory or waits for long: after some yields of the
@@ -19,37 +19,39 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #define PAUSE() _mm_pause()
+#define FENCE() _mm_sfence()
 #elif defined(__aarch64__)
 #define PAUSE() __asm__ volatile("yield")
+#define FENCE() (void)0
 #else
 #define PAUSE() (void)0
+#define FENCE() (void)0
 #endif
 
-enum { DONE, NOT_YET, ELSEWHERE };
+enum { DONE = 0, NOT_YET = -1, ELSEWHERE = -2, DECLINED = -3 };
 enum { SUM, MEAN, PRODUCT, MIN, MAX };              /* call_signature.OPS */
-enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES }; /* the first of call_signature.DTYPES */
-enum { BLOCK = 1024 };                              /* elements that are reduced at a time, within the first cache */
-enum { STREAMED_BLOCK = 64 };                       /* the same past the cache, so that reads and writes take turns */
-enum { MOST_OPERANDS = 1024 };
-enum { FIRST_LOOKS = 50 }; /* before other threads may run; a look takes some 20 ns */
-static const size_t ITEM[DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1};
+enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES, BOOL = DTYPES, C64, C128, ALL_DTYPES }; /* its DTYPES */
+enum { ALL_REDUCE, BROADCAST = 2, ALL_GATHER, REDUCE_SCATTER, BARRIER = 8 };                      /* its COLLECTIVES */
+enum { BLOCK = 1024, STREAMED_BLOCK = 64 }; /* elements reduced at a time: within the first cache; past all caches */
+enum { MOST_OPERANDS = 1024, FIRST_LOOKS = 50 }; /* looks before other threads may run; one takes some 20 ns */
+static const size_t ITEM[ALL_DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
 static const size_t STREAM_BYTES = 1 << 14;  /* from which a copy into a slot may bypass the cache */
-enum { WRITE, READ };                        /* uses of a slot whose time is measured */
-enum { SIZES = 6 };                          /* kinds of such copies, by the logarithm of their bytes */
-enum { TRIAL_CALLS = 32 };                   /* copies after which the slower kind is tried again */
+enum { WRITE, READ, SIZES = 6 };   /* uses of a slot whose time is measured; kinds of sizes, by their logarithm */
+static const unsigned TRIAL_CALLS = 32; /* copies after which the slower kind is tried again */
 static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the process may run */
 enum { SPAN_BYTES = 1 << 18 };               /* of a sum, which a thread takes at once */
+static const int64_t CHUNK_BYTES = 1 << 19;  /* of a tensor above a slot: what two ranks use stays in their caches */
+static const int64_t BY_PART_BYTES = 1 << 16; /* from which more than two ranks reduce a part each */
+static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
 
 /* ---- Arithmetic ---- */
 
 #define LOOP(T, EXPRESSION)                                        \
     {                                                              \
         const T *x = a, *y = b;                                    \
-        T *z = out;                                                \
-        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) {      \
-            T u = x[i], v = y[i];                                  \
-            z[i] = (T)(EXPRESSION);                                \
-        }                                                          \
+        T *z = out, u, v;                                          \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++)        \
+            u = x[i], v = y[i], z[i] = (T)(EXPRESSION);            \
         break;                                                     \
     }
 /* out may be a or b. NaN wins, as in numpy and torch. */
@@ -76,24 +78,13 @@ FOLDS(wide, __attribute__((target("arch=haswell"))))
 #endif
 static Fold *const *folds = portable; /* by dtype; those of this processor after PyInit__core */
 
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
+typedef union { float value; uint32_t bits; } Single;
+static inline float float_of(uint32_t bits) { return (Single){.bits = bits}.value; }
+static inline uint32_t bits_of(float value) { return (Single){.value = value}.bits; }
 
 static void widen(float *out, const uint16_t *in, size_t n, int dtype) {
-    if (dtype == BF16) {
-        for (size_t i = 0; i < n; i++) out[i] = float_of((uint32_t)in[i] << 16);
-        return;
-    }
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n && dtype == BF16; i++) out[i] = float_of((uint32_t)in[i] << 16);
+    for (size_t i = 0; i < n && dtype == F16; i++) {
         uint32_t half = in[i], exponent = half >> 10 & 31, fraction = half & 1023;
         uint32_t normal = (exponent == 31 ? 0x7F800000 : (exponent + 112) << 23) | fraction << 13;
         uint32_t subnormal = bits_of((float)(int32_t)fraction * 0x1p-24f);
@@ -102,14 +93,11 @@ static void widen(float *out, const uint16_t *in, size_t n, int dtype) {
 }
 
 static void narrow(uint16_t *out, const float *in, size_t n, int dtype) { /* to nearest, ties to even */
-    if (dtype == BF16) {
-        for (size_t i = 0; i < n; i++) {
-            uint32_t bits = bits_of(in[i]);
-            out[i] = in[i] != in[i] ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-        }
-        return;
+    for (size_t i = 0; i < n && dtype == BF16; i++) {
+        uint32_t bits = bits_of(in[i]);
+        out[i] = in[i] != in[i] ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
     }
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n && dtype == F16; i++) {
         uint32_t bits = bits_of(in[i]), size = bits & 0x7FFFFFFF;
         uint32_t large = size > 0x7F800000 ? 0x7E00 : 0x7C00;             /* NaN, and 65,536 or more */
         uint32_t subnormal = bits_of(float_of(size) + 0.5f) - 0x3F000000; /* 0.5 has the unit 2**-24 */
@@ -119,55 +107,31 @@ static void narrow(uint16_t *out, const float *in, size_t n, int dtype) { /* to 
     }
 }
 
-/* Copy memory that does not overlap, past the cache if "streams" (then `fence` comes before others may read it). */
+/* Copy memory that does not overlap, past the cache if "streams" (then FENCE comes before others may read it). */
 static void copy(char *to, const char *from, size_t n, int streams) {
 #if defined(__SSE2__)
     if (streams) {
-        size_t head = (size_t)(-(uintptr_t)to & 15);
-        if (head > n) head = n;
-        memcpy(to, from, head);
-        size_t i = head;
+        size_t head = (size_t)(-(uintptr_t)to & 15), i = head < n ? head : n;
+        memcpy(to, from, i);
         for (; i + 64 <= n; i += 64) {
-            const __m128i *in = (const __m128i *)(from + i);
-            __m128i *out = (__m128i *)(to + i);
-            __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-            __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-            _mm_stream_si128(out, a);
-            _mm_stream_si128(out + 1, b);
-            _mm_stream_si128(out + 2, c);
-            _mm_stream_si128(out + 3, d);
+            __m128i line[4];
+            memcpy(line, from + i, sizeof line);
+            for (int j = 0; j < 4; j++) _mm_stream_si128((__m128i *)(to + i) + j, line[j]);
         }
         to += i, from += i, n -= i;
     }
 #endif
-    (void)streams;
     memcpy(to, from, n);
 }
 
-static void fence(void) {
-#if defined(__SSE2__)
-    _mm_sfence();
-#endif
-}
-
-typedef struct {
-    int dtype, op;
-    int64_t divisor; /* of the result; 1: none */
-} Reduction;
-
-static int is_valid(int64_t dtype, int64_t divisor) { /* integers are not divided */
-    return dtype >= 0 && dtype < DTYPES && (divisor == 1 || (divisor > 1 && dtype <= BF16));
-}
+typedef struct { int dtype, op; int64_t divisor; /* of the result; 1: none */ } Reduction;
 
 static void divide(void *values, size_t n, const Reduction *how) {
     if (how->divisor == 1) return;
-    if (how->dtype == F64) {
-        double *v = values;
-        for (size_t i = 0; i < n; i++) v[i] /= (double)how->divisor;
-    } else {
-        float *v = values;
-        for (size_t i = 0; i < n; i++) v[i] /= (float)how->divisor;
-    }
+    double *doubles = values;
+    float *floats = values;
+    for (size_t i = 0; i < n && how->dtype == F64; i++) doubles[i] /= (double)how->divisor;
+    for (size_t i = 0; i < n && how->dtype != F64; i++) floats[i] /= (float)how->divisor;
 }
 
 /* Reduce n elements of p inputs in their order, and write every one of m outputs; an output may be an input, and is
@@ -208,7 +172,7 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
         }
         for (size_t j = 0; j < m; j++) copy(out[j] + offset, result, count * item, past[j]);
     }
-    if (streams) fence();
+    if (streams) FENCE();
 }
 
 /* ---- Slots ---- */
@@ -225,18 +189,18 @@ typedef struct {
     Peer peers[];
 } Group;
 
-/* A prepared all-reduce, packed by Python. */
+/* A collective, and how it is done. */
 typedef struct {
-    int64_t count, dtype, op, divisor, code;
-    int64_t chunk;   /* elements of one exchange */
-    int64_t by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
-} Prepared;
+    int64_t count, code; /* elements of the larger tensor; CallSignature.code */
+    int64_t chunk;       /* elements of one exchange */
+    Reduction how;
+    int collective, root, by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
+} Call;
 
 typedef struct {
     int64_t exchanges; /* so far */
-    Prepared prepared; /* the rest: the call that runs, or the last one */
-    const char *source;
-    char *out;
+    Call call;         /* the rest: the call that runs, or the last one */
+    char *source, *out;
     int64_t sequence, done; /* elements */
     int is_second;          /* the parts' results have been published, in place of the operands */
     int streams;            /* whether the slot was written past the cache */
@@ -253,7 +217,6 @@ static void close_slots(PyObject *capsule) {
 static PyObject *open_slots(PyObject *module, PyObject *packed) {
     char *words;
     Py_ssize_t nbytes;
-    (void)module;
     if (PyBytes_AsStringAndSize(packed, &words, &nbytes) < 0) return NULL;
     int64_t size = 0;
     if (nbytes >= (Py_ssize_t)sizeof(Group)) memcpy(&size, words, sizeof size);
@@ -276,7 +239,7 @@ static void publish(Slots *slots) {
     int64_t count = ++slots->exchanges;
     _Atomic int64_t *mark = group->peers[group->rank].marks[count & 1];
     atomic_store_explicit(mark + 1, slots->sequence, memory_order_relaxed);
-    atomic_store_explicit(mark + 2, slots->prepared.code, memory_order_relaxed);
+    atomic_store_explicit(mark + 2, slots->call.code, memory_order_relaxed);
     atomic_store_explicit(mark + 3, slots->streams, memory_order_relaxed);
     atomic_store_explicit(mark, count, memory_order_seq_cst); /* before "asleep" is read */
     for (int64_t r = 0; r < group->size; r++)
@@ -300,6 +263,12 @@ static int look(const Slots *slots, int64_t looks) {
     return DONE;
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now = {0};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 static _Thread_local int64_t most_yields = INT64_MAX; /* of this thread */
 
 /* Wait a little for all ranks to publish, and compare their calls. */
@@ -310,7 +279,8 @@ static int await(const Slots *slots, int holds_gil) {
         PyThreadState *state = holds_gil ? PyEval_SaveThread() : NULL;
         found = look(slots, group->looks);
         int64_t left = group->yields < most_yields ? group->yields : most_yields;
-        for (; found == NOT_YET && left > 0; left--) {
+        int64_t until = found == DONE ? 0 : nanoseconds() + YIELD_NANOSECONDS; /* on a busy core one may take long */
+        for (; found == NOT_YET && left > 0 && nanoseconds() < until; left--) {
             sched_yield();
             found = look(slots, group->looks ? FIRST_LOOKS : 0);
         }
@@ -319,41 +289,33 @@ static int await(const Slots *slots, int holds_gil) {
     for (int64_t r = 0; found == DONE && r < group->size; r++) {
         _Atomic int64_t *mark = group->peers[r].marks[slots->exchanges & 1];
         if (atomic_load_explicit(mark + 1, memory_order_relaxed) != slots->sequence ||
-            atomic_load_explicit(mark + 2, memory_order_relaxed) != slots->prepared.code)
+            atomic_load_explicit(mark + 2, memory_order_relaxed) != slots->call.code)
             found = ELSEWHERE;
     }
     return found;
 }
 
 static size_t chunk_of(const Slots *slots) {
-    int64_t left = slots->prepared.count - slots->done;
-    return (size_t)(left < slots->prepared.chunk ? left : slots->prepared.chunk);
+    int64_t left = slots->call.count - slots->done;
+    return (size_t)(left < slots->call.chunk ? left : slots->call.chunk);
+}
+
+static int size_of(size_t nbytes, int size) {
+    return size < SIZES - 1 && nbytes >= STREAM_BYTES << (size + 1) ? size_of(nbytes, size + 1) : size;
 }
 
 /* Cores that share a cache exchange data fastest through it, others past it, by factors of 2 to 5; and virtual cores
    move. So each rank measures how fast it reads slots of both kinds, and writes its own of the faster kind: the bits are
    the same. */
-static int64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static int size_of(size_t nbytes) {
-    int size = 0;
-    while (size < SIZES - 1 && nbytes >= STREAM_BYTES << (size + 1)) size++;
-    return size;
-}
-
 static int should_stream(Slots *slots, size_t nbytes) {
     if (nbytes < STREAM_BYTES || slots->group->size == 1) return 0;
-    float(*costs)[2] = slots->costs[size_of(nbytes)];
+    float(*costs)[2] = slots->costs[size_of(nbytes, 0)];
     int is_trial = ++slots->copies % TRIAL_CALLS == 0;
     return (costs[1][WRITE] + costs[1][READ] < costs[0][WRITE] + costs[0][READ]) != is_trial;
 }
 
 static void note(Slots *slots, size_t nbytes, int streams, int use, int64_t began) {
-    float found = (float)(nanoseconds() - began) / (float)nbytes, *cost = &slots->costs[size_of(nbytes)][streams][use];
+    float found = (float)(nanoseconds() - began) / (float)nbytes, *cost = &slots->costs[size_of(nbytes, 0)][streams][use];
     if (*cost == 0 || found < *cost) *cost = found;
     else *cost += ((found < 2 * *cost ? found : 2 * *cost) - *cost) / 8; /* one that was interrupted counts little */
 }
@@ -371,22 +333,24 @@ static void note_read(Slots *slots, size_t nbytes, int64_t began) {
    the exchange in between. */
 static void publish_chunk(Slots *slots) {
     const Group *group = slots->group;
-    const size_t item = ITEM[slots->prepared.dtype], nbytes = chunk_of(slots) * item;
+    const size_t item = ITEM[slots->call.how.dtype];
+    const int is_given = slots->call.collective != BROADCAST || slots->call.root == group->rank;
+    const size_t nbytes = is_given ? chunk_of(slots) * item : 0;
     slots->streams = should_stream(slots, nbytes);
     char *slot = group->peers[group->rank].slots[(slots->exchanges + 1) & 1];
     int64_t began = nbytes < STREAM_BYTES ? 0 : nanoseconds();
     copy(slot, slots->source + (size_t)slots->done * item, nbytes, slots->streams);
-    if (slots->streams) fence();
+    if (slots->streams) FENCE();
     if (nbytes >= STREAM_BYTES) note(slots, nbytes, slots->streams, WRITE, began);
     slots->is_second = 0;
     publish(slots);
 }
 
-/* Go on with an all-reduce of which an exchange has been published. */
+/* Go on with a collective of which an exchange has been published. */
 static int proceed(Slots *slots, int holds_gil) {
     const Group *group = slots->group;
-    const Prepared *prepared = &slots->prepared;
-    const Reduction how = {(int)prepared->dtype, (int)prepared->op, prepared->divisor};
+    const Call *call = &slots->call;
+    const Reduction how = call->how;
     const size_t item = ITEM[how.dtype], p = (size_t)group->size;
     const char *in[MOST_OPERANDS];
     for (;;) {
@@ -396,105 +360,176 @@ static int proceed(Slots *slots, int holds_gil) {
         const size_t n = chunk_of(slots), offset = (size_t)slots->done * item;
         char *out = slots->out + offset;
         for (size_t r = 0; r < p; r++) in[r] = group->peers[r].slots[parity];
-        if (prepared->by_part && !slots->is_second) {
+        const int64_t began = n * item < STREAM_BYTES ? 0 : nanoseconds();
+        if (call->collective == BROADCAST && call->root != group->rank) memcpy(out, in[call->root], n * item);
+        for (size_t r = 0; r < p && call->collective == ALL_GATHER; r++) memcpy(out + r * n * item, in[r], n * item);
+        if (call->collective == REDUCE_SCATTER) {
+            for (size_t r = 0; r < p; r++) in[r] += n / p * (size_t)group->rank * item;
+            reduce(&how, in, p, &out, 1, n / p, 0);
+        }
+        if (call->collective == ALL_GATHER || call->collective == REDUCE_SCATTER) note_read(slots, n * item, began);
+        if (call->collective != ALL_REDUCE) return DONE;
+        if (call->by_part && !slots->is_second) {
             size_t begin = n * (size_t)group->rank / p, end = n * ((size_t)group->rank + 1) / p;
             for (size_t r = 0; r < p; r++) in[r] += begin * item;
             char *result = group->peers[group->rank].slots[!parity] + begin * item;
-            int64_t began = nanoseconds();
             reduce(&how, in, p, &result, 1, end - begin, slots->streams);
             note_read(slots, n * item, began);
             slots->is_second = 1;
             publish(slots);
             continue;
         }
-        if (prepared->by_part) {
+        if (call->by_part) {
             for (size_t r = 0; r < p; r++) {
                 size_t begin = n * r / p * item, end = n * (r + 1) / p * item;
                 memcpy(out + begin, in[r] + begin, end - begin);
             }
         } else {
             in[group->rank] = slots->source + offset; /* in this core's cache, as the slot is not */
-            int64_t began = n * item < STREAM_BYTES ? 0 : nanoseconds();
             reduce(&how, in, p, &out, 1, n, 0);
             note_read(slots, n * item, began);
         }
         slots->done += (int64_t)n;
-        if (slots->done >= prepared->count) return DONE;
+        if (slots->done >= call->count) return DONE;
         publish_chunk(slots);
     }
 }
 
 static int go_on(Slots *slots) {
-    if ((size_t)slots->prepared.count * ITEM[slots->prepared.dtype] < RELEASE_BYTES) return proceed(slots, 1);
-    PyThreadState *state = PyEval_SaveThread();
-    int found = proceed(slots, 0);
-    PyEval_RestoreThread(state);
+    const int is_small = (size_t)slots->call.count * ITEM[slots->call.how.dtype] < RELEASE_BYTES;
+    PyThreadState *state = is_small ? NULL : PyEval_SaveThread();
+    int found = proceed(slots, is_small);
+    if (state != NULL) PyEval_RestoreThread(state);
     return found;
 }
 
-static PyObject *all_reduce(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    (void)module;
-    if (given != 5) return PyErr_Format(PyExc_TypeError, "expected slots, prepared, source, out, sequence");
-    Slots *slots = PyCapsule_GetPointer(args[0], "slots");
-    const char *packed = PyBytes_AsString(args[1]);
-    if (slots == NULL || packed == NULL) return NULL;
-    if (PyBytes_Size(args[1]) != sizeof(Prepared)) return PyErr_Format(PyExc_ValueError, "prepared has another size");
-    const char *source = PyLong_AsVoidPtr(args[2]);
-    char *out = PyLong_AsVoidPtr(args[3]);
-    int64_t sequence = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    Prepared *prepared = &slots->prepared;
-    memcpy(prepared, packed, sizeof *prepared);
-    if (!is_valid(prepared->dtype, prepared->divisor) || prepared->count < 0 || prepared->chunk < 1 ||
-        prepared->chunk > slots->group->slot_bytes / (int64_t)ITEM[prepared->dtype])
-        return PyErr_Format(PyExc_ValueError, "%lld elements of a chunk do not fit the slot", (long long)prepared->chunk);
-    size_t nbytes = (size_t)prepared->count * ITEM[prepared->dtype];
-    if (source != out && source < out + nbytes && out < source + nbytes) {
-        memmove(out, source, nbytes);
-        source = out;
+/* dlpack.h: a tensor, and the functions with which torch describes one. */
+typedef struct {
+    char *data;
+    int32_t device, device_id, ndim;
+    uint8_t kind, bits, lanes[2];
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Tensor;
+typedef struct { uint32_t major, minor; void *older, *others[3]; int (*describe)(void *, Tensor *); } Exchange;
+static const Exchange *dlpack;
+static PyObject *types[2], *predicates[2]; /* of tensors; whether their values are not those in memory */
+
+static PyObject *use_tensors(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    if (given != 5) return PyErr_Format(PyExc_TypeError, "expected DLPack's functions, two types, is_neg, is_conj");
+    dlpack = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+    if (dlpack == NULL) return NULL;
+    for (int i = 0; i < 2; i++) types[i] = Py_NewRef(args[1 + i]), predicates[i] = Py_NewRef(args[3 + i]);
+    return PyBool_FromLong(dlpack->major == 1 && dlpack->describe != NULL);
+}
+
+/* Return a dtype and its number of elements if an object is a dense contiguous tensor on the CPU; else DECLINED. */
+static int describe(PyObject *object, Tensor *tensor, int64_t *count) {
+    static const uint8_t kinds[ALL_DTYPES] = {2, 2, 2, 4, 0, 0, 0, 0, 1, 6, 5, 5};
+    PyObject *type = (PyObject *)Py_TYPE(object);
+    if (type != types[0] && type != types[1]) return DECLINED;
+    if (dlpack->describe(object, tensor) != 0) return PyErr_Clear(), DECLINED;
+    int dtype = 0, is_dense = 1;
+    while (dtype < ALL_DTYPES && (tensor->kind != kinds[dtype] || tensor->bits != 8 * ITEM[dtype])) dtype++;
+    *count = 1;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        is_dense &= tensor->shape[i] == 1 || tensor->strides[i] == *count;
+        *count *= tensor->shape[i];
     }
-    slots->source = source, slots->out = out, slots->sequence = sequence, slots->done = 0;
+    tensor->data = *count ? tensor->data + tensor->offset : (char *)tensor; /* no element is touched */
+    if (dtype == ALL_DTYPES || tensor->device != 1 || tensor->data == NULL || (*count && !is_dense)) return DECLINED;
+    for (int i = 0; i < (dtype < C64 ? 1 : 2); i++) {
+        PyObject *is_so = PyObject_CallFunctionObjArgs(predicates[i], object, NULL);
+        Py_XDECREF(is_so);
+        if (is_so != Py_False) return PyErr_Clear(), DECLINED;
+    }
+    return dtype;
+}
+
+/* Set how a collective's tensors are reduced; 0 if they cannot be. */
+static int set_reduction(Call *call, int dtype, int64_t size, PyObject *option) {
+    static const char *const names[] = {"sum", "mean", "product", "min", "max"};
+    int op = 0;
+    while (op <= MAX && !(PyUnicode_Check(option) && PyUnicode_CompareWithASCIIString(option, names[op]) == 0)) op++;
+    const int is_mean = op == MEAN, is_complex = dtype >= C64;
+    if (op > MAX || (is_mean && dtype > BF16 && !is_complex) || (is_complex && op > MEAN)) return 0;
+    call->code += (op + 1LL) << 52;
+    if (dtype == BOOL) op = op == SUM || op == MAX ? MAX : MIN; /* a sum is a logical or, a product a logical and */
+    if (is_complex) call->count *= 2;
+    call->how = (Reduction){dtype == BOOL ? U8 : is_complex ? dtype - C64 + F32 : dtype, op, is_mean ? size : 1};
+    return 1;
+}
+
+static PyObject *collective(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    if (given != 7) return PyErr_Format(PyExc_TypeError, "expected slots, sequence, collective, tensor, out, option, most");
+    Slots *slots = PyCapsule_GetPointer(args[0], "slots");
+    int64_t sequence = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[6]), count = 0, out_count;
+    const int number = (int)PyLong_AsLong(args[2]), gathers = number == ALL_GATHER, scatters = number == REDUCE_SCATTER;
+    if (slots == NULL || PyErr_Occurred()) return NULL;
+    const Group *group = slots->group;
+    Tensor in = {.data = (char *)args}, out;
+    const int dtype = number == BARRIER ? U8 : describe(args[3], &in, &count);
+    const int64_t nbytes = dtype < 0 ? 0 : count * (int64_t)ITEM[dtype];
+    if (dtype < 0 || nbytes > most || (number != ALL_REDUCE && nbytes > group->slot_bytes)) goto declined;
+    if (scatters && (in.ndim == 0 || in.shape[0] != group->size)) goto declined;
+    out = in;
+    if (args[4] != Py_None && args[4] != args[3] &&
+        (describe(args[4], &out, &out_count) != dtype || out.ndim + scatters != in.ndim + gathers ||
+         (gathers && out.shape[0] != group->size) ||
+         memcmp(out.shape + gathers, in.shape + scatters, (size_t)(out.ndim - gathers) * sizeof *out.shape) != 0))
+        goto declined;
+    const int64_t in_signature = scatters ? count / group->size : count;
+    Call call = {count, ((number * 16LL + dtype) << 55) + in_signature, 0, {dtype, SUM, 1}, number, 0, 0};
+    if ((number == ALL_REDUCE || scatters) && !set_reduction(&call, dtype, group->size, args[5])) goto declined;
+    if (number == BROADCAST) {
+        call.root = Py_TYPE(args[5]) == &PyLong_Type ? (int)PyLong_AsLong(args[5]) : -1;
+        if (call.root < 0 || call.root >= group->size) goto declined;
+        call.code += (call.root + 1LL) << 40;
+    }
+    const int64_t chunk_bytes = group->slot_bytes < CHUNK_BYTES ? group->slot_bytes : CHUNK_BYTES;
+    call.chunk = nbytes <= group->slot_bytes ? call.count : chunk_bytes / (int64_t)ITEM[call.how.dtype];
+    call.by_part = number == ALL_REDUCE && group->size > 2 && nbytes >= BY_PART_BYTES;
+    slots->call = call, slots->source = in.data, slots->out = out.data, slots->sequence = sequence, slots->done = 0;
+    if (number == ALL_REDUCE && in.data != out.data && in.data < out.data + nbytes && out.data < in.data + nbytes)
+        slots->source = memmove(out.data, in.data, (size_t)nbytes);
     publish_chunk(slots);
-    return PyLong_FromLong(go_on(slots));
+    const int found = go_on(slots);
+    return PyLong_FromLongLong(found == DONE ? in_signature * (int64_t)ITEM[dtype] : found);
+declined:
+    PyErr_Clear();
+    return PyLong_FromLong(DECLINED);
 }
 
 static PyObject *resume(PyObject *module, PyObject *capsule) {
-    (void)module;
     Slots *slots = PyCapsule_GetPointer(capsule, "slots");
     return slots == NULL ? NULL : PyLong_FromLong(go_on(slots));
 }
 
 static PyObject *exchange(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    (void)module;
     if (given != 3) return PyErr_Format(PyExc_TypeError, "expected slots, sequence, code");
     Slots *slots = PyCapsule_GetPointer(args[0], "slots");
     int64_t sequence = PyLong_AsLongLong(args[1]), code = PyLong_AsLongLong(args[2]);
     if (slots == NULL || PyErr_Occurred()) return NULL;
-    slots->sequence = sequence, slots->prepared.code = code;
+    slots->sequence = sequence, slots->call.code = code;
     publish(slots);
     return PyLong_FromLong(await(slots, 1));
 }
 
-static PyObject *exchanges(PyObject *module, PyObject *capsule) {
-    (void)module;
+static PyObject *state(PyObject *module, PyObject *capsule) {
     Slots *slots = PyCapsule_GetPointer(capsule, "slots");
-    return slots == NULL ? NULL : PyLong_FromLongLong(slots->exchanges);
+    return slots == NULL ? NULL : Py_BuildValue("LL", (long long)slots->exchanges, (long long)slots->call.code);
 }
 
 static PyObject *yield_at_most(PyObject *module, PyObject *count) {
-    (void)module;
-    long long most = PyLong_AsLongLong(count);
+    most_yields = PyLong_AsLongLong(count);
     if (PyErr_Occurred()) return NULL;
-    most_yields = most;
     Py_RETURN_NONE;
 }
 
 /* ---- Sums of arrays ---- */
 
 /* One of several sums: its addresses are those of the sources, then those of the outs. */
-typedef struct {
-    int64_t dtype, count, sources, outs, addresses[];
-} Sum;
+typedef struct { int64_t dtype, count, sources, outs, addresses[]; } Sum;
 enum { SUM_WORDS = sizeof(Sum) / 8 };
 
 /* Reduce the spans of all sums, of which "next" is the first that no thread has taken. */
@@ -516,7 +551,6 @@ static void take_spans(Reduction how, const int64_t *words, size_t length, int s
 }
 
 static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    (void)module;
     if (given != 5) return PyErr_Format(PyExc_TypeError, "expected op, divisor, streams, sums, next");
     Reduction how = {0, (int)PyLong_AsLong(args[0]), PyLong_AsLongLong(args[1])};
     const int streams = PyObject_IsTrue(args[2]);
@@ -526,32 +560,31 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     if (!PyByteArray_Check(args[4]) || PyByteArray_Size(args[4]) != 8) return PyErr_Format(PyExc_ValueError, "next is no bytearray of 8 bytes");
     const int64_t *words = (const int64_t *)packed;
     const size_t length = (size_t)nbytes / 8;
-    size_t total = 0;
     for (size_t i = 0; i < length;) {
         const Sum *sum = (const Sum *)(words + i);
         if (length - i < SUM_WORDS || sum->sources < 1 || sum->sources > MOST_OPERANDS || sum->outs < 1 ||
             sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
             return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to %d addresses", i, length, MOST_OPERANDS);
-        if (!is_valid(sum->dtype, how.divisor) || sum->count < 0)
-            return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
-                                (long long)how.divisor, (long long)sum->count);
-        total += (size_t)sum->count * ITEM[sum->dtype];
+        if (sum->dtype < 0 || sum->dtype >= DTYPES || how.divisor < 1 || (how.divisor > 1 && sum->dtype > BF16) || sum->count < 0)
+            return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld", (long long)sum->dtype, (long long)how.divisor);
         i += SUM_WORDS + (size_t)(sum->sources + sum->outs);
     }
     _Atomic int64_t *next = (_Atomic int64_t *)PyByteArray_AsString(args[4]);
-    PyThreadState *state = total < RELEASE_BYTES ? NULL : PyEval_SaveThread();
+    PyThreadState *state = PyEval_SaveThread();
     take_spans(how, words, length, streams, next);
-    if (state != NULL) PyEval_RestoreThread(state);
+    PyEval_RestoreThread(state);
     Py_RETURN_NONE;
 }
 
 #define FAST(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
 static PyMethodDef functions[] = {
     {"open_slots", open_slots, METH_O, "Return a handle of a packed group of ranks."},
-    FAST(all_reduce, "Begin an all-reduce; return 0 (done), 1 (not yet) or 2 (a rank is in another call)."),
-    {"resume", resume, METH_O, "Go on with an all-reduce that was not done yet; return the same numbers."},
-    FAST(exchange, "Publish this rank's slot and wait a little for the others; return the same numbers."),
-    {"exchanges", exchanges, METH_O, "Return the number of exchanges that this rank has published."},
+    FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
+    FAST(collective, "Begin a collective; return its bytes (done), -1 (not yet), -2 (a rank is in another call) or -3 "
+                     "(nothing was begun, because the core does not know such a call)."),
+    {"resume", resume, METH_O, "Go on with a collective that was not done yet; return 0, -1 or -2."},
+    FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
+    {"state", state, METH_O, "Return the number of exchanges that this rank has published, and the code of its call."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
     FAST(combine, "Reduce arrays into one or more arrays each; threads that share \"next\" share the work."),
     {NULL, NULL, 0, NULL},

@@ -108,6 +108,12 @@ class Table:
         limits, choices = found
         return choices[bisect_left(limits, nbytes)]
 
+    def shared_up_to(self, collective: str, size: int, transport: str, hosts: int) -> int:
+        """Return the bytes up to which `choose` returns "shared" for all tensors; -1 if for none."""
+        self.choose(collective, 0, size, transport, hosts)
+        limits, choices = self._ready[collective, transport, size, hosts]
+        return limits[0] if choices[0].algorithm == SHARED else -1
+
     def to_json(self) -> str:
         """Return the table as text for `from_json`."""
         return json.dumps(

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gangline.collectives import algorithms
-from gangline.collectives.call_signature import CallSignature, nbytes_of
+from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
+from gangline.collectives.compiled_core import BARRIER, DECLINED
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import script_of
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
-from gangline.collectives.liveness.watchdog import Watchdog, mismatch
+from gangline.collectives.liveness.watchdog import CALLS_PER_POLL, Watchdog, mismatch
 from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.recorder import Timeline
-from gangline.collectives.transports.base import MessageTag, Transport, wait_until
-from gangline.collectives.transports.shm.slots import SlotExchange
+from gangline.collectives.transports.base import SLOT_BYTES, MessageTag, Transport, wait_until
+from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
 from gangline.collectives.tuner import SHARED, Table
 from gangline.collectives.work import Work, WorkQueue
 
@@ -100,8 +101,10 @@ class Engine:
         """Bytes that this rank has passed to collectives."""
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
-        self._sequence = 0
+        self.sequence = 0
+        """The number of the communicator's last collective."""
         self._faults = script_of("rank", resources.rank)
+        self._is_recorded = recorder.current is not None
         _engines.add(self)
         if resources.transport.name != "in_process":
             membership = resources.membership
@@ -110,7 +113,7 @@ class Engine:
     @property
     def next_number(self) -> int:
         """The number of the communicator's next collective."""
-        return self._sequence + 1
+        return self.sequence + 1
 
     def submit(
         self, name: str, operation: Callable[[], None], result: object, join: Callable[[], None] = lambda: None
@@ -137,7 +140,7 @@ class Engine:
         return {
             "part": "communicator",
             "group": resources.membership.label,
-            "counters": {"calls": self._sequence, "bytes": self.bytes},
+            "counters": {"calls": self.sequence, "bytes": self.bytes},
             "waits": [*resources.watchdog.waits(), *resources.messages_watchdog.waits()],
         }
 
@@ -180,10 +183,46 @@ class Engine:
             self._faults.reach("collective")
         if self.error is not None:
             self.check_open()
-        self._sequence = sequence = self._sequence + 1
+        self.sequence = sequence = self.sequence + 1
         self.bytes += nbytes
         self._watchdog.begin(sequence, code)
         return sequence
+
+    def run_compiled(
+        self, collective: int, tensor: object, out: object = None, option: object = None, most: int = SLOT_BYTES
+    ) -> bool:
+        """Run a collective by `gangline._core`: `CompiledSlotExchange.begin` has the arguments.
+
+        Returns:
+            False, with nothing done, if the core does not know such a call, or the communicator has failed before.
+
+        Raises:
+            GanglineError: if the communicator fails now.
+        """
+        slot_exchange = self.resources.slot_exchange
+        assert isinstance(slot_exchange, CompiledSlotExchange)
+        with self.lock:
+            if self._faults is not None:
+                self._faults.reach("collective")
+            if self.error is not None:
+                return False
+            self.sequence = sequence = self.sequence + 1
+            try:
+                found = slot_exchange.begin(sequence, collective, tensor, out, option, most)
+                if found == DECLINED:
+                    self.sequence = sequence - 1
+                    return False
+                if found < 0 or self._is_recorded or not sequence % CALLS_PER_POLL:
+                    self._watchdog.begin(sequence, slot_exchange.code)
+                if found < 0:
+                    elsewhere = slot_exchange.finish(sequence)
+                    if elsewhere:
+                        raise self.mismatch(sequence, slot_exchange.code, elsewhere)
+                    found = nbytes_of(slot_exchange.code)
+                self.bytes += found
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise self.failed(error, slot_exchange.code) from None
+        return True
 
     def failed(self, error: BaseException, code: int) -> BaseException:
         """End the communicator on all ranks after an error inside a collective; return the error to raise."""
@@ -204,8 +243,8 @@ class Engine:
         """
         with self.lock:
             if self.error is None:
-                self._sequence += 1
-                self.resources.membership.refuse(self._sequence, f"{call}: {type(error).__name__}: {error}")
+                self.sequence += 1
+                self.resources.membership.refuse(self.sequence, f"{call}: {type(error).__name__}: {error}")
 
     def end(self, error: GanglineError) -> None:
         """Make every later call raise an error."""
@@ -232,6 +271,16 @@ class Engine:
             collective, choice.algorithm, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
         return Plan(schedule.program(resources.rank), schedule.chunks)
+
+    def compiled_limits(self) -> dict[int, int] | None:
+        """Return the most bytes of collectives for which `run_compiled` replaces the plan, by number; None: of none."""
+        resources = self.resources
+        if not isinstance(resources.slot_exchange, CompiledSlotExchange) or self._faults is not None:
+            return None
+        key = (resources.size, resources.transport.name, self._number_of_hosts)
+        tuned = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+        limits = {COLLECTIVES.index(name): resources.settings.table.shared_up_to(name, *key) for name in tuned}
+        return {**limits, BARRIER: 0}
 
     def exchange_slots(self, sequence: int, code: int) -> int:
         """Publish this rank's slot, wait for all ranks, and return the parity of the slots to read.
@@ -305,7 +354,7 @@ class Engine:
             )
         except GanglineError as error:
             return error
-        return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self._sequence, code)})
+        return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self.sequence, code)})
 
 
 class _RecordedLock:
@@ -314,20 +363,23 @@ class _RecordedLock:
     def __init__(self, engine: Engine, timeline: Timeline) -> None:
         self._engine, self._timeline = engine, timeline
         self._lock = threading.Lock()
-        self._began = 0
+        self._began = self._number = 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._began = time.monotonic_ns()
+        self._began, self._number = time.monotonic_ns(), self._engine.next_number
 
     def __exit__(self, *error: object) -> None:
         engine, resources = self._engine, self._engine.resources
+        if engine.sequence < self._number:  # no collective was begun
+            self._lock.release()
+            return
         call = CallSignature.from_code(resources.watchdog.code)
         self._timeline.add(
             call.collective,
             self._began,
             bytes=call.count * call.dtype.itemsize,
-            number=engine.next_number - 1,
+            number=engine.sequence,
             group=resources.membership.label,
             ranks=resources.size,
         )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import encode_signature, nbytes_of
-from gangline.collectives.compiled_core import reduction
+from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.compiled_core import ALL_REDUCE, DECLINED, reduction
 from gangline.collectives.engine.engine import Engine, Plan
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
+    as_plain,
     as_rows,
     copy_values,
-    data_of,
     flat_buffer,
     flat_values,
     overlap,
@@ -30,8 +30,8 @@ from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
 _TRIAL_CALLS = 16  # of which one tries the slower way, if that is nearly as fast
-_MOST_PREPARED = 4096
 _MOST_SLOT_VIEWS = 4096
+_NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a tensor with storage"
 
 
 class HostCollectives:
@@ -43,25 +43,31 @@ class HostCollectives:
 
     def __init__(self, engine: Engine) -> None:
         resources = engine.resources
-        self.compiled_all_reduces: dict[tuple[torch.dtype, int, str], CompiledAllReduce] = {}
-        """Prepared all-reduces, by dtype, number of elements and operation."""
         self.all_to_all_uneven = UnevenAllToAll(engine, self._all_gather)
         self._engine = engine
         self._transport, self._slot_exchange = resources.transport, resources.slot_exchange
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
         self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
+        self._choices: list[list[np.ndarray]] = []  # of rank 0 for a large all-reduce, by parity
+        if isinstance(self._slot_exchange, CompiledSlotExchange):
+            self._choices = [[slot.numpy() for slot in slots] for slots in self._slot_exchange.slots(1, torch.uint8)]
 
     def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce over all ranks; ``result`` may be ``tensor``."""
-        if result is not tensor:
-            copy_values(result, tensor)
-        flat = flat_values(result)
-        is_compiled = isinstance(self._slot_exchange, CompiledSlotExchange) and reduction(flat.dtype, op) is not None
-        plan = self._engine.plan("all_reduce", flat.nbytes, streams=is_compiled)
+        is_compiled = isinstance(self._slot_exchange, CompiledSlotExchange) and reduction(tensor.dtype, op) is not None
+        plan = self._engine.plan("all_reduce", tensor.nbytes, streams=is_compiled)
         if plan is None and is_compiled:
-            self._compiled(flat, op, code)(flat, flat)
+            source, flat = as_plain(flat_values(tensor)), as_plain(flat_buffer(result))
+            if flat.nbytes > SLOT_BYTES:
+                self._large(source, flat, op, code)
+            elif not self._engine.run_compiled(ALL_REDUCE, source, flat, op):
+                self._engine.check_open()
+                raise ValueError(_NO_MEMORY.format(tuple(tensor.shape)))
         else:
+            if result is not tensor:
+                copy_values(result, tensor)
+            flat = flat_values(result)
             with self._engine.call(code) as message_tag:
                 if plan is None:
                     combine(self._publish(flat, flat.nbytes, message_tag), op, flat, self._divisor(op))
@@ -232,27 +238,33 @@ class HostCollectives:
     def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
         self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
 
-    def _compiled(self, flat: Tensor, op: str, code: int) -> CompiledAllReduce:
-        """Return the prepared all-reduce of tensors like this one."""
-        key = (flat.dtype, flat.numel(), op)
-        found = self.compiled_all_reduces.get(key)
-        if found is not None:
-            return found
-        if len(self.compiled_all_reduces) >= _MOST_PREPARED:
-            self.compiled_all_reduces.clear()
-        slot_exchange = self._slot_exchange
+    def _large(self, source: Tensor, flat: Tensor, op: str, code: int) -> None:
+        """Reduce a tensor above a slot: in chunks through the slots, or by the schedule, as rank 0 chooses.
+
+        Chunks are two to three times as fast on idle cores, and slower where ranks wait for a core after each chunk.
+        For two ranks, which add in either order, both ways have the same bits.
+        """
+        engine, slot_exchange = self._engine, self._slot_exchange
         assert isinstance(slot_exchange, CompiledSlotExchange)
-        prepared = slot_exchange.prepare(flat.numel(), flat.dtype, op, code)
-        if flat.nbytes <= SLOT_BYTES:
-            found = CompiledAllReduce(self._engine, slot_exchange, prepared, code)
-        else:
-            plan = self._engine.plan("all_reduce", flat.nbytes)
-            assert plan is not None
-            way = partial(self._by_schedule, op=op, plan=plan)
-            costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
-            found = LargeAllReduce(self._engine, slot_exchange, prepared, code, way, costs)
-        self.compiled_all_reduces[key] = found
-        return found
+        plan = engine.plan("all_reduce", flat.nbytes)
+        assert plan is not None
+        costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
+        with engine.call(code) as message_tag:
+            if self._rank == 0:
+                self._choices[slot_exchange.parity][0][0] = costs.choose()
+            way = int(self._choices[engine.exchange_slots(*message_tag)][0][0])
+            began = time.perf_counter()
+            if way:
+                copy_values(flat, source)
+                self._by_schedule(flat, op, plan, message_tag)
+            else:
+                found = slot_exchange.begin(message_tag.sequence, ALL_REDUCE, source, flat, op, flat.nbytes)
+                if found == DECLINED:
+                    raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))
+                elsewhere = slot_exchange.finish(message_tag.sequence) if found < 0 else {}
+                if elsewhere:
+                    raise engine.mismatch(*message_tag, elsewhere)
+            costs.note(way, time.perf_counter() - began)
 
     def _divisor(self, op: str) -> int:
         return self._size if op == "mean" else 1
@@ -287,29 +299,6 @@ class HostCollectives:
             run(plan.steps, self._transport, chunks, message_tag)
 
 
-class CompiledAllReduce:
-    """All-reduce in C for one number of elements, dtype and operation, with everything looked up once."""
-
-    def __init__(self, engine: Engine, slot_exchange: CompiledSlotExchange, prepared: bytes, code: int) -> None:
-        self._engine = engine
-        self._code, self._nbytes = code, nbytes_of(code)
-        self._all_reduce = partial(slot_exchange.all_reduce, prepared)
-
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:
-        """Reduce a contiguous CPU tensor into ``out``: the same tensor, or one of its shape and dtype."""
-        engine, code = self._engine, self._code
-        target = out.data_ptr()  # before the call begins: a tensor without memory of its own is no failure of the call
-        source = target if out is tensor else tensor.data_ptr()
-        with engine.lock:
-            sequence = engine.begin(code, self._nbytes)
-            try:
-                elsewhere = self._all_reduce(source, target, sequence, code)
-                if elsewhere:
-                    raise engine.mismatch(sequence, code, elsewhere)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise engine.failed(error, code) from None
-
-
 class Costs:
     """Measured seconds of two ways to do the same, and the choice between them: the faster one, with some trials."""
 
@@ -330,46 +319,6 @@ class Costs:
         """Count a call's time; a single slow one counts little."""
         known = self._seconds[way]
         self._seconds[way] = seconds if not known or seconds < known else known + (min(seconds, 2 * known) - known) / 4
-
-
-class LargeAllReduce(CompiledAllReduce):
-    """The same for a tensor above a slot: in chunks through the slots, or by the schedule, as rank 0 chooses.
-
-    Chunks are two to three times as fast on idle cores, and slower where ranks wait for a core after each chunk. For
-    two ranks, which add in either order, both ways have the same bits.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        slot_exchange: CompiledSlotExchange,
-        prepared: bytes,
-        code: int,
-        by_schedule: Callable[..., None],
-        costs: Costs,
-    ) -> None:
-        super().__init__(engine, slot_exchange, prepared, code)
-        self._by_schedule, self._costs = by_schedule, costs
-        self._slot_exchange = slot_exchange
-        self._choices = [[slot.numpy() for slot in slots] for slots in slot_exchange.slots(1, torch.uint8)]
-
-    def __call__(self, tensor: Tensor, out: Tensor) -> None:  # noqa: D102
-        target = out.data_ptr()
-        source = target if out is tensor else tensor.data_ptr()
-        slot_exchange = self._slot_exchange
-        with self._engine.call(self._code) as message_tag:
-            if slot_exchange.rank == 0:
-                self._choices[slot_exchange.parity][0][0] = self._costs.choose()
-            way = int(self._choices[self._engine.exchange_slots(*message_tag)][0][0])
-            began = time.perf_counter()
-            if way:
-                flat = data_of(out).view(-1)
-                if out is not tensor:
-                    copy_values(flat, tensor.reshape(-1))
-                self._by_schedule(flat, message_tag=message_tag)
-            elif elsewhere := self._all_reduce(source, target, *message_tag):
-                raise self._engine.mismatch(*message_tag, elsewhere)
-            self._costs.note(way, time.perf_counter() - began)
 
 
 class _OwnRowChunks(Chunks):

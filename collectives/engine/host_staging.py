@@ -38,6 +38,11 @@ def is_contiguous_on_cpu(tensor: object) -> bool:
     )
 
 
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor of a subclass as a `torch.Tensor` on the same memory."""
+    return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
+
+
 def flat_values(tensor: Tensor) -> Tensor:
     """Return the values as a contiguous 1-d host tensor: a view if possible, else a copy.
 

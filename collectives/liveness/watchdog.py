@@ -15,7 +15,7 @@ from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
 
-_CALLS_PER_POLL = 256
+CALLS_PER_POLL = 256
 """Calls after which a rank that never waits reads the others' announcements, which would fill its memory."""
 _WAITING_SECONDS = 0.5
 """A thread that waits checks more often than this."""
@@ -47,7 +47,7 @@ class Watchdog:
             sequence: number of the call on the communicator, from 1; 0 for a point-to-point message.
             code: `CallSignature.code`.
         """
-        if sequence and not sequence % _CALLS_PER_POLL:
+        if sequence and not sequence % CALLS_PER_POLL:
             self._membership.poll(0, code)
         self._sequence = sequence
         self.code = code

@@ -8,6 +8,7 @@ checks the order of memory accesses by the rules of C and not by those of this m
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import struct
@@ -22,14 +23,49 @@ import numpy as np
 SLOT = 1 << 12
 DTYPES = ("f4", "f8", "f2", None, "i1", "i2", "i4", "i8", "u1")  # None: bfloat16, which numpy lacks
 OPS: tuple[Any, ...] = (np.add, np.add, np.multiply, np.minimum, np.maximum)
+NAMES = ("sum", "mean", "product", "min", "max")
+ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = 0, 2, 3, 4, 8
 CALLS = [
-    (dtype, op, count, by_part)
+    (dtype, op, count, flag)
     for dtype, name in enumerate(DTYPES)
     for op in range(len(OPS))
-    for count in (0, 1, 5, 1030, 5000)
-    for by_part in (0, 1)
+    for count in (0, 5, 1030, 17_000)  # ranks reduce a part each of the last one, if it has 64 KiB
+    for flag in (0, 1)
     if name and (op != 1 or name[0] == "f")
 ]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+DESCRIBE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
+KINDS = {"i": 0, "u": 1, "f": 2}
+
+
+@DESCRIBE
+def describe(array: Any, out: Any) -> int:
+    """Fill a DLTensor as torch does; numpy has no such function."""
+    found = out.contents
+    found.data, found.ndim, found.offset = array.ctypes.data, array.ndim, 0
+    found.device[:] = (1, 0)
+    found.dtype[:] = (KINDS[array.dtype.kind], 8 * array.itemsize, 1, 0)
+    words = (ctypes.c_int64 * (2 * array.ndim))(*array.shape, *(stride // array.itemsize for stride in array.strides))
+    KEPT.words = [*getattr(KEPT, "words", [])[-1:], words]  # until after the next array
+    found.shape, found.strides = ctypes.addressof(words), ctypes.addressof(words) + 8 * array.ndim
+    return 0
+
+
+KEPT = threading.local()
+FUNCTIONS = (ctypes.c_void_p * 7)(1, 0, 0, 0, 0, ctypes.cast(describe, ctypes.c_void_p).value, 0)  # DLPackExchangeAPI
 
 
 def load(path: str) -> Any:
@@ -74,28 +110,38 @@ def reduce_in_threads(core: Any, size: int) -> None:
     memory = Memory(size)
     problems: list[str] = []
 
-    def run(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         slots = core.open_slots(memory.group(rank))
-        for sequence, (dtype, op, count, by_part) in enumerate(CALLS, 1):
+        for sequence, (dtype, op, count, is_in_place) in enumerate(CALLS, 1):
             tensor = given(rank, dtype, count)
-            out = tensor if sequence % 2 else np.empty_like(tensor)
-            chunk = SLOT // tensor.itemsize // (1 + sequence % 3)
-            code = 1000 + sequence
-            prepared = struct.pack("7q", count, dtype, op, size if op == 1 else 1, code, chunk, by_part)
-            found = core.all_reduce(slots, prepared, tensor.ctypes.data, out.ctypes.data, sequence)
-            while found == 1:
-                time.sleep(0)
-                found = core.resume(slots)
-            if found or not np.array_equal(out, expected(size, dtype, op, count)):
-                problems.append(f"rank {rank}: {DTYPES[dtype]} {OPS[op].__name__} {count} by_part={by_part}: {found}")
-                return
-            while (found := core.exchange(slots, sequence, 7)) == 1:
-                count_now = core.exchanges(slots)
+            out = tensor if is_in_place else np.empty_like(tensor)
+            total = expected(size, dtype, op, count)
+            rows = np.stack([given(other, dtype, count) for other in range(size)])
+            own, row = rows[rank].copy(), np.empty_like(tensor)
+            calls: list[tuple[int, Any, Any, Any, Any]] = [
+                (ALL_REDUCE, tensor, out, NAMES[op], total),
+                (BARRIER, None, None, None, None),
+            ]
+            if rows.nbytes <= SLOT:
+                calls += [
+                    (ALL_GATHER, own, np.empty_like(rows), None, rows),
+                    (BROADCAST, own, own, size - 1, rows[-1]),
+                    (REDUCE_SCATTER, np.stack([rows[rank]] * size), row, NAMES[op], total),
+                ]
+            for number, operand, result, option, wanted in calls:
+                found = core.collective(slots, sequence, number, operand, result, option, 1 << 30)
+                while found == -1:
+                    time.sleep(0)
+                    found = core.resume(slots)
+                if found < 0 or not (wanted is None or np.array_equal(result, wanted)):
+                    problems.append(f"rank {rank}: {number} {DTYPES[dtype]} {NAMES[op]} {count}: {found}")
+                    return
+            if core.exchange(slots, sequence, 7) == -1:
+                count_now, _ = core.state(slots)
                 while not all(memory.words[other, 16 + 16 * (count_now & 1)] >= count_now for other in range(size)):
                     time.sleep(0)
-                break
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,6 +180,10 @@ def combine_in_threads(core: Any) -> None:
 
 def main() -> None:
     core = load(str(Path(sys.argv[1]).resolve()))
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    capsule = new(ctypes.addressof(FUNCTIONS), b"dlpack_exchange_api", None)
+    assert core.use_tensors(capsule, np.ndarray, np.ndarray, lambda _: False, lambda _: False)
     combine(core)
     combine_in_threads(core)
     for size in (1, 2, 3):

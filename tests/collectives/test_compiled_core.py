@@ -125,6 +125,90 @@ def test_tensors_above_a_slot(size: int) -> None:
     assert spawn(_large, size, transport="shared_memory", timeout=60) == [17] * size
 
 
+def _through_slots(comm: Communicator) -> tuple[int, int]:
+    rank, size = comm.rank, comm.size
+    for dtype, op in KINDS:
+        for count in (0, 1, 1030, 20_000):
+            tensors = [given(other, count, dtype) for other in range(size)]
+            total = torch.empty_like(tensors[0])
+            combine([one.clone() for one in tensors], op, total, size if op == "mean" else 1)
+            out = comm.all_reduce(tensors[rank], op, torch.empty_like(total))
+            assert same_bits(out, total) or op == "product", (count, dtype, op)
+            part = comm.reduce_scatter(torch.stack([tensors[rank]] * size), op, torch.empty_like(total))
+            assert same_bits(part, total) or op == "product", (count, dtype, op)
+            rows = torch.empty((size, count), dtype=dtype)
+            rows[rank] = tensors[rank]
+            comm.all_gather(rows[rank], rows)
+            assert all(map(same_bits, rows, tensors)), (count, dtype)
+            assert same_bits(comm.broadcast(tensors[rank].clone(), size - 1), tensors[-1]), (count, dtype)
+            comm.barrier()
+    return comm._engine.sequence, comm._engine.bytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives_of_every_dtype_through_slots(size: int) -> None:
+    calls = 5 * 4 * len(KINDS)
+    nbytes = 4 * sum(dtype.itemsize for dtype, _ in KINDS) * (0 + 1 + 1030 + 20_000)  # a row of each call
+    assert spawn(_through_slots, size, transport="shared_memory", timeout=100) == [(calls, nbytes)] * size
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def _layouts(comm: Communicator) -> int:
+    """Pass tensors that the core declines on rank 0 only, and plain ones on the others."""
+    others = comm.rank
+    ones = torch.ones(3, 40)
+    complex_ones = torch.ones(120, dtype=torch.complex64)
+    odd: list[Tensor] = [
+        torch.ones(40, 3).t(),
+        torch.ones(120).as_subclass(_Subclass),
+        (-1j * complex_ones).conj().imag,  # stored as -1
+        (-1j * complex_ones).conj(),
+    ]
+    plain = [ones, torch.ones(120), torch.ones(120), 1j * complex_ones]
+    for first, rest in zip(odd, plain, strict=True):
+        tensor = rest.clone() if others else first
+        wanted = comm.size * rest
+        out = comm.all_reduce(tensor, out=torch.empty(rest.shape, dtype=rest.dtype))
+        assert torch.equal(out, wanted)
+        rows = comm.all_gather(tensor, torch.empty((comm.size, *rest.shape), dtype=rest.dtype))
+        assert all(torch.equal(row, rest) for row in rows)
+        comm.broadcast(tensor)
+        comm.all_reduce(tensor)
+        assert torch.equal(tensor, wanted)
+    parameter = torch.nn.Parameter(torch.ones(5))
+    assert comm.all_reduce(parameter) is parameter
+    assert parameter.eq(comm.size).all()
+    large = torch.ones(SLOT_BYTES).as_subclass(_Subclass) if comm.rank else torch.ones(SLOT_BYTES)
+    assert comm.all_reduce(large).eq(comm.size).all()
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    for refused, option, out, error in (
+        (freed, "sum", None, ValueError),
+        (ones, "mean of", None, ValueError),
+        (ones, "sum", torch.empty(40, 3), ValueError),
+        (ones, "sum", torch.empty(3, 40, dtype=torch.int32), ValueError),
+        (ones.int(), "mean", None, TypeError),
+        (ones.expand(2, 3, 40), "sum", None, ValueError),
+        ([1.0], "sum", None, TypeError),
+    ):
+        before = comm._engine.sequence
+        if comm._compiled_limits is None and refused is freed:
+            continue
+        with pytest.raises(error):
+            comm.all_reduce(refused, option, out)
+        assert comm._engine.sequence == before
+    assert comm.all_reduce(torch.ones(1)).item() == comm.size
+    return comm._engine.sequence
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_tensors_of_another_layout_agree_with_the_core(size: int) -> None:
+    assert len(set(spawn(_layouts, size, transport="shared_memory", timeout=60))) == 1
+
+
 def _late(comm: Communicator) -> list[float]:
     found = []
     for step in range(4):

@@ -40,6 +40,15 @@ def test_a_rule_serves_up_to_and_with_its_limit() -> None:
     assert chosen == [rule.choice for rule in RULES for _ in range(2)]
 
 
+def test_collectives_up_to_the_first_limit_need_no_lookup_if_they_are_shared() -> None:
+    shared, ring = Choice("shared"), Choice("ring")
+    keys = [TableKey("all_reduce", "shared_memory", size, 1) for size in (2, 3)]
+    table = Table({keys[0]: [Rule(5000, shared), Rule(None, ring)], keys[1]: [Rule(100, ring), Rule(None, ring)]})
+    limits = [table.shared_up_to("all_reduce", size, "shared_memory", 1) for size in (2, 3, 4)]
+    assert limits == [5000, -1, SHARED_LIMIT]
+    assert table.shared_up_to("all_reduce", 2, "tcp", 1) == -1
+
+
 @pytest.mark.parametrize(
     ("collective", "size", "transport", "hosts"),
     [

@@ -71,8 +71,7 @@ class FutexWakeup:
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
         self._segments = segments
-        spins, yields = (_COMPILED_SPINS, _COMPILED_YIELDS) if has_cores else (0, _FEW_YIELDS)
-        self.compiled_group = (spins, yields, self._addresses[rank])
+        self.compiled_group = (_COMPILED_SPINS if has_cores else 0, _COMPILED_YIELDS, self._addresses[rank])
         """For `gangline._core`: looks before the first yield, yields, and the address of this rank's futex."""
         self.compiled_peers = [segment.address + _CACHE_LINE + 8 * rank for segment in segments]
         """For each rank, the address of the flag that says whether it sleeps until this rank wakes it."""

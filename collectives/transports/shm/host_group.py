@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import torch
 
-from gangline.collectives.compiled_core import core
+from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered
@@ -36,7 +36,7 @@ class HostGroup:
     cores: set[int]
     """CPU cores that at least one of the ranks may run on."""
     is_compiled: bool
-    """True if all ranks have `gangline._core`."""
+    """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes
 
     @property
@@ -108,9 +108,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
             except OSError as error:
                 problem = f"rank {rank} cannot open the memory of rank {members[len(segments)]}: {error}"
         readable = [index for index, one in enumerate(offers) if members[index] != rank and _is_readable(*one)]
-        outcomes = [
-            msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable, core is not None]))
-        ]
+        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable, has_collectives]))]
     finally:
         if offer is not None:
             offer.close()

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.compiled_core import core, reduction
+from gangline.collectives.compiled_core import core
 from gangline.collectives.transports.base import SLOT_BYTES, WaitPolicy
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
 
 _CACHE_LINE = 64  # bytes
 _SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
-_CHUNK_BYTES = 1 << 19  # of a larger tensor: what two ranks write and read stays in their caches
-_BY_PART_BYTES = 1 << 16  # from which more than two ranks reduce a part each
 
 
 class SlotExchange(ABC):
@@ -113,52 +112,49 @@ class CompiledSlotExchange(SharedSlotExchange):
             words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
         assert core is not None
         self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
+        self._state: Callable[[], tuple[int, int]] = partial(core.state, self._handle)
+        self._collective: Callable[..., int] = partial(core.collective, self._handle)
 
     @property
     def parity(self) -> int:  # noqa: D102
-        assert core is not None
-        return (int(core.exchanges(self._handle)) + 1) & 1
+        return (self._state()[0] + 1) & 1
+
+    @property
+    def code(self) -> int:
+        """Code of the last collective that was begun."""
+        return self._state()[1]
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         assert core is not None
         found = core.exchange(self._handle, sequence, code)
-        count = int(core.exchanges(self._handle))
+        count, _ = self._state()
         return count & 1, self._wait(count, sequence, code) if found else {}
 
-    def prepare(self, count: int, dtype: torch.dtype, op: str, code: int) -> bytes:
-        """Return an all-reduce of ``count`` elements for `all_reduce`, by an operation that `reduction` has."""
-        how = reduction(dtype, op)
-        assert how is not None
-        number, operation, parts = how
-        nbytes = count * dtype.itemsize
-        chunk = (nbytes if nbytes <= SLOT_BYTES else _CHUNK_BYTES) // (dtype.itemsize // parts)
-        by_part = self.size > 2 and nbytes >= _BY_PART_BYTES
-        divisor = self.size if op == "mean" else 1
-        return struct.pack("7q", count * parts, number, operation, divisor, code, max(chunk, 1), by_part)
-
-    def all_reduce(
-        self, prepared: bytes, source: int, out: int, sequence: int, code: int
-    ) -> dict[int, tuple[int, int]]:
-        """Reduce over all ranks.
+    def begin(self, sequence: int, collective: int, tensor: object, out: object, option: object, most: int) -> int:
+        """Begin a collective, and finish it if no rank is late.
 
         Args:
-            prepared: what `prepare` has returned.
-            source: address of the operand.
-            out: address for the result; may be ``source``.
             sequence: number of the call on the communicator.
-            code: `CallSignature.code`.
+            collective: number in `call_signature.COLLECTIVES`: `compiled_core.ALL_REDUCE` and so on.
+            tensor: the call's tensor; declined unless it is a plain tensor, contiguous and on the CPU.
+            out: tensor for the result; None: ``tensor``.
+            option: operation of a reduction, root of a broadcast.
+            most: bytes of the largest tensor that is not declined.
 
         Returns:
-            Rank -> (sequence, code) of ranks in another call.
+            Bytes of the tensor, or of one row, if it is finished; `compiled_core.DECLINED` if nothing was begun;
+            another negative number if `finish` must wait for other ranks.
         """
+        return self._collective(sequence, collective, tensor, out, option, most)
+
+    def finish(self, sequence: int) -> dict[int, tuple[int, int]]:
+        """Wait for the collective that was begun; return rank -> (sequence, code) of ranks in another call."""
         assert core is not None
-        found = core.all_reduce(self._handle, prepared, source, out, sequence)
-        while found:  # a rank is late or in another call
-            elsewhere = self._wait(int(core.exchanges(self._handle)), sequence, code)
-            if elsewhere:
+        while True:
+            count, code = self._state()
+            elsewhere = self._wait(count, sequence, code)
+            if elsewhere or not core.resume(self._handle):
                 return elsewhere
-            found = core.resume(self._handle)
-        return {}
 
 
 def _has_count(marks: memoryview, count: int) -> bool:
