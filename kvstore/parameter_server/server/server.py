@@ -79,9 +79,9 @@ class Server:
         except OSError as error:
             _log.warning("server %d shares no memory with workers: %s", scheduler.rank, error)
             self._pool = None
-        self._follow_views()
         if kept is not None:
             self._restore(kept)
+        self._follow_views()
         scheduler.on_change = self._thread_pool.notify
         publish(self, f"server {scheduler.rank}")
 
@@ -103,6 +103,7 @@ class Server:
         if settings.compression is not None:
             self._set_compression(settings.compression)
         rounds.joined.update(settings.joined)
+        self._follow_views()
         for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
             rounds.shards[shard.number] = shard
