@@ -566,7 +566,8 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
             sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
             return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to %d addresses", i, length, MOST_OPERANDS);
         if (sum->dtype < 0 || sum->dtype >= DTYPES || how.divisor < 1 || (how.divisor > 1 && sum->dtype > BF16) || sum->count < 0)
-            return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld", (long long)sum->dtype, (long long)how.divisor);
+            return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
+                                (long long)how.divisor, (long long)sum->count);
         i += SUM_WORDS + (size_t)(sum->sources + sum->outs);
     }
     _Atomic int64_t *next = (_Atomic int64_t *)PyByteArray_AsString(args[4]);
