@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from gangline.kvstore.parameter_server.protocol import Command, Define, Pull, Push
 
-if TYPE_CHECKING:
-    from gangline.kvstore.parameter_server.client.pending import RequestWork
+
+class Awaitable(Protocol):
+    """What completes with requests."""
+
+    is_awaited: bool
+    """True while a thread waits for it without a limit."""
 
 
 @dataclass(eq=False)
@@ -39,8 +43,8 @@ class Request:
     is_held: bool = False
     """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
-    work: RequestWork | None = None
-    """Work that waits for the request, among others."""
+    work: Awaitable | None = None
+    """What completes with the request, and others."""
     blocked: tuple[int, str] | None = field(default=None, init=False)
     """Number of a collective in which a worker waits whose push the request waits for, and a text that names both."""
     sequence: int = field(default=0, init=False)
