@@ -14,7 +14,7 @@ ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
     COLLECTIVES.index, ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
 )
 DECLINED = -3
-"""What `_core.collective` returns of a call that it does not know."""
+"""Result of `_core.collective` for a call that it does not know."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # that its functions know, in the order of their numbers
 
 
@@ -41,7 +41,7 @@ has_collectives: bool = (
         torch.Tensor.is_conj,
     )
 )
-"""Whether the module runs collectives: torch describes its tensors to it."""
+"""True if the module runs collectives: torch describes its tensors to it."""
 
 
 def reduction(dtype: torch.dtype, op: str) -> tuple[int, int, int] | None:

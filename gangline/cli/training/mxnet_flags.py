@@ -10,7 +10,7 @@ import typer.core
 from gangline.collectives.errors import UsageError
 
 _SWITCHES = {"--benchmark": ["--dataset", "random"], "--test-io": ["--test-io"]}
-"""What flags with a value 0 or 1 in MXNet stand for."""
+"""Words for MXNet's flags that have a value 0 or 1."""
 
 
 class TrainCommand(typer.core.TyperCommand):

@@ -12,7 +12,7 @@ from gangline.kvstore.parameter_server.protocol import Command, Define, Pull, Pu
 
 
 class Awaitable(Protocol):
-    """What completes with requests."""
+    """Work that completes with its requests."""
 
     is_awaited: bool
     """True while a thread waits for it without a limit."""
@@ -44,7 +44,7 @@ class Request:
     """True until the server has released the message: it is repeated after a lost connection, though answered."""
     priority: int = 0
     work: Awaitable | None = None
-    """What completes with the request, and others."""
+    """Work that completes with this request and others."""
     blocked: tuple[int, str] | None = field(default=None, init=False)
     """Number of a collective in which a worker waits whose push the request waits for, and a text that names both."""
     sequence: int = field(default=0, init=False)
