@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import DeadNodeError, StallError
-from gangline.collectives.nan_check import checks_finite, not_finite
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
+from gangline.kvstore.nan_check import checks_finite, not_finite
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 

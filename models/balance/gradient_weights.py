@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gangline.collectives.nan_check import checks_finite, not_finite
+from gangline.kvstore.nan_check import checks_finite, not_finite
 from gangline.models.balance.reduction import Reduction, weakly
 from gangline.models.current_batch import NOTHING_COUNTS, weighted
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gangline.collectives.nan_check import not_finite
+from gangline.kvstore.nan_check import not_finite
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balance.reduction import Reduction
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.workload import split_within
 from gangline.models.balance.balancer import Balancer, ElapsedTime, MemoryLimits, samples_that_fit
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import SpeedModel, listed_rates
+from gangline.models.console_log import log_to_stderr
 
 _log = logging.getLogger("gangline")
 _LOGGED_FROM = 8  # batches after which it is known whether ranks are equal

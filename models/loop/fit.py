@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangline.collectives.console_log import log_to_stderr
 from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.collectives.errors import DeadNodeError
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -17,6 +16,7 @@ from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.lock import writing
 from gangline.models.checkpoint.retention import BEST, orphaned_weights
 from gangline.models.checkpoint.retention import epochs as saved_epochs
+from gangline.models.console_log import log_to_stderr
 from gangline.models.data.sources import Source, source
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.import_by_name import has_batches
