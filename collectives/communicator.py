@@ -13,7 +13,7 @@ from torch import Tensor
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
-from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, REDUCE_SCATTER
+from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DONE, HELD, REDUCE_SCATTER
 from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.engine import reduction
@@ -160,7 +160,7 @@ class Communicator:
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
         self._messages = PointToPoint(self._engine)
-        self._compiled_limits = self._engine.compiled_limits()
+        self._call_compiled = self._engine.call_compiled
         self._finalizer = weakref.finalize(self, self._engine.finalize)
 
     def all_reduce(
@@ -452,9 +452,12 @@ class Communicator:
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
     ) -> bool:
         """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run."""
-        if self._compiled_limits is None or self._engine.queue.unfinished or self._gpus.nccl is not None:
+        found = self._call_compiled(collective, tensor, out, option)
+        if found != HELD:
+            return found == DONE
+        if self._engine.queue.unfinished or self._gpus.nccl is not None:
             return False
-        return self._engine.run_compiled(collective, tensor, out, option, self._compiled_limits[collective])
+        return self._engine.run_compiled(collective, tensor, out, option)
 
     def close(self) -> None:
         """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.

@@ -13,8 +13,12 @@ from gangline.collectives.call_signature import COLLECTIVES, DTYPES, OPS
 ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
     COLLECTIVES.index, ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
 )
-DECLINED = -3
-"""Result of `_core.collective` for a call that it does not know."""
+DONE, DECLINED, HELD = 0, -3, -4
+"""Results of the functions of `_core.caller`: done; a call that it does not know; one that must take the lock."""
+SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS = range(7)
+"""Words that an engine shares with `_core`: number of its last collective; bytes of all; 1 while `_core` runs one; the
+thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock; most bytes of each of
+`COLLECTIVES`."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # that its functions know, in the order of their numbers
 
 

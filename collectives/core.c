@@ -1,9 +1,7 @@
 /* gangline._core: collectives through the slots of a host, and sums of several arrays in one pass over memory.
  *
- * Optional. Without it Python does the same, with the same bits. The slots and their marks are those of
- * collectives/transports/shm/slots.py. No exchange and no sum allocates memory or waits for long: after some yields of the
- * processor, an exchange returns NOT_YET, Python waits with its deadlines, and `resume` goes on.
- */
+ * Optional: Python does the same, with the same bits. The slots and their marks are those of transports/shm/slots.py.
+ * No exchange and no sum allocates memory or waits for long: after some yields Python waits, with its deadlines. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,40 +17,35 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #define PAUSE() _mm_pause()
-#define FENCE() _mm_sfence()
 #elif defined(__aarch64__)
 #define PAUSE() __asm__ volatile("yield")
-#define FENCE() (void)0
 #else
 #define PAUSE() (void)0
-#define FENCE() (void)0
 #endif
 
-enum { DONE = 0, NOT_YET = -1, ELSEWHERE = -2, DECLINED = -3 };
+enum { DONE = 0, NOT_YET = -1, ELSEWHERE = -2, DECLINED = -3, HELD = -4 };
+enum { SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS, WORDS = LIMITS + 9 }; /* of compiled_core */
+enum { CALLS_PER_POLL = 256 /* the watchdog's */, FIRST_LOOKS = 50 /* before others may run; one takes some 20 ns */ };
 enum { SUM, MEAN, PRODUCT, MIN, MAX };              /* call_signature.OPS */
 enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES, BOOL = DTYPES, C64, C128, ALL_DTYPES }; /* its DTYPES */
 enum { ALL_REDUCE, BROADCAST = 2, ALL_GATHER, REDUCE_SCATTER, BARRIER = 8 };                      /* its COLLECTIVES */
-enum { BLOCK = 1024, STREAMED_BLOCK = 64 }; /* elements reduced at a time: within the first cache; past all caches */
-enum { MOST_OPERANDS = 1024, FIRST_LOOKS = 50 }; /* looks before other threads may run; one takes some 20 ns */
+enum { MOST_OPERANDS = 1024, BLOCK = 1024, STREAMED_BLOCK = 64 }; /* elements at a time: within a cache; past all */
 static const size_t ITEM[ALL_DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
-static const size_t STREAM_BYTES = 1 << 14;  /* from which a copy into a slot may bypass the cache */
-enum { WRITE, READ, SIZES = 6 };   /* uses of a slot whose time is measured; kinds of sizes, by their logarithm */
-static const unsigned TRIAL_CALLS = 32; /* copies after which the slower kind is tried again */
-static const size_t RELEASE_BYTES = 1 << 15; /* from which other threads of the process may run */
-enum { SPAN_BYTES = 1 << 18 };               /* of a sum, which a thread takes at once */
-static const int64_t CHUNK_BYTES = 1 << 19;  /* of a tensor above a slot: what two ranks use stays in their caches */
-static const int64_t BY_PART_BYTES = 1 << 16; /* from which more than two ranks reduce a part each */
+/* Bytes from which a copy into a slot may bypass the cache, and from which other threads of the process may run. */
+static const size_t STREAM_BYTES = 1 << 14, RELEASE_BYTES = 1 << 15;
+enum { WRITE, READ, SIZES = 6, TRIAL_CALLS = 32 }; /* uses of a slot; kinds of sizes; copies until the next trial */
+/* Bytes of a chunk above a slot, which fits two ranks' caches; from which more than two ranks reduce a part each. */
+static const int64_t CHUNK_BYTES = 1 << 19, BY_PART_BYTES = 1 << 16;
 static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
 
 /* ---- Arithmetic ---- */
 
-#define LOOP(T, EXPRESSION)                                        \
-    {                                                              \
-        const T *x = a, *y = b;                                    \
-        T *z = out, u, v;                                          \
-        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++)        \
-            u = x[i], v = y[i], z[i] = (T)(EXPRESSION);            \
-        break;                                                     \
+#define LOOP(T, EXPRESSION)                                                                        \
+    {                                                                                              \
+        const T *x = a, *y = b;                                                                    \
+        T *z = out, u, v;                                                                          \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) u = x[i], v = y[i], z[i] = (T)(EXPRESSION); \
+        break;                                                                                     \
     }
 /* out may be a or b. NaN wins, as in numpy and torch. */
 #define FOLD(T, NAME, TARGET)                                                                     \
@@ -64,13 +57,11 @@ static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
         default: LOOP(T, u + v)                                                                   \
         }                                                                                         \
     }
-#define FOLDS(NAME, TARGET)                                                                       \
-    FOLD(float, NAME, TARGET) FOLD(double, NAME, TARGET) FOLD(int8_t, NAME, TARGET)               \
-    FOLD(int16_t, NAME, TARGET) FOLD(int32_t, NAME, TARGET) FOLD(int64_t, NAME, TARGET)           \
-    FOLD(uint8_t, NAME, TARGET)                                                                   \
-    static Fold *const NAME[DTYPES] = {                                                           \
-        NAME##_float, NAME##_double, NAME##_float, NAME##_float, NAME##_int8_t,                   \
-        NAME##_int16_t, NAME##_int32_t, NAME##_int64_t, NAME##_uint8_t};
+#define FOLDS(NAME, TARGET)                                                                                        \
+    FOLD(float, NAME, TARGET) FOLD(double, NAME, TARGET) FOLD(int8_t, NAME, TARGET) FOLD(int16_t, NAME, TARGET)    \
+    FOLD(int32_t, NAME, TARGET) FOLD(int64_t, NAME, TARGET) FOLD(uint8_t, NAME, TARGET)                            \
+    static Fold *const NAME[DTYPES] = {NAME##_float,   NAME##_double,  NAME##_float,   NAME##_float, NAME##_int8_t, \
+                                       NAME##_int16_t, NAME##_int32_t, NAME##_int64_t, NAME##_uint8_t};
 typedef void Fold(void *, const void *, const void *, size_t, int);
 FOLDS(portable, )
 #if defined(__x86_64__)
@@ -107,7 +98,7 @@ static void narrow(uint16_t *out, const float *in, size_t n, int dtype) { /* to 
     }
 }
 
-/* Copy memory that does not overlap, past the cache if "streams" (then FENCE comes before others may read it). */
+/* Copy memory that does not overlap, past the cache if "streams" (then a fence comes before others may read it). */
 static void copy(char *to, const char *from, size_t n, int streams) {
 #if defined(__SSE2__)
     if (streams) {
@@ -141,11 +132,8 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
     const size_t item = ITEM[how->dtype];
     Fold *fold = folds[how->dtype];
     const int is_half = how->dtype == F16 || how->dtype == BF16;
-    if (p == 2 && m == 1 && !streams && !is_half) {
-        fold(out[0], in[0], in[1], n, how->op);
-        divide(out[0], n, how);
-        return;
-    }
+    if (p == 2 && m == 1 && !streams && !is_half)
+        return fold(out[0], in[0], in[1], n, how->op), divide(out[0], n, how);
     _Alignas(64) char sums[8 * BLOCK], operand[8 * BLOCK], past[MOST_OPERANDS];
     for (size_t j = 0; j < m; j++) {
         past[j] = (char)(streams && (uintptr_t)out[j] % 16 == 0);
@@ -172,7 +160,7 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
         }
         for (size_t j = 0; j < m; j++) copy(out[j] + offset, result, count * item, past[j]);
     }
-    if (streams) FENCE();
+    if (streams) atomic_thread_fence(memory_order_seq_cst);
 }
 
 /* ---- Slots ---- */
@@ -209,10 +197,11 @@ typedef struct {
     Group *group;
 } Slots;
 
-static void close_slots(PyObject *capsule) {
-    Slots *slots = PyCapsule_GetPointer(capsule, "slots");
+static void free_slots(Slots *slots) {
     if (slots != NULL) PyMem_Free(slots->group), PyMem_Free(slots);
 }
+
+static void close_slots(PyObject *capsule) { free_slots(PyCapsule_GetPointer(capsule, "slots")); }
 
 static PyObject *open_slots(PyObject *module, PyObject *packed) {
     char *words;
@@ -223,13 +212,11 @@ static PyObject *open_slots(PyObject *module, PyObject *packed) {
     if (size < 1 || size > MOST_OPERANDS || nbytes != (Py_ssize_t)(sizeof(Group) + (size_t)size * sizeof(Peer)))
         return PyErr_Format(PyExc_ValueError, "%zd bytes describe no group of 1 to %d ranks", nbytes, MOST_OPERANDS);
     Slots *slots = PyMem_Calloc(1, sizeof *slots);
-    if (slots == NULL || (slots->group = PyMem_Malloc((size_t)nbytes)) == NULL) {
-        PyMem_Free(slots);
-        return PyErr_NoMemory();
-    }
+    if (slots != NULL) slots->group = PyMem_Malloc((size_t)nbytes);
+    if (slots == NULL || slots->group == NULL) return free_slots(slots), PyErr_NoMemory();
     memcpy(slots->group, words, (size_t)nbytes);
     PyObject *capsule = PyCapsule_New(slots, "slots", close_slots);
-    if (capsule == NULL) PyMem_Free(slots->group), PyMem_Free(slots);
+    if (capsule == NULL) free_slots(slots);
     return capsule;
 }
 
@@ -280,10 +267,8 @@ static int await(const Slots *slots, int holds_gil) {
         found = look(slots, group->looks);
         int64_t left = group->yields < most_yields ? group->yields : most_yields;
         int64_t until = found == DONE ? 0 : nanoseconds() + YIELD_NANOSECONDS; /* on a busy core one may take long */
-        for (; found == NOT_YET && left > 0 && nanoseconds() < until; left--) {
-            sched_yield();
-            found = look(slots, group->looks ? FIRST_LOOKS : 0);
-        }
+        for (; found == NOT_YET && left > 0 && nanoseconds() < until; left--)
+            sched_yield(), found = look(slots, group->looks ? FIRST_LOOKS : 0);
         if (holds_gil) PyEval_RestoreThread(state);
     }
     for (int64_t r = 0; found == DONE && r < group->size; r++) {
@@ -305,8 +290,8 @@ static int size_of(size_t nbytes, int size) {
 }
 
 /* Cores that share a cache exchange data fastest through it, others past it, by factors of 2 to 5; and virtual cores
-   move. So each rank measures how fast it reads slots of both kinds, and writes its own of the faster kind: the bits are
-   the same. */
+   move. So each rank measures how fast it reads slots of both kinds, and writes its own of the faster kind: bits are the
+   same. */
 static int should_stream(Slots *slots, size_t nbytes) {
     if (nbytes < STREAM_BYTES || slots->group->size == 1) return 0;
     float(*costs)[2] = slots->costs[size_of(nbytes, 0)];
@@ -315,7 +300,7 @@ static int should_stream(Slots *slots, size_t nbytes) {
 }
 
 static void note(Slots *slots, size_t nbytes, int streams, int use, int64_t began) {
-    float found = (float)(nanoseconds() - began) / (float)nbytes, *cost = &slots->costs[size_of(nbytes, 0)][streams][use];
+    float *cost = &slots->costs[size_of(nbytes, 0)][streams][use], found = (float)(nanoseconds() - began) / (float)nbytes;
     if (*cost == 0 || found < *cost) *cost = found;
     else *cost += ((found < 2 * *cost ? found : 2 * *cost) - *cost) / 8; /* one that was interrupted counts little */
 }
@@ -340,7 +325,7 @@ static void publish_chunk(Slots *slots) {
     char *slot = group->peers[group->rank].slots[(slots->exchanges + 1) & 1];
     int64_t began = nbytes < STREAM_BYTES ? 0 : nanoseconds();
     copy(slot, slots->source + (size_t)slots->done * item, nbytes, slots->streams);
-    if (slots->streams) FENCE();
+    if (slots->streams) atomic_thread_fence(memory_order_seq_cst);
     if (nbytes >= STREAM_BYTES) note(slots, nbytes, slots->streams, WRITE, began);
     slots->is_second = 0;
     publish(slots);
@@ -408,8 +393,7 @@ typedef struct {
     char *data;
     int32_t device, device_id, ndim;
     uint8_t kind, bits, lanes[2];
-    int64_t *shape, *strides;
-    uint64_t offset;
+    int64_t *shape, *strides, offset;
 } Tensor;
 typedef struct { uint32_t major, minor; void *older, *others[3]; int (*describe)(void *, Tensor *); } Exchange;
 static const Exchange *dlpack;
@@ -432,10 +416,8 @@ static int describe(PyObject *object, Tensor *tensor, int64_t *count) {
     int dtype = 0, is_dense = 1;
     while (dtype < ALL_DTYPES && (tensor->kind != kinds[dtype] || tensor->bits != 8 * ITEM[dtype])) dtype++;
     *count = 1;
-    for (int i = tensor->ndim - 1; i >= 0; i--) {
+    for (int i = tensor->ndim - 1; i >= 0; *count *= tensor->shape[i--])
         is_dense &= tensor->shape[i] == 1 || tensor->strides[i] == *count;
-        *count *= tensor->shape[i];
-    }
     tensor->data = *count ? tensor->data + tensor->offset : (char *)tensor; /* no element is touched */
     if (dtype == ALL_DTYPES || tensor->device != 1 || tensor->data == NULL || (*count && !is_dense)) return DECLINED;
     for (int i = 0; i < (dtype < C64 ? 1 : 2); i++) {
@@ -460,30 +442,28 @@ static int set_reduction(Call *call, int dtype, int64_t size, PyObject *option) 
     return 1;
 }
 
-static PyObject *collective(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    if (given != 7) return PyErr_Format(PyExc_TypeError, "expected slots, sequence, collective, tensor, out, option, most");
-    Slots *slots = PyCapsule_GetPointer(args[0], "slots");
-    int64_t sequence = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[6]), count = 0, out_count;
-    const int number = (int)PyLong_AsLong(args[2]), gathers = number == ALL_GATHER, scatters = number == REDUCE_SCATTER;
-    if (slots == NULL || PyErr_Occurred()) return NULL;
+/* Begin a collective of a tensor, an out (or None) and an option, and finish it if no rank is late. */
+static int begin(Slots *slots, int64_t sequence, int number, PyObject *const *args, int64_t most, int64_t *row_bytes) {
+    const int gathers = number == ALL_GATHER, scatters = number == REDUCE_SCATTER;
     const Group *group = slots->group;
+    int64_t count = 0, out_count;
     Tensor in = {.data = (char *)args}, out;
-    const int dtype = number == BARRIER ? U8 : describe(args[3], &in, &count);
+    const int dtype = number == BARRIER ? U8 : describe(args[0], &in, &count);
     const int64_t nbytes = dtype < 0 ? 0 : count * (int64_t)ITEM[dtype];
-    if (dtype < 0 || nbytes > most || (number != ALL_REDUCE && nbytes > group->slot_bytes)) goto declined;
-    if (scatters && (in.ndim == 0 || in.shape[0] != group->size)) goto declined;
+    if (dtype < 0 || nbytes > most || (number != ALL_REDUCE && nbytes > group->slot_bytes)) return DECLINED;
+    if (scatters && (in.ndim == 0 || in.shape[0] != group->size)) return DECLINED;
     out = in;
-    if (args[4] != Py_None && args[4] != args[3] &&
-        (describe(args[4], &out, &out_count) != dtype || out.ndim + scatters != in.ndim + gathers ||
+    if (args[1] != Py_None && args[1] != args[0] &&
+        (describe(args[1], &out, &out_count) != dtype || out.ndim + scatters != in.ndim + gathers ||
          (gathers && out.shape[0] != group->size) ||
          memcmp(out.shape + gathers, in.shape + scatters, (size_t)(out.ndim - gathers) * sizeof *out.shape) != 0))
-        goto declined;
+        return DECLINED;
     const int64_t in_signature = scatters ? count / group->size : count;
     Call call = {count, ((number * 16LL + dtype) << 55) + in_signature, 0, {dtype, SUM, 1}, number, 0, 0};
-    if ((number == ALL_REDUCE || scatters) && !set_reduction(&call, dtype, group->size, args[5])) goto declined;
+    if ((number == ALL_REDUCE || scatters) && !set_reduction(&call, dtype, group->size, args[2])) return DECLINED;
     if (number == BROADCAST) {
-        call.root = Py_TYPE(args[5]) == &PyLong_Type ? (int)PyLong_AsLong(args[5]) : -1;
-        if (call.root < 0 || call.root >= group->size) goto declined;
+        call.root = Py_TYPE(args[2]) == &PyLong_Type ? (int)PyLong_AsLong(args[2]) : -1;
+        if (call.root < 0 || call.root >= group->size) return PyErr_Clear(), DECLINED;
         call.code += (call.root + 1LL) << 40;
     }
     const int64_t chunk_bytes = group->slot_bytes < CHUNK_BYTES ? group->slot_bytes : CHUNK_BYTES;
@@ -492,17 +472,40 @@ static PyObject *collective(PyObject *module, PyObject *const *args, Py_ssize_t 
     slots->call = call, slots->source = in.data, slots->out = out.data, slots->sequence = sequence, slots->done = 0;
     if (number == ALL_REDUCE && in.data != out.data && in.data < out.data + nbytes && out.data < in.data + nbytes)
         slots->source = memmove(out.data, in.data, (size_t)nbytes);
+    *row_bytes = in_signature * (int64_t)ITEM[dtype];
     publish_chunk(slots);
-    const int found = go_on(slots);
-    return PyLong_FromLongLong(found == DONE ? in_signature * (int64_t)ITEM[dtype] : found);
-declined:
-    PyErr_Clear();
-    return PyLong_FromLong(DECLINED);
+    return go_on(slots);
 }
 
-static PyObject *resume(PyObject *module, PyObject *capsule) {
-    Slots *slots = PyCapsule_GetPointer(capsule, "slots");
-    return slots == NULL ? NULL : PyLong_FromLong(go_on(slots));
+/* A thread that holds the lock has counted the call; others must take it when the words say so. */
+static PyObject *collective(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
+    Slots *slots = PyCapsule_GetPointer(PyTuple_GetItem(bound, 0), "slots");
+    int64_t *words = (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)), nbytes = 0;
+    const int64_t number = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
+    if (number < 0 || number > BARRIER) return PyErr_Format(PyExc_TypeError, "expected collective, tensor, out, option");
+    const int64_t most = given == 5 ? PyLong_AsLongLong(args[4]) : words[LIMITS + number];
+    const int counts = words[LOCKED] != (int64_t)PyThread_get_thread_ident();
+    const int is_held = words[LOCKED] || words[QUEUED] || words[ENDED] || (words[SEQUENCE] + 1) % CALLS_PER_POLL == 0;
+    if (words[RUNNING] || (counts && is_held)) return PyLong_FromLong(HELD);
+    words[RUNNING] = 1, words[SEQUENCE] += counts;
+    int found = begin(slots, words[SEQUENCE], (int)number, args + 1, most, &nbytes);
+    words[SEQUENCE] -= counts && found == DECLINED, words[BYTES] += counts ? nbytes : 0;
+    while (found == NOT_YET || found == ELSEWHERE) {
+        PyObject *none = PyObject_CallNoArgs(PyTuple_GetItem(bound, 1));
+        found = none == NULL ? DONE : go_on(slots);
+        Py_XDECREF(none);
+    }
+    return words[RUNNING] = 0, PyErr_Occurred() ? NULL : PyLong_FromLong(found);
+}
+
+#define FAST(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
+static PyMethodDef collective_definition = FAST(collective, "Run a collective; return 0, or -3 or -4 with nothing done.");
+
+static PyObject *caller(PyObject *module, PyObject *bound) {
+    if (!PyTuple_Check(bound) || PyTuple_Size(bound) != 3 || !PyCapsule_IsValid(PyTuple_GetItem(bound, 0), "slots") ||
+        !PyByteArray_Check(PyTuple_GetItem(bound, 2)) || PyByteArray_Size(PyTuple_GetItem(bound, 2)) != 8 * WORDS)
+        return PyErr_Format(PyExc_TypeError, "expected (slots, wait, bytearray of %d words)", WORDS);
+    return PyCFunction_NewEx(&collective_definition, bound, NULL);
 }
 
 static PyObject *exchange(PyObject *module, PyObject *const *args, Py_ssize_t given) {
@@ -522,15 +525,14 @@ static PyObject *state(PyObject *module, PyObject *capsule) {
 
 static PyObject *yield_at_most(PyObject *module, PyObject *count) {
     most_yields = PyLong_AsLongLong(count);
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- Sums of arrays ---- */
 
 /* One of several sums: its addresses are those of the sources, then those of the outs. */
 typedef struct { int64_t dtype, count, sources, outs, addresses[]; } Sum;
-enum { SUM_WORDS = sizeof(Sum) / 8 };
+enum { SUM_WORDS = sizeof(Sum) / 8, SPAN_BYTES = 1 << 18 /* which a thread takes at once */ };
 
 /* Reduce the spans of all sums, of which "next" is the first that no thread has taken. */
 static void take_spans(Reduction how, const int64_t *words, size_t length, int streams, _Atomic int64_t *next) {
@@ -557,15 +559,16 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     char *packed;
     Py_ssize_t nbytes;
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[3], &packed, &nbytes) < 0) return NULL;
-    if (!PyByteArray_Check(args[4]) || PyByteArray_Size(args[4]) != 8) return PyErr_Format(PyExc_ValueError, "next is no bytearray of 8 bytes");
+    if (!PyByteArray_Check(args[4]) || PyByteArray_Size(args[4]) != 8)
+        return PyErr_Format(PyExc_ValueError, "next is no bytearray of 8 bytes");
     const int64_t *words = (const int64_t *)packed;
     const size_t length = (size_t)nbytes / 8;
     for (size_t i = 0; i < length;) {
         const Sum *sum = (const Sum *)(words + i);
         if (length - i < SUM_WORDS || sum->sources < 1 || sum->sources > MOST_OPERANDS || sum->outs < 1 ||
             sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
-            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to %d addresses", i, length, MOST_OPERANDS);
-        if (sum->dtype < 0 || sum->dtype >= DTYPES || how.divisor < 1 || (how.divisor > 1 && sum->dtype > BF16) || sum->count < 0)
+            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to 1024 addresses", i, length);
+        if (sum->dtype < 0 || sum->dtype >= (how.divisor > 1 ? I8 : DTYPES) || how.divisor < 1 || sum->count < 0)
             return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
                                 (long long)how.divisor, (long long)sum->count);
         i += SUM_WORDS + (size_t)(sum->sources + sum->outs);
@@ -577,13 +580,10 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-#define FAST(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
 static PyMethodDef functions[] = {
     {"open_slots", open_slots, METH_O, "Return a handle of a packed group of ranks."},
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
-    FAST(collective, "Begin a collective; return its bytes (done), -1 (not yet), -2 (a rank is in another call) or -3 "
-                     "(nothing was begun, because the core does not know such a call)."),
-    {"resume", resume, METH_O, "Go on with a collective that was not done yet; return 0, -1 or -2."},
+    {"caller", caller, METH_O, "Return a function for (slots, wait, words) that calls \"wait\" while ranks are late."},
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
     {"state", state, METH_O, "Return the number of exchanges that this rank has published, and the code of its call."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},

@@ -134,9 +134,15 @@ class WorkQueue:
     The first `submit` starts a background thread.
     """
 
-    def __init__(self, *, in_order: bool = False) -> None:
-        """Create a queue; with ``in_order``, all operations run in the order of submission, whatever their keys."""
+    def __init__(self, *, in_order: bool = False, counter: memoryview | None = None) -> None:
+        """Create a queue.
+
+        Args:
+            in_order: all operations run in the order of submission, whatever their keys.
+            counter: memory of one int64 for the number of unfinished operations.
+        """
         self._in_order = in_order
+        self._counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
         self._closed = False
         self._set_up()
         _queues.add(self)
@@ -147,10 +153,14 @@ class WorkQueue:
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
-        self.unfinished = 0
-        """Number of submitted operations that are not over."""
+        self._counter[0] = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
+
+    @property
+    def unfinished(self) -> int:
+        """Number of submitted operations that are not over."""
+        return self._counter[0]
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
         """Run an operation after all earlier operations with one of its keys, and return when it is over.
@@ -219,7 +229,7 @@ class WorkQueue:
                 one.followers.append(call)
                 call.blockers += 1
             self._last.update(dict.fromkeys(call.keys, call))
-            self.unfinished += 1
+            self._counter[0] += 1
             if not call.blockers:
                 heapq.heappush(self._ready, call)
             if by_waiter:
@@ -299,7 +309,7 @@ class WorkQueue:
 
     def _finish(self, call: _QueuedCall) -> None:
         with self._changed:
-            self.unfinished -= 1
+            self._counter[0] -= 1
             for key in call.keys:
                 if self._last.get(key) is call:
                     del self._last[key]

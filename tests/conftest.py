@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch.overrides import _len_torch_function_stack
 
 from gangline.collectives.processes import process_pool
 
@@ -57,13 +58,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def _settings() -> dict[str, object]:
+    """Return what a test may change for the tests after it."""
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "modes": _len_torch_function_stack(),  # a default device is one
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "directory": Path.cwd(),
+    }
+
+
 @pytest.fixture(autouse=True)
-def _same_random_numbers_and_threads() -> Iterator[None]:
-    """Seed the generator before each test, and check that the test restores torch's thread count."""
+def _same_random_numbers_and_settings() -> Iterator[None]:
+    """Seed the generator before each test, and check that the test leaves the settings as they were."""
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
+    before = _settings()
     yield
-    assert torch.get_num_threads() == threads
+    after = _settings()
+    assert after == before
 
 
 @pytest.fixture(scope="module")

@@ -206,6 +206,7 @@ class NcclSelection:
         elif binding is not None:
             self._device, self._binding = device, binding
             self.nccl = NcclCommunicator(binding, rank, size)
+            self._engine.hold()  # all calls pass `choose`
 
     def _all_on_gpus(self, code: int) -> bool:
         """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""

@@ -13,18 +13,29 @@ from typing import NamedTuple
 
 from gangline.collectives import algorithms
 from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
-from gangline.collectives.compiled_core import BARRIER, DECLINED
+from gangline.collectives.compiled_core import (
+    BARRIER,
+    BYTES,
+    DECLINED,
+    DONE,
+    ENDED,
+    LIMITS,
+    LOCKED,
+    QUEUED,
+    RUNNING,
+    SEQUENCE,
+)
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import script_of
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
-from gangline.collectives.liveness.watchdog import CALLS_PER_POLL, Watchdog, mismatch
+from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.recorder import Timeline
-from gangline.collectives.transports.base import SLOT_BYTES, MessageTag, Transport, wait_until
+from gangline.collectives.transports.base import MessageTag, Transport, wait_until
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
 from gangline.collectives.tuner import SHARED, Table
 from gangline.collectives.work import Work, WorkQueue
@@ -34,6 +45,8 @@ _GATHER_SECONDS = 0.6
 _TURN_SECONDS = 0.1
 """Additional time for each rank above 0, so that one rank reports the mismatch and the others repeat its error."""
 _MOST_TURNS = 16
+_RUNNING_SECONDS = 0.0001
+"""Pause between looks at a collective of another thread."""
 
 
 class GroupSettings(NamedTuple):
@@ -92,23 +105,38 @@ class Engine:
     def __init__(self, resources: GroupResources) -> None:
         self.resources = resources
         self.error: GanglineError | None = None
-        self.lock = threading.Lock() if recorder.current is None else _RecordedLock(self, recorder.current)
-        """Held by the thread that runs a collective."""
-        self.queue = WorkQueue()
+        memory = bytearray(8 * (LIMITS + BARRIER + 1))
+        self._words = memoryview(memory).cast("q")
+        timeline = recorder.current
+        self.lock = _CallLock(self._words) if timeline is None else _RecordedLock(self, timeline, self._words)
+        """Held by the thread that runs a collective, unless `gangline._core` runs it."""
+        self.queue = WorkQueue(counter=self._words[QUEUED : QUEUED + 1])
         self.is_inherited = False
         """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
-        self.bytes = 0
-        """Bytes that this rank has passed to collectives."""
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
-        self.sequence = 0
-        """The number of the communicator's last collective."""
         self._faults = script_of("rank", resources.rank)
-        self._is_recorded = recorder.current is not None
+        self._words[ENDED] = timeline is not None or self._faults is not None
+        self.call_compiled = self._compiled_caller(memory)
+        """Runs a collective without the lock if it can: `CompiledSlotExchange.caller` has the arguments."""
         _engines.add(self)
         if resources.transport.name != "in_process":
             membership = resources.membership
             publish(self, "" if membership.label else membership.names([membership.rank])[0])
+
+    @property
+    def sequence(self) -> int:
+        """The number of the communicator's last collective."""
+        return self._words[SEQUENCE]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank has passed to collectives."""
+        return self._words[BYTES]
+
+    def add_bytes(self, nbytes: int) -> None:
+        """Count bytes of a collective; the caller holds the lock."""
+        self._words[BYTES] += nbytes
 
     @property
     def next_number(self) -> int:
@@ -183,18 +211,31 @@ class Engine:
             self._faults.reach("collective")
         if self.error is not None:
             self.check_open()
-        self.sequence = sequence = self.sequence + 1
-        self.bytes += nbytes
+        self._words[SEQUENCE] = sequence = self._words[SEQUENCE] + 1
+        self._words[BYTES] += nbytes
         self._watchdog.begin(sequence, code)
         return sequence
 
+    def _compiled_caller(self, memory: bytearray) -> Callable[..., int]:
+        slot_exchange, table = self.resources.slot_exchange, self.resources.settings.table
+        if not isinstance(slot_exchange, CompiledSlotExchange):
+            return _decline
+        key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
+        for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
+            self._words[LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
+        return slot_exchange.caller(self._wait, memory)
+
+    def hold(self) -> None:
+        """Make all later calls take the lock."""
+        self._words[ENDED] = 1
+
     def run_compiled(
-        self, collective: int, tensor: object, out: object = None, option: object = None, most: int = SLOT_BYTES
+        self, collective: int, tensor: object, out: object = None, option: object = None, *most: int
     ) -> bool:
-        """Run a collective by `gangline._core`: `CompiledSlotExchange.begin` has the arguments.
+        """Take the lock and run a collective by `call_compiled`, which has the arguments.
 
         Returns:
-            False, with nothing done, if the core does not know such a call, or the communicator has failed before.
+            False, with nothing done, if `gangline._core` does not know such a call, or after an error.
 
         Raises:
             GanglineError: if the communicator fails now.
@@ -206,23 +247,29 @@ class Engine:
                 self._faults.reach("collective")
             if self.error is not None:
                 return False
-            self.sequence = sequence = self.sequence + 1
-            try:
-                found = slot_exchange.begin(sequence, collective, tensor, out, option, most)
-                if found == DECLINED:
-                    self.sequence = sequence - 1
-                    return False
-                if found < 0 or self._is_recorded or not sequence % CALLS_PER_POLL:
-                    self._watchdog.begin(sequence, slot_exchange.code)
-                if found < 0:
-                    elsewhere = slot_exchange.finish(sequence)
-                    if elsewhere:
-                        raise self.mismatch(sequence, slot_exchange.code, elsewhere)
-                    found = nbytes_of(slot_exchange.code)
-                self.bytes += found
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise self.failed(error, slot_exchange.code) from None
+            self._words[SEQUENCE] = sequence = self._words[SEQUENCE] + 1
+            if self.call_compiled(collective, tensor, out, option, *most) != DONE:
+                self._words[SEQUENCE] = sequence - 1
+                return False
+            self._words[BYTES] += nbytes_of(slot_exchange.code)
+            self._watchdog.begin(sequence, slot_exchange.code)
         return True
+
+    def _wait(self) -> None:
+        """Wait for ranks that are late for the collective that `gangline._core` has begun.
+
+        Raises:
+            GanglineError: if the communicator fails.
+        """
+        slot_exchange, sequence = self.resources.slot_exchange, self.sequence
+        assert isinstance(slot_exchange, CompiledSlotExchange)
+        try:
+            self._watchdog.begin(sequence, slot_exchange.code)
+            elsewhere = slot_exchange.wait(sequence)
+            if elsewhere:
+                raise self.mismatch(sequence, slot_exchange.code, elsewhere)
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self.failed(error, slot_exchange.code) from None
 
     def failed(self, error: BaseException, code: int) -> BaseException:
         """End the communicator on all ranks after an error inside a collective; return the error to raise."""
@@ -243,13 +290,14 @@ class Engine:
         """
         with self.lock:
             if self.error is None:
-                self.sequence += 1
+                self._words[SEQUENCE] += 1
                 self.resources.membership.refuse(self.sequence, f"{call}: {type(error).__name__}: {error}")
 
     def end(self, error: GanglineError) -> None:
         """Make every later call raise an error."""
         if self.error is None:
             self.error = type(error)(*error.args)  # a copy, because the traceback refers to the caller's tensors
+            self.hold()
 
     def plan(self, collective: str, nbytes: int, root: int | None = None, *, streams: bool = False) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
@@ -271,16 +319,6 @@ class Engine:
             collective, choice.algorithm, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
         return Plan(schedule.program(resources.rank), schedule.chunks)
-
-    def compiled_limits(self) -> dict[int, int] | None:
-        """Return the most bytes of collectives for which `run_compiled` replaces the plan, by number; None: of none."""
-        resources = self.resources
-        if not isinstance(resources.slot_exchange, CompiledSlotExchange) or self._faults is not None:
-            return None
-        key = (resources.size, resources.transport.name, self._number_of_hosts)
-        tuned = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-        limits = {COLLECTIVES.index(name): resources.settings.table.shared_up_to(name, *key) for name in tuned}
-        return {**limits, BARRIER: 0}
 
     def exchange_slots(self, sequence: int, code: int) -> int:
         """Publish this rank's slot, wait for all ranks, and return the parity of the slots to read.
@@ -311,8 +349,8 @@ class Engine:
         """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
         withdraw(self)
         self.queue.close()
-        if self.error is None:
-            self.error = GanglineError("the communicator is closed")
+        self.call_compiled = _decline  # which refers to this engine
+        self.end(GanglineError("the communicator is closed"))
         self.resources.membership.close()
         for transport in (self.resources.transport, self.resources.messages):
             transport.close()
@@ -325,7 +363,7 @@ class Engine:
         """
         if self.is_inherited:
             return
-        if not self.queue.unfinished and not self.lock.locked():
+        if not self.queue.unfinished and self.lock.is_free():
             self.close()
         else:
             self.resources.membership.close()
@@ -333,7 +371,9 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self.lock = threading.Lock()
+        self._words[RUNNING] = self._words[LOCKED] = 0
+        self.lock = _CallLock(self._words)
+        self.hold()
         self.error = GanglineError(
             f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
             "in the child, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
@@ -357,36 +397,64 @@ class Engine:
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self.sequence, code)})
 
 
-class _RecordedLock:
-    """Lock of an engine that records each collective as a span of the timeline."""
+class _CallLock:
+    """Lock of an engine's collectives; those that `gangline._core` runs without it are waited for."""
 
-    def __init__(self, engine: Engine, timeline: Timeline) -> None:
-        self._engine, self._timeline = engine, timeline
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
         self._lock = threading.Lock()
-        self._began = self._number = 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._began, self._number = time.monotonic_ns(), self._engine.next_number
+        self._words[LOCKED] = threading.get_ident()
+        if self._words[RUNNING]:
+            try:
+                wait_until(lambda: not self._words[RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), lambda: None)
+            except BaseException:
+                self._release()
+                raise
 
-    def __exit__(self, *error: object) -> None:
-        engine, resources = self._engine, self._engine.resources
-        if engine.sequence < self._number:  # no collective was begun
-            self._lock.release()
-            return
-        call = CallSignature.from_code(resources.watchdog.code)
-        self._timeline.add(
-            call.collective,
-            self._began,
-            bytes=call.count * call.dtype.itemsize,
-            number=engine.sequence,
-            group=resources.membership.label,
-            ranks=resources.size,
-        )
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        self._words[LOCKED] = 0
         self._lock.release()
 
-    def locked(self) -> bool:
-        return self._lock.locked()
+    def is_free(self) -> bool:
+        """Return whether no collective runs."""
+        return not self._words[LOCKED] and not self._words[RUNNING]
+
+
+class _RecordedLock(_CallLock):
+    """The same, which records each collective as a span of the timeline."""
+
+    def __init__(self, engine: Engine, timeline: Timeline, words: memoryview) -> None:
+        super().__init__(words)
+        self._engine, self._timeline = engine, timeline
+        self._began = self._number = 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._began, self._number = time.monotonic_ns(), self._engine.next_number
+
+    def __exit__(self, *_: object) -> None:
+        engine, resources = self._engine, self._engine.resources
+        if engine.sequence >= self._number:  # a collective was begun
+            call = CallSignature.from_code(resources.watchdog.code)
+            self._timeline.add(
+                call.collective,
+                self._began,
+                bytes=call.count * call.dtype.itemsize,
+                number=engine.sequence,
+                group=resources.membership.label,
+                ranks=resources.size,
+            )
+        self._release()
+
+
+def _decline(*_: object) -> int:
+    return DECLINED
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import encode_signature
-from gangline.collectives.compiled_core import ALL_REDUCE, DECLINED, reduction
+from gangline.collectives.compiled_core import ALL_REDUCE, DONE, reduction
 from gangline.collectives.engine.engine import Engine, Plan
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
@@ -61,7 +61,7 @@ class HostCollectives:
             source, flat = as_plain(flat_values(tensor)), as_plain(flat_buffer(result))
             if flat.nbytes > SLOT_BYTES:
                 self._large(source, flat, op, code)
-            elif not self._engine.run_compiled(ALL_REDUCE, source, flat, op):
+            elif not self._engine.run_compiled(ALL_REDUCE, source, flat, op, SLOT_BYTES):
                 self._engine.check_open()
                 raise ValueError(_NO_MEMORY.format(tuple(tensor.shape)))
         else:
@@ -258,12 +258,8 @@ class HostCollectives:
                 copy_values(flat, source)
                 self._by_schedule(flat, op, plan, message_tag)
             else:
-                found = slot_exchange.begin(message_tag.sequence, ALL_REDUCE, source, flat, op, flat.nbytes)
-                if found == DECLINED:
+                if engine.call_compiled(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
                     raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))
-                elsewhere = slot_exchange.finish(message_tag.sequence) if found < 0 else {}
-                if elsewhere:
-                    raise engine.mismatch(*message_tag, elsewhere)
             costs.note(way, time.perf_counter() - began)
 
     def _divisor(self, op: str) -> int:

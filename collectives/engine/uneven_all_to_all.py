@@ -58,7 +58,7 @@ class UnevenAllToAll:
             self._all_gather(torch.tensor([*sizes, 0], device="cpu"), gathered)
             table = gathered.numpy()
         with self._engine.call(code) as message_tag:
-            self._engine.bytes += sum(counts) * tensors[0].itemsize
+            self._engine.add_bytes(sum(counts) * tensors[0].itemsize)
             published: Sequence[Tensor] = ()
             if slot_exchange is not None:
                 total = sum(counts)

@@ -34,6 +34,7 @@ class Watchdog:
         self._membership = membership
         self._timeout = timeout
         self._stall_warn = stall_warn
+        self._sequence = 0
         self.begin(0, 0)
 
     def another(self) -> Watchdog:
@@ -41,12 +42,14 @@ class Watchdog:
         return Watchdog(self._membership, self._timeout, self._stall_warn)
 
     def begin(self, sequence: int, code: int) -> None:
-        """Start the clock of a call.
+        """Start the clock of a call, unless it has been started.
 
         Args:
             sequence: number of the call on the communicator, from 1; 0 for a point-to-point message.
             code: `CallSignature.code`.
         """
+        if sequence and sequence == self._sequence:
+            return
         if sequence and not sequence % CALLS_PER_POLL:
             self._membership.poll(0, code)
         self._sequence = sequence

@@ -112,6 +112,10 @@ def reduce_in_threads(core: Any, size: int) -> None:
 
     def run_rank(rank: int) -> None:
         slots = core.open_slots(memory.group(rank))
+        state = bytearray(8 * 15)  # compiled_core's words
+        words = memoryview(state).cast("q")
+        words[6:] = memoryview(struct.pack("9q", *[1 << 30] * 9)).cast("q")
+        collective = core.caller((slots, lambda: time.sleep(0), state))
         for sequence, (dtype, op, count, is_in_place) in enumerate(CALLS, 1):
             tensor = given(rank, dtype, count)
             out = tensor if is_in_place else np.empty_like(tensor)
@@ -129,10 +133,10 @@ def reduce_in_threads(core: Any, size: int) -> None:
                     (REDUCE_SCATTER, np.stack([rows[rank]] * size), row, NAMES[op], total),
                 ]
             for number, operand, result, option, wanted in calls:
-                found = core.collective(slots, sequence, number, operand, result, option, 1 << 30)
-                while found == -1:
-                    time.sleep(0)
-                    found = core.resume(slots)
+                found = collective(number, operand, result, option)
+                if found == -4:  # each 256th call must take the lock
+                    words[3], words[0] = threading.get_ident(), words[0] + 1
+                    found, words[3] = collective(number, operand, result, option), 0
                 if found < 0 or not (wanted is None or np.array_equal(result, wanted)):
                     problems.append(f"rank {rank}: {number} {DTYPES[dtype]} {NAMES[op]} {count}: {found}")
                     return

@@ -24,7 +24,7 @@ from tests.collectives.ranks import exchange_over
 
 FRAMES_TO_SEND = 6
 FRAMES_TO_READ = 9
-CALLS = 4
+CALLS = 2
 ROUNDS = {"auto": 4, "shared_memory": 4, "ipc": 4, "tcp": 4}
 ROUNDS_OF_FALLBACK = 6
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from array import array
 from itertools import product
@@ -195,7 +196,7 @@ def _layouts(comm: Communicator) -> int:
         ([1.0], "sum", None, TypeError),
     ):
         before = comm._engine.sequence
-        if comm._compiled_limits is None and refused is freed:
+        if not compiled_core.has_collectives and refused is freed:
             continue
         with pytest.raises(error):
             comm.all_reduce(refused, option, out)
@@ -207,6 +208,36 @@ def _layouts(comm: Communicator) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_with_tensors_of_another_layout_agree_with_the_core(size: int) -> None:
     assert len(set(spawn(_layouts, size, transport="shared_memory", timeout=60))) == 1
+
+
+def _in_threads(comm: Communicator) -> list[float]:
+    """Call from a second thread while the core runs a collective of the first one, and from the first one after it."""
+    found = torch.zeros(2)
+    if comm.rank == 0:
+        first = threading.Thread(target=comm.barrier)
+        first.start()
+        while not comm._engine._words[compiled_core.RUNNING]:
+            time.sleep(0.001)
+        second = threading.Thread(target=comm.all_reduce, args=(found[:1].fill_(1),))
+        second.start()
+        while not comm._engine._words[compiled_core.LOCKED]:  # it waits for the barrier
+            time.sleep(0.001)
+        comm._messages.send(torch.zeros(1), 1, 0).wait()
+        first.join()
+        second.join()
+    else:
+        comm.recv(torch.zeros(1), 0)
+        comm.barrier()
+        comm.all_reduce(found[:1].fill_(2))
+    work = comm.all_reduce(found[1:].fill_(comm.rank), async_op=True)
+    comm.all_reduce(found)  # after the queued one
+    work.wait()
+    return found.tolist()
+
+
+@needs_core
+def test_calls_of_threads_run_one_after_another() -> None:
+    assert spawn(_in_threads, 2, transport="shared_memory", timeout=60) == [[6.0, 2.0]] * 2
 
 
 def _late(comm: Communicator) -> list[float]:

@@ -80,7 +80,7 @@ def _signal_oneself_midway(number: int) -> None:
     for owner, name in (
         *product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")),
         *((one, "publish_and_wait") for one in (SharedSlotExchange, CompiledSlotExchange)),
-        (CompiledSlotExchange, "begin"),
+        (Communicator, "_run_compiled"),
     ):
         setattr(owner, name, signalling(getattr(owner, name)))
 

@@ -113,7 +113,6 @@ class CompiledSlotExchange(SharedSlotExchange):
         assert core is not None
         self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
         self._state: Callable[[], tuple[int, int]] = partial(core.state, self._handle)
-        self._collective: Callable[..., int] = partial(core.collective, self._handle)
 
     @property
     def parity(self) -> int:  # noqa: D102
@@ -130,31 +129,26 @@ class CompiledSlotExchange(SharedSlotExchange):
         count, _ = self._state()
         return count & 1, self._wait(count, sequence, code) if found else {}
 
-    def begin(self, sequence: int, collective: int, tensor: object, out: object, option: object, most: int) -> int:
-        """Begin a collective, and finish it if no rank is late.
+    def caller(self, wait: Callable[[], None], words: bytearray) -> Callable[..., int]:
+        """Return a function that runs a collective of plain tensors, contiguous and on the CPU.
+
+        Its arguments are a number in `call_signature.COLLECTIVES`; a tensor; a tensor for the result, or None for the
+        same; the operation of a reduction or the root of a broadcast; and, if not that in the words, the most bytes of
+        a tensor. It returns `compiled_core.DONE`, or with nothing done DECLINED for other calls, or HELD if the call
+        must take the lock. A thread that holds the lock has counted the call.
 
         Args:
-            sequence: number of the call on the communicator.
-            collective: number in `call_signature.COLLECTIVES`: `compiled_core.ALL_REDUCE` and so on.
-            tensor: the call's tensor; declined unless it is a plain tensor, contiguous and on the CPU.
-            out: tensor for the result; None: ``tensor``.
-            option: operation of a reduction, root of a broadcast.
-            most: bytes of the largest tensor that is not declined.
-
-        Returns:
-            Bytes of the tensor, or of one row, if it is finished; `compiled_core.DECLINED` if nothing was begun;
-            another negative number if `finish` must wait for other ranks.
+            wait: waits once for ranks that are late.
+            words: the engine's, as `compiled_core` numbers them.
         """
-        return self._collective(sequence, collective, tensor, out, option, most)
-
-    def finish(self, sequence: int) -> dict[int, tuple[int, int]]:
-        """Wait for the collective that was begun; return rank -> (sequence, code) of ranks in another call."""
         assert core is not None
-        while True:
-            count, code = self._state()
-            elsewhere = self._wait(count, sequence, code)
-            if elsewhere or not core.resume(self._handle):
-                return elsewhere
+        found: Callable[..., int] = core.caller((self._handle, wait, words))
+        return found
+
+    def wait(self, sequence: int) -> dict[int, tuple[int, int]]:
+        """Wait for the exchange that was begun; return rank -> (sequence, code) of ranks in another call."""
+        count, code = self._state()
+        return self._wait(count, sequence, code)
 
 
 def _has_count(marks: memoryview, count: int) -> bool:
