@@ -452,7 +452,10 @@ class Communicator:
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
     ) -> bool:
         """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run."""
-        found = self._call_compiled(collective, tensor, out, option)
+        try:
+            found = self._call_compiled(collective, tensor, out, option)
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self._engine.failed(error) from None
         if found != HELD:
             return found == DONE
         if self._engine.queue.unfinished or self._gpus.nccl is not None:

@@ -248,7 +248,11 @@ class Engine:
             if self.error is not None:
                 return False
             self._words[SEQUENCE] = sequence = self._words[SEQUENCE] + 1
-            if self.call_compiled(collective, tensor, out, option, *most) != DONE:
+            try:
+                found = self.call_compiled(collective, tensor, out, option, *most)
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise self.failed(error) from None
+            if found != DONE:
                 self._words[SEQUENCE] = sequence - 1
                 return False
             self._words[BYTES] += nbytes_of(slot_exchange.code)
@@ -263,16 +267,21 @@ class Engine:
         """
         slot_exchange, sequence = self.resources.slot_exchange, self.sequence
         assert isinstance(slot_exchange, CompiledSlotExchange)
-        try:
-            self._watchdog.begin(sequence, slot_exchange.code)
-            elsewhere = slot_exchange.wait(sequence)
-            if elsewhere:
-                raise self.mismatch(sequence, slot_exchange.code, elsewhere)
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self.failed(error, slot_exchange.code) from None
+        self._watchdog.begin(sequence, slot_exchange.code)
+        elsewhere = slot_exchange.wait(sequence)
+        if elsewhere:
+            raise self.mismatch(sequence, slot_exchange.code, elsewhere)
 
-    def failed(self, error: BaseException, code: int) -> BaseException:
-        """End the communicator on all ranks after an error inside a collective; return the error to raise."""
+    def failed(self, error: BaseException, code: int | None = None) -> BaseException:
+        """End the communicator on all ranks after an error inside a collective; return the error to raise.
+
+        Args:
+            error: the error.
+            code: `CallSignature.code` of the collective; None: the last one of `call_compiled`.
+        """
+        if code is None:
+            assert isinstance(self.resources.slot_exchange, CompiledSlotExchange)
+            code = self.resources.slot_exchange.code
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
