@@ -12,19 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gangline.collectives import algorithms
+from gangline.collectives import compiled_core as core
 from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
-from gangline.collectives.compiled_core import (
-    BARRIER,
-    BYTES,
-    DECLINED,
-    DONE,
-    ENDED,
-    LIMITS,
-    LOCKED,
-    QUEUED,
-    RUNNING,
-    SEQUENCE,
-)
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.faults import script_of
@@ -105,18 +94,18 @@ class Engine:
     def __init__(self, resources: GroupResources) -> None:
         self.resources = resources
         self.error: GanglineError | None = None
-        memory = bytearray(8 * (LIMITS + BARRIER + 1))
+        memory = bytearray(8 * (core.LIMITS + core.BARRIER + 1))
         self._words = memoryview(memory).cast("q")
         timeline = recorder.current
         self.lock = _CallLock(self._words) if timeline is None else _RecordedLock(self, timeline, self._words)
         """Held by the thread that runs a collective, unless `gangline._core` runs it."""
-        self.queue = WorkQueue(counter=self._words[QUEUED : QUEUED + 1])
+        self.queue = WorkQueue(counter=self._words[core.QUEUED : core.QUEUED + 1])
         self.is_inherited = False
         """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
         self._faults = script_of("rank", resources.rank)
-        self._words[ENDED] = timeline is not None or self._faults is not None
+        self._words[core.ENDED] = timeline is not None or self._faults is not None
         self.call_compiled = self._compiled_caller(memory)
         """Runs a collective without the lock if it can: `CompiledSlotExchange.caller` has the arguments."""
         _engines.add(self)
@@ -127,16 +116,16 @@ class Engine:
     @property
     def sequence(self) -> int:
         """The number of the communicator's last collective."""
-        return self._words[SEQUENCE]
+        return self._words[core.SEQUENCE]
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank has passed to collectives."""
-        return self._words[BYTES]
+        return self._words[core.BYTES]
 
     def add_bytes(self, nbytes: int) -> None:
         """Count bytes of a collective; the caller holds the lock."""
-        self._words[BYTES] += nbytes
+        self._words[core.BYTES] += nbytes
 
     @property
     def next_number(self) -> int:
@@ -211,8 +200,8 @@ class Engine:
             self._faults.reach("collective")
         if self.error is not None:
             self.check_open()
-        self._words[SEQUENCE] = sequence = self._words[SEQUENCE] + 1
-        self._words[BYTES] += nbytes
+        self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
+        self._words[core.BYTES] += nbytes
         self._watchdog.begin(sequence, code)
         return sequence
 
@@ -222,12 +211,12 @@ class Engine:
             return _decline
         key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
         for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
-            self._words[LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
+            self._words[core.LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
         return slot_exchange.caller(self._wait, memory)
 
     def hold(self) -> None:
         """Make all later calls take the lock."""
-        self._words[ENDED] = 1
+        self._words[core.ENDED] = 1
 
     def run_compiled(
         self, collective: int, tensor: object, out: object = None, option: object = None, *most: int
@@ -247,15 +236,15 @@ class Engine:
                 self._faults.reach("collective")
             if self.error is not None:
                 return False
-            self._words[SEQUENCE] = sequence = self._words[SEQUENCE] + 1
+            self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
             try:
                 found = self.call_compiled(collective, tensor, out, option, *most)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(error) from None
-            if found != DONE:
-                self._words[SEQUENCE] = sequence - 1
+            if found != core.DONE:
+                self._words[core.SEQUENCE] = sequence - 1
                 return False
-            self._words[BYTES] += nbytes_of(slot_exchange.code)
+            self._words[core.BYTES] += nbytes_of(slot_exchange.code)
             self._watchdog.begin(sequence, slot_exchange.code)
         return True
 
@@ -299,7 +288,7 @@ class Engine:
         """
         with self.lock:
             if self.error is None:
-                self._words[SEQUENCE] += 1
+                self._words[core.SEQUENCE] += 1
                 self.resources.membership.refuse(self.sequence, f"{call}: {type(error).__name__}: {error}")
 
     def end(self, error: GanglineError) -> None:
@@ -380,7 +369,7 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self._words[RUNNING] = self._words[LOCKED] = 0
+        self._words[core.RUNNING] = self._words[core.LOCKED] = 0
         self.lock = _CallLock(self._words)
         self.hold()
         self.error = GanglineError(
@@ -415,10 +404,10 @@ class _CallLock:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._words[LOCKED] = threading.get_ident()
-        if self._words[RUNNING]:
+        self._words[core.LOCKED] = threading.get_ident()
+        if self._words[core.RUNNING]:
             try:
-                wait_until(lambda: not self._words[RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), lambda: None)
+                wait_until(lambda: not self._words[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), lambda: None)
             except BaseException:
                 self._release()
                 raise
@@ -427,12 +416,12 @@ class _CallLock:
         self._release()
 
     def _release(self) -> None:
-        self._words[LOCKED] = 0
+        self._words[core.LOCKED] = 0
         self._lock.release()
 
     def is_free(self) -> bool:
         """Return whether no collective runs."""
-        return not self._words[LOCKED] and not self._words[RUNNING]
+        return not self._words[core.LOCKED] and not self._words[core.RUNNING]
 
 
 class _RecordedLock(_CallLock):
@@ -463,7 +452,7 @@ class _RecordedLock(_CallLock):
 
 
 def _decline(*_: object) -> int:
-    return DECLINED
+    return core.DECLINED
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
