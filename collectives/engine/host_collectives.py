@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gangline.collectives.call_signature import encode_signature
-from gangline.collectives.compiled_core import ALL_REDUCE, DONE, reduction
+from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, DONE, reduction
 from gangline.collectives.engine.engine import Engine, Plan
 from gangline.collectives.engine.executor import AllToAllChunks, Chunks, EqualChunks, run
 from gangline.collectives.engine.host_staging import (
@@ -49,9 +49,12 @@ class HostCollectives:
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
         self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
-        self._choices: list[list[np.ndarray]] = []  # of rank 0 for a large all-reduce, by parity
-        if isinstance(self._slot_exchange, CompiledSlotExchange):
-            self._choices = [[slot.numpy() for slot in slots] for slots in self._slot_exchange.slots(1, torch.uint8)]
+
+    @cached_property
+    def _choices(self) -> list[np.ndarray]:
+        """By parity, the byte of rank 0's slot that holds its choice for a large all-reduce."""
+        assert self._slot_exchange is not None
+        return [slots[0].numpy() for slots in self._slot_exchange.slots(1, torch.uint8)]
 
     def all_reduce(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce over all ranks; ``result`` may be ``tensor``."""
@@ -225,7 +228,7 @@ class HostCollectives:
 
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every rank's bytes in rank order: a `BootstrapAllGather`."""
-        lengths = torch.empty(self._size, dtype=torch.int64, device="cpu")
+        lengths = torch.empty((self._size, 1), dtype=torch.int64, device="cpu")
         self._all_gather(torch.tensor([len(blob)], device="cpu"), lengths)
         longest = int(lengths.max())
         own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -233,9 +236,13 @@ class HostCollectives:
             own[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         blobs = torch.empty((self._size, longest), dtype=torch.uint8, device="cpu")
         self._all_gather(own, blobs)
-        return [row[:length].numpy().tobytes() for row, length in zip(blobs, lengths.tolist(), strict=True)]
+        return [row[:length].tobytes() for row, length in zip(blobs.numpy(), lengths.flatten().tolist(), strict=True)]
 
     def _all_gather(self, tensor: Tensor, result: Tensor) -> None:
+        if isinstance(self._slot_exchange, CompiledSlotExchange):
+            if self._engine.run_compiled(ALL_GATHER, tensor, result):
+                return
+            self._engine.check_open()
         self.all_gather(encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None), tensor, result)
 
     def _large(self, source: Tensor, flat: Tensor, op: str, code: int) -> None:
@@ -251,8 +258,8 @@ class HostCollectives:
         costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
         with engine.call(code) as message_tag:
             if self._rank == 0:
-                self._choices[slot_exchange.parity][0][0] = costs.choose()
-            way = int(self._choices[engine.exchange_slots(*message_tag)][0][0])
+                self._choices[slot_exchange.parity][0] = costs.choose()
+            way = int(self._choices[engine.exchange_slots(*message_tag)][0])
             began = time.perf_counter()
             if way:
                 copy_values(flat, source)

@@ -14,6 +14,7 @@ import secrets
 import struct
 import weakref
 from collections import deque
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,7 +61,10 @@ class Segment:
         self._bytes = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self._bytes.mapping = mapping  # type: ignore[attr-defined]  # views hold the ctypes array, which holds the mapping
         self._view = memoryview(self._bytes).cast("B")
-        self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
+
+    @cached_property
+    def _tensor(self) -> Tensor:
+        return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def region(self, offset: int, nbytes: int) -> Segment:
         """Return a part of the segment, which keeps the whole mapping alive."""

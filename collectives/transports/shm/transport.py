@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 import msgpack
 import torch
@@ -39,6 +40,7 @@ from gangline.collectives.transports.shm.host_group import HostGroup, padded
 from gangline.collectives.transports.shm.registered import RegisteredMemory
 from gangline.collectives.transports.shm.segments import Segment, share
 
+_Queue = TypeVar("_Queue")
 _REGISTERED, _REMOTE, _STAGED = 1, 2, 3
 _SMALL = 1 << 15  # bytes up to which a message is staged: two system calls cost more than a second copy
 
@@ -79,6 +81,18 @@ class _Outgoing(SendRequest):
             self.queue.transport.wait_for(self.queue.to, self.is_done)
 
 
+class _MadeAtUse(dict[int, _Queue]):
+    """Queues by rank: most ranks of a large group exchange slots only."""
+
+    def __init__(self, make: Callable[[int], _Queue]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rank: int) -> _Queue:
+        queue = self[rank] = self._make(rank)
+        return queue
+
+
 class SharedMemoryTransport(Transport):
     """Transport between the processes of one host. Collective: all ranks must create it."""
 
@@ -90,14 +104,12 @@ class SharedMemoryTransport(Transport):
         staging = _staging_offset(size)
         segments = group.take(staging + size * _BUFFERS * PIECE)
         self._processes, self._members, readable = group.processes, group.members, group.readable
-        peers = [other for other in range(size) if other != rank]
-        self._send_queues = {
-            to: _SendQueue(self, segments[rank], segments[to], to, staging, is_readable=rank in readable[to])
-            for to in peers
-        }
-        self._receive_queues = {
-            source: _ReceiveQueue(self, segments[source], segments[rank], source, staging) for source in peers
-        }
+        self._send_queues = _MadeAtUse(
+            lambda to: _SendQueue(self, segments[rank], segments[to], to, staging, is_readable=rank in readable[to])
+        )
+        self._receive_queues = _MadeAtUse(
+            lambda source: _ReceiveQueue(self, segments[source], segments[rank], source, staging)
+        )
         self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
         self._registered = RegisteredMemory()
 
@@ -157,7 +169,7 @@ class SharedMemoryTransport(Transport):
         return self._registered.add(segments, self.rank, nbytes)
 
     def withdraw(self) -> None:  # noqa: D102
-        for queue in self._send_queues.values():
+        for queue in list(self._send_queues.values()):
             queue.withdraw()
         self._backlog.clear()
 
