@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+_VARIABLES = ("GANGLINE_", "DMLC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "OMP_")  # other packages set their own
+
+
 def _settings() -> dict[str, object]:
     """Return what a test may change for the tests after it."""
     return {
@@ -66,7 +69,7 @@ def _settings() -> dict[str, object]:
         "gradients": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "modes": _len_torch_function_stack(),  # a default device is one
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "directory": Path.cwd(),
     }
 
