@@ -265,8 +265,8 @@ def _interrupted(comm: Communicator) -> list[str]:
                 with pytest.raises(KeyboardInterrupt):
                     other.barrier()
                 thread.join()
-            else:
-                time.sleep(0.3)
+            comm.barrier()
+            if comm.rank == 1:
                 other.barrier()  # which rank 0 has reached
             with pytest.raises(GanglineError) as error:
                 other.barrier()
