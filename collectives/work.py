@@ -22,6 +22,7 @@ from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
+_POLL_SECONDS, _POLLING_SECONDS = 0.0005, 0.02  # between a thread's looks for calls of waiters; after the last one
 _BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
 _forks = 0  # between the first process and this one
@@ -48,6 +49,8 @@ class Work:
         self._is_over = False
         self.queued: Callable[[], None] | None = None
         """Runs the operation in this thread, if no other one has begun it; None: that is not allowed."""
+        self.wake: Callable[[], None] | None = None
+        """Makes the queue's thread run the operation now, if nobody may call `queued` soon; None: it is awake."""
         self._forks = _forks
         self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
@@ -156,6 +159,8 @@ class WorkQueue:
         self._counter[0] = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
+        self._polls = False  # whether the thread looks for calls by itself
+        self._polls_until = 0.0
 
     @property
     def unfinished(self) -> int:
@@ -209,7 +214,8 @@ class WorkQueue:
     ) -> None:
         """Run an operation in the queue's thread; if called from inside another operation, run it at once.
 
-        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun.
+        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun. To wake
+        the queue's thread costs more than a small collective, so after such a call it looks for the next by itself.
 
         Raises:
             RuntimeError: if the queue is closed.
@@ -233,11 +239,17 @@ class WorkQueue:
             if not call.blockers:
                 heapq.heappush(self._ready, call)
             if by_waiter:
-                work.queued = partial(self._run_by_waiter, call)
+                work.queued, work.wake = partial(self._run_by_waiter, call), self._wake
+                self._polls_until = time.monotonic() + _POLLING_SECONDS
             if self._thread is None:
                 gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
                 self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
                 self._thread.start()
+            if not (by_waiter and self._polls):
+                self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
             self._changed.notify_all()
 
     def _is_inside(self) -> bool:
@@ -298,7 +310,8 @@ class WorkQueue:
                 while not self._ready:
                     if self._closed and not self.unfinished:
                         return
-                    self._changed.wait()
+                    self._polls = time.monotonic() < self._polls_until
+                    self._changed.wait(_POLL_SECONDS if self._polls else None)
                 call = heapq.heappop(self._ready)
             call.work.queued = None
             self._execute(call.operation, call.work)

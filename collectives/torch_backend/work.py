@@ -159,6 +159,8 @@ class GroupWork(TorchWork):
             is_over = self._is_over
         if is_over:
             self._complete_future()
+        elif self._work.wake is not None:
+            self._work.wake()
         return self._future
 
     def _end(self, error: BaseException | None) -> None:

@@ -252,6 +252,54 @@ def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue)
     assert order == ["inner async", "inner", "outer", "later"]
 
 
+# -- calls that their waiter may run ----------------------------------------------------------------------------------
+
+
+def test_a_waiter_runs_its_call_and_the_queue_one_that_nobody_waits_for(
+    queue: WorkQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gangline.collectives.work._POLL_SECONDS", 0.5)
+    monkeypatch.setattr("gangline.collectives.work._POLLING_SECONDS", LIMIT)
+    wakes: list[int] = []
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(queue._changed, "notify_all", lambda: wakes.append(1))
+
+    def submitted() -> Work:
+        queue.submit(lambda: threads.append(threading.current_thread()), work := Work("call"), ["w"], 0, by_waiter=True)
+        return work
+
+    submitted().wait(LIMIT)  # by the thread that it starts
+    for _ in range(5):
+        work = submitted()
+        if work.queued is not None:  # the thread may look just now
+            work.queued()
+        work.wait(LIMIT)
+    assert threading.current_thread() in threads
+    submitted().wait(LIMIT)
+    assert threads[-1] is queue._thread is not None
+    assert len(wakes) == 1  # the thread looks by itself
+
+
+def test_a_queue_that_has_looked_for_long_must_be_woken(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gangline.collectives.work._POLLING_SECONDS", 0)
+    for _ in range(3):
+        queue.submit(lambda: None, work := Work("call"), ["w"], 0, by_waiter=True)
+        work.wait(LIMIT)
+    assert not queue._polls
+
+
+def test_wake_starts_a_call_that_nobody_waits_for(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.submit(lambda: None, first := Work("call"), ["w"], 0, by_waiter=True)
+    first.wait(LIMIT)
+    monkeypatch.setattr("gangline.collectives.work._POLL_SECONDS", 4 * LIMIT)
+    queue.submit(lambda: None, second := Work("call"), ["w"], 0)
+    second.wait(LIMIT)  # the thread sleeps for long from now on
+    queue.submit(lambda: None, third := Work("call"), ["w"], 0, by_waiter=True)
+    assert third.wake is not None
+    third.wake()
+    third.wait(LIMIT)
+
+
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
