@@ -92,6 +92,8 @@ def start_launcher(
     ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
     first failure; ``key``: the job's key as hexadecimal digits, None for that of this process or a new one.
     """
+    if key is None and (inherited := job_key()) is not None:  # the launcher does not inherit its descriptor
+        key = inherited.hex()
     popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
         (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
         env=environment,
@@ -118,7 +120,7 @@ def launch_job() -> None:
     """Run the launcher of a job, as `start_launcher` describes it, and exit with the job's code."""
     parent, failure, digits, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
-    key = JobKey.from_hex(digits) if digits else job_key() or JobKey.new()
+    key = JobKey.from_hex(digits) if digits else JobKey.new()
     reports = Reports(on_failure=None if failure is None else partial(_write_text, failure))
     processes = [Process.from_plain(one) for one in table]
     raise SystemExit(run(processes, StopTimeouts(stop=grace), key, reports=reports).code)

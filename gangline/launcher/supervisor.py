@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +40,8 @@ _PIPE = 1 << 20
 """Maximum capacity of a pipe in bytes."""
 _HOST_DELAY = 5.0
 """Seconds for supervisors on other hosts to report and end, after they killed their processes."""
+_LEFT_SECONDS = 2.0
+"""Seconds for a worker that has left the job to end, if another one fails meanwhile."""
 _STOP = "stop"
 _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
@@ -133,11 +136,13 @@ class Supervisor:
         self._kept_memory: dict[str, int] = {}
         """Descriptors by label: a process that starts again finds its state in this memory."""
         self._from_scheduler: int | None = None
-        """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended, or nothing is started again."""
+        """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended."""
         self._scheduler_line = b""
         """Beginning of an incomplete line of the scheduler."""
-        self._left: set[str] = set()
-        """Labels of the processes that have left the job, of which nobody needs a restart."""
+        self._left: list[str] = []
+        """Labels of the processes that have left the job, in that order; nobody needs a restart of them."""
+        self._failed_later: list[tuple[_Child, int]] = []
+        """Workers that failed while one that had left the job had not ended: its exit may be the cause."""
         self._is_lost = False
         """True if the scheduler has said that restarts are of no use any more."""
         self._late_code = 0
@@ -262,10 +267,10 @@ class Supervisor:
                 own: dict[str, int] = {}
                 if (self._restarts_left or self._restarts) and process.role in ("scheduler", "server", "worker"):
                     own[KEPT_MEMORY] = self._kept_memory_of(process)
-                    if process.role == "scheduler":
-                        self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
-                        os.set_blocking(self._from_scheduler, False)
-                        self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
+                if process.role == "scheduler":
+                    self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
+                    os.set_blocking(self._from_scheduler, False)
+                    self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
                 more = {**environment, **{name: str(descriptor) for name, descriptor in own.items()}}
                 self._start(process, more, [*descriptors, *own.values()])
                 if LAUNCHER_FD in own:
@@ -292,7 +297,7 @@ class Supervisor:
                 return
             *lines, self._scheduler_line = (self._scheduler_line + data).split(b"\n")
             self._is_lost |= LOST in lines
-            self._left.update(line.decode() for line in lines)
+            self._left += (line.decode() for line in lines)
             if not data:
                 self._selector.unregister(self._from_scheduler)
                 os.close(self._from_scheduler)
@@ -425,7 +430,7 @@ class Supervisor:
         for child, code in sorted(ended, key=lambda one: (one[1] >= 0, one[0].process.role != "scheduler")):
             self._ended(child, code)
 
-    def _ended(self, child: _Child, code: int) -> None:
+    def _ended(self, child: _Child, code: int, *, may_wait: bool = True) -> None:
         self._drain(child)  # its last output comes before the report
         if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler tells the others
             code = 0
@@ -440,6 +445,14 @@ class Supervisor:
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)
             return
+        ending = {one.process.label for one in self._workers()} & {*takewhile(child.process.label.__ne__, self._left)}
+        if code > 0 and self._code is None and child.process.is_worker and ending and may_wait:
+            self._failed_later.append((child, code))
+            self._alarm = self._alarm or (
+                time.monotonic() + _LEFT_SECONDS,
+                partial(self._end_failed_later, may_wait=False),
+            )
+            return
         if child.process.is_worker:
             self._worker_codes.add(code)
         if code and self._code is None:
@@ -449,6 +462,14 @@ class Supervisor:
             self._write(partial(self._output.send, _WORKERS_ENDED))
         self._end_servers()
         self._tell_workers_ended()
+        self._end_failed_later()
+
+    def _end_failed_later(self, *, may_wait: bool = True) -> None:
+        failed, self._failed_later = self._failed_later, []
+        if failed and self._code is None:
+            self._alarm = None
+        for child, code in failed:
+            self._ended(child, code, may_wait=may_wait)
 
     def _end_servers(self) -> None:
         """If no worker is left on any host, stop the servers, or set the time by which they should have ended."""

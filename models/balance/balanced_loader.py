@@ -471,7 +471,7 @@ def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[
     try:
         checked = check_work_load_list(loads, size)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks: {error}") from None
+        raise type(error)(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks") from None
     if not all(checked):
         raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
     return checked

@@ -156,6 +156,13 @@ class GradientWeights:
         unknown = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in _balanced
         ]
+        own = {id(parameter) for network in self._networks for parameter in network.parameters()}
+        if any(id(parameter) in own for parameter in unknown):
+            raise RuntimeError(
+                "balance: the network got parameters within this epoch, and their gradients of this batch do not have "
+                "the weight of this rank's share; add or replace layers between epochs, before the loop asks for the "
+                "first batch"
+            )
         if unknown and (wrapper := _wrapper_of(unknown)) is not None:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "

@@ -69,7 +69,7 @@ class IterableBatches:
             samples = length_of(loader.dataset)
             if samples is not None and loader.drop_last:
                 return samples // batch_size * batch_size // self._size
-        elif self._is_same and not self._size % batch_size:  # its last batch may be smaller, which changes nothing
+        elif self._is_same and self._batch_size and not self._size % batch_size:  # its last batch may be smaller
             samples = None if (batches := length_of(loader)) is None else batches * batch_size
         if samples is None:
             raise TypeError("the streams have no length, so the number of batches is not known")

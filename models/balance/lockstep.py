@@ -205,7 +205,7 @@ class Lockstep:
                 'loss_reduction="normalized"; this batch has none, or its backward has ended'
             )
         reduction.enter_forward()
-        signal = Signal.LOST if reduction.arrived else Signal.SKIPPED
+        signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
         rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()

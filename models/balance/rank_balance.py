@@ -180,7 +180,7 @@ class RankBalance:
         with log_to_stderr():
             _log.info(
                 "balance: %s%s of %d samples (alone %s samples/s); expected step %.3g ms, equal split %.3g ms",
-                "the split stays equal, " if counts == equal else "",
+                "the split stays equal so far, " if counts == equal else "",
                 ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts)),
                 self._full,
                 listed_rates(rates),

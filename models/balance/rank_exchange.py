@@ -76,7 +76,11 @@ class RankExchange:
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return as many numbers of each rank, in rank order. Collective."""
         rows = self._rows(numbers)
-        dist.all_reduce(rows, group=self._group)
+        try:
+            dist.all_reduce(rows, group=self._group)
+        except RuntimeError as error:
+            error.add_note("balance: another rank ended or failed before it took the step of this one; see its output")
+            raise
         return cast(list[list[float]], rows.tolist())
 
     def start_gather(self, numbers: Sequence[float]) -> tuple[dist.Work, Tensor]:

@@ -50,7 +50,9 @@ class Reduction:
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
         self.arrived = 0
-        """Gradients that a backward pass has brought, until it has ended."""
+        """Gradients that a backward pass has brought to be reduced, until it has ended."""
+        self.is_partial = False
+        """True if backward passes of this batch have added gradients that no reduction has taken yet (`no_sync`)."""
         self._has_entered = False  # into the forward of the network
         self.is_ended = False
         """True if a backward of this batch has reduced gradients."""
@@ -64,10 +66,13 @@ class Reduction:
         """Count a gradient that a backward pass brings to a parameter."""
         if self._is_completing:
             return
-        if not self.arrived:
+        if not (self.arrived or self.is_partial):
             self.adds = self._parameters[0].grad is not None
+        if not self._model.require_backward_grad_sync:
+            self.is_partial = True
+            return
         self.arrived += 1
-        if self.arrived == self._expected and self._model.require_backward_grad_sync:
+        if self.arrived == self._expected:
             # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
             Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -81,7 +86,7 @@ class Reduction:
         Variable._execution_engine.queue_callback(self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self.arrived, self._has_entered, self.is_ended, self.has_trained = 0, False, True, True
+        self.arrived, self.is_partial, self._has_entered, self.is_ended, self.has_trained = 0, False, False, True, True
         if (listener := self.listener()) is not None:
             listener.end_reduction()
 
@@ -90,7 +95,11 @@ class Reduction:
 
         It is the model's buffers, and once, in the second step, the order of buckets.
         """
-        if not (self.is_ended or self._has_entered or self.arrived):
+        if self.is_ended or self.arrived:
+            return
+        if self._has_entered or self.is_partial:  # perhaps within no_sync, which leaves out the order of buckets
+            self._model.reducer._rebuild_buckets()
+        else:
             self._model._pre_forward(torch.zeros((), device="cpu"))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
@@ -103,7 +112,7 @@ class Reduction:
                 self._zeros().backward()
         finally:
             self._is_completing = False
-            self.arrived, self.is_ended = 0, True
+            self.arrived, self.is_partial, self.is_ended = 0, False, True
 
     def _zeros(self) -> Any:
         """Return a number whose gradient with regard to the parameters that have got none yet is zero."""
@@ -113,8 +122,8 @@ class Reduction:
         count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
         if not missing or count - len(missing) > self.arrived:
             raise RuntimeError(
-                f"backward failed after {self.arrived} of {count} gradients, and it is not known which ones "
-                "other ranks have got; restart from a checkpoint"
+                f"backward failed after {self.arrived} of {count} gradients, and an earlier one had brought others, so "
+                "it is not known which are reduced already; restart from a checkpoint"
             )
         return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
 

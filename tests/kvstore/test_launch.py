@@ -241,6 +241,24 @@ def test_a_job_ends_with_the_code_of_its_failure_and_names_the_process(
     assert re.sub(r" \(pid \d+\)", "", errors[0]).startswith(f"gangline: {words}"), errors
 
 
+def test_a_worker_that_has_left_the_job_is_the_first_to_fail_though_its_process_ends_last(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    processes = {
+        "scheduler": f"echo 'worker 1' > /proc/self/fd/$GANGLINE_LAUNCHER_FD; echo > {fifo}; exec sleep 100",
+        "worker 0": f"read x < {fifo}; exit 1",
+        "worker 1": "sleep 1; exit 7",
+    }
+    with job(processes) as run:
+        code, _, errors = run.end()
+    assert code == 7
+    assert re.match(r"gangline: worker 1 \(pid \d+\) exited with code 7", errors[0])
+    with job(processes | {"worker 1": "exec sleep 100"}) as run:  # it does not end
+        code, _, errors = run.end()
+    assert code == 1
+    assert re.match(r"gangline: worker 0 \(pid \d+\) exited with code 1", errors[0])
+
+
 def test_servers_outlive_the_workers_that_a_failure_stops(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -445,6 +463,7 @@ WRONG_USAGE = {
     "-n 2 --work-load-list 3,x": "'3,x'; expected numbers with commas, such as 3,1, or auto",
     "-n 2 --env NOT_SET_HERE": "NOT_SET_HERE is not set here",
     "-n 2 -s 0 --restart-processes 1": "--restart-processes needs servers",
+    "-n 2 -s 0 --log-dir /proc/none": "--log-dir /proc/none cannot be created: No such file",
     "-n 2 --launcher mpi --max-restarts 1": "--max-restarts has no effect with --launcher mpi; expected --launcher ",
     "-n 2 --launcher slurm --max-restarts 1": "Slurm queues the job again",
     "-n 2 --launcher k8s --max-restarts 1": "failurePolicy.maxRestarts",

@@ -39,6 +39,13 @@ def test_results_come_in_rank_order_and_output_with_its_prefix(capsys: pytest.Ca
     assert sorted(errors.splitlines()) == ["[worker 0] warned", "[worker 1] warned"]
 
 
+def test_a_worker_may_launch_a_job_of_its_own() -> None:
+    def outer() -> list[str]:
+        return gangline.launch(lambda: os.environ["WORLD_SIZE"], workers=1, servers=0)
+
+    assert gangline.launch(outer, workers=2, servers=0) == [["1"], ["1"]]
+
+
 def test_output_goes_where_sys_stdout_goes() -> None:
     with redirect_stdout(io.StringIO()) as out:
         gangline.launch(lambda: print("grüße"), workers=1, servers=0)

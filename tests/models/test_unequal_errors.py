@@ -70,7 +70,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         return lambda: balanced(loader, **options)
 
     check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
-    check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]", "each of 2 ranks", "3 entries")
+    check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]; expected a number above 0 for each of 2 ranks")
     check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
     check_refused(of(plain, loads=[1, -2]), "loads is [1, -2]", "above 0")
     check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
@@ -130,6 +130,18 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         lambda: list(balanced(plain, count=lambda batch: batch[rank * 99].sum())), "index 99 is out of bounds"
     )
     assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
+
+    # A layer that is replaced while a batch is current has no weight.
+    network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    loader = gangline.balance(network, plain, loads=[3, 1])
+
+    def replace_a_layer() -> None:
+        for _ in loader:
+            network[1] = nn.Linear(1, 1)
+            network(torch.ones(2, 1)).sum().backward()
+            torch.optim.SGD(network.parameters(), lr=1).step()
+
+    check_refused(replace_a_layer, "got parameters within this epoch", "between epochs")
 
     # Streams
     check_refused(stream_of(int, stream=None), 'stream="own"', 'stream="same"', "Stream is an IterableDataset")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -94,6 +95,31 @@ def skip_second(where: str, **options: Any) -> list[float]:
     return weights
 
 
+def micro_batches(where: str = "", failing: int = 1, **options: Any) -> list[float]:
+    """Train three steps of two backward passes on rank 0 and one or two on rank 1, which fails in one step."""
+    job, weights = Job(**options), []
+    module, rank = job.model.module, dist.get_rank()
+    for number, (x,) in enumerate(job.loader):
+        count = 1 + (rank == 0 or number > 0)
+        job.model.zero_grad()
+        hook: Any = None
+        try:
+            for k in range(count):
+                with job.model.no_sync() if k < count - 1 else nullcontext():
+                    if rank == 1 and number == failing and where == ("in first forward", "in last forward")[k]:
+                        hook = module.register_forward_hook(fail)
+                    output = job.model(x).mean() / count
+                    if rank == 1 and number == failing and where == ("before first", "before last")[k]:
+                        fail()
+                    output.backward()
+        except torch.OutOfMemoryError:
+            if hook is not None:
+                hook.remove()
+            job.loader.skip()
+        weights.append(job.step())
+    return weights
+
+
 def steps_of_one_rank(comm: Communicator, path: str, backend: str) -> None:
     join(comm, path, backend)
     rank = comm.rank
@@ -108,6 +134,15 @@ def steps_of_one_rank(comm: Communicator, path: str, backend: str) -> None:
         assert skip_second("in backward") == skip_second("in backward", bucket_cap_mb=1e-5) == dropped
         assert skip_second("in forward", find_unused_parameters=True) == dropped
     assert "rank 1 skipped global batch 1" in str(caught[0].message)
+    assert micro_batches() == exact
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for failing, options in product((1, 2), kinds):
+            for where in ("in first forward", "before first"):
+                assert micro_batches(where, failing, **options) == exact, (where, failing, options)
+            for where in ("in last forward", "before last"):
+                weights = micro_batches(where, failing, **options)
+                assert weights == (dropped if failing == 1 else [-1.0, -3.0, -3.0]), (where, failing, options)
     job = Job()
     check_refused(job.loader.skip, "this batch has none")
     job.loader.close()
@@ -243,6 +278,7 @@ def own_iterations(comm: Communicator, path: str) -> None:
         (Doubled(data, batch_size=4), [2 * number for number in everything], 5),
         (MultiEpochs(data, batch_size=4), everything, 5),
         (Pipeline(), everything, None),
+        ([torch.arange(begin, min(begin + 4, 37)) for begin in range(0, 37, 4)], everything, None),
     ]
     for user, wanted, length in cases:
         name, size = type(user).__name__, None if hasattr(user, "batch_size") else 8
@@ -252,6 +288,9 @@ def own_iterations(comm: Communicator, path: str) -> None:
             assert flat(epoch_of(loader)) == wanted, name
         if length is not None:
             assert len(loader) == length
+        else:
+            with pytest.raises(TypeError, match="have no length"):
+                len(loader)
     check_refused(partial(balanced, Pipeline(), stream="own"), "Pipeline is not a torch DataLoader", "global_batch=")
     dist.destroy_process_group()
 

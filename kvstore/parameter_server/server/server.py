@@ -364,7 +364,10 @@ class Server:
         shards, known = [], self._rounds.shards
         for number, *_ in entries:
             if number not in known:
-                raise KeyError(f"shard {number} is unknown to server {self._scheduler.rank}")
+                raise MismatchError(
+                    f"server {self._scheduler.rank} has no shard {number}: worker 0, which sends the values, has not "
+                    "initialised its key; expected init() of the same keys on all workers"
+                )
             shards.append(known[number])
         return shards
 
