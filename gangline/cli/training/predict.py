@@ -25,23 +25,19 @@ _KNOWN = ("network", "num_classes", "image_shape")
 class PredictOptions(DeviceOptions):
     """The options of `gangline predict`."""
 
-    data_dir: Annotated[str, typer.Option(help="Folder of images: a path, or a URL such as s3://bucket/photos.")] = ...  # type: ignore[assignment]
-    model_prefix: Annotated[
-        str, typer.Option(help="Prefix of the checkpoint, as --model-prefix of `gangline train`.")
-    ] = ...  # type: ignore[assignment]
-    load_epoch: Annotated[str, typer.Option(help="Checkpoint: a number, best, or auto for the newest.")] = "auto"
-    network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
+    data_dir: str = ...  # type: ignore[assignment]
+    """Folder of images: a path, or a URL such as s3://bucket/photos."""
+    model_prefix: str = ...  # type: ignore[assignment]
+    """Prefix of the checkpoint, as --model-prefix of `gangline train`."""
+    load_epoch: str = "auto"
+    """Checkpoint: a number, best, or auto for the newest."""
+    network: str | None = None
+    """Network; needed only if the checkpoint does not name it."""
     json: JsonFile = None
-    top_k: Annotated[
-        int, typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1)
-    ] = 1
-    score: Annotated[
-        bool,
-        typer.Option(
-            "--score",
-            help="Compare with the sub-folders, one per class, and print a line metric=<float> per metric instead.",
-        ),
-    ] = False
+    top_k: Annotated[int, typer.Option(min=1)] = 1
+    """Labels per file, the most probable first; with --score top-K accuracy as well."""
+    score: Annotated[bool, typer.Option("--score")] = False
+    """Compare with the sub-folders, one per class, and print a line metric=<float> per metric instead."""
 
 
 def predict(options: PredictOptions) -> None:
