@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,6 @@ from gangline.cli.options import DeviceOptions, JsonFile, check_network, metrics
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.module import Module
 
 _KNOWN = ("network", "num_classes", "image_shape")
@@ -63,19 +62,13 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
 
     from gangline.models.data.images.folder import ImageFolder
 
-    module, normalised = _loaded(options)
+    module, reading = _loaded(options)
     about = module.run_state.metadata
     classes = about.get("classes") or [str(number) for number in range(about["num_classes"])]
     top_k = options.top_k
     if top_k > len(classes):
         raise UsageError(f"--top-k is {top_k}, but there are {len(classes)} classes")
-    images = ImageFolder.unlabelled(
-        options.data_dir,
-        about["image_shape"],
-        augmentation=normalised,
-        num_workers=options.data_workers,
-        skip_unreadable=options.skip_unreadable,
-    )
+    images = ImageFolder.unlabelled(options.data_dir, about["image_shape"], **reading)
     outputs = module.predict(images, batch_size=options.batch_size)
     probabilities, labels = torch.softmax(outputs.double(), dim=1).topk(top_k, dim=1)
     unreadable = {file for file, _ in images.skipped}
@@ -91,17 +84,10 @@ def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     """Return name and value of each metric over a folder."""
     from gangline.models.data.images.folder import ImageFolder
 
-    module, normalised = _loaded(options)
+    module, reading = _loaded(options)
     about = module.run_state.metadata
     metrics = metrics_of(options.top_k, about["num_classes"])
-    images = ImageFolder(
-        options.data_dir,
-        about["image_shape"],
-        augmentation=normalised,
-        classes=about.get("classes"),
-        num_workers=options.data_workers,
-        skip_unreadable=options.skip_unreadable,
-    )
+    images = ImageFolder(options.data_dir, about["image_shape"], classes=about.get("classes"), **reading)
     if len(images.classes) != about["num_classes"]:
         raise UsageError(
             f"--data-dir {options.data_dir} has {len(images.classes)} classes, but the network was trained on "
@@ -110,8 +96,8 @@ def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     return module.score(images, metrics, batch_size=options.batch_size)
 
 
-def _loaded(options: PredictOptions) -> tuple[Module, Augmentation]:
-    """Load the checkpoint's network; return it and the normalisation of its images."""
+def _loaded(options: PredictOptions) -> tuple[Module, dict[str, Any]]:
+    """Load the checkpoint's network; return it and how its images are read, as arguments of `ImageFolder`."""
     from torch import nn
 
     from gangline.models.checkpoint import checkpoint
@@ -136,7 +122,9 @@ def _loaded(options: PredictOptions) -> tuple[Module, Augmentation]:
     module = Module(network, nn.CrossEntropyLoss(), context, options.loads())
     module.set_params(saved.params)
     module.run_state.metadata.update(about)
-    return module, Augmentation(mean=about.get("mean"), std=about.get("std"))
+    normalised = Augmentation(mean=about.get("mean"), std=about.get("std"))
+    workers, unreadable = options.data_workers, options.skip_unreadable
+    return module, {"augmentation": normalised, "num_workers": workers, "skip_unreadable": unreadable}
 
 
 def _epoch(prefix: str, word: str) -> int | str:
