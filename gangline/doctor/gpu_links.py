@@ -19,7 +19,7 @@ from gangline.launcher.topology import nvml_handle
 
 
 class LinkKind(Enum):
-    """Kind of the link between two GPUs, from near to far: in the terms of `nvidia-smi topo`, and a share of PCIe."""
+    """Kind of the link between two GPUs: its name, as in `nvidia-smi topo`, and what share of PCIe the path leaves."""
 
     SAME = ("X", 0.0)
     NVLINK = ("NVLINK", 0.0)
