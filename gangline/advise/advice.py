@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -104,15 +104,14 @@ class Advice:
 
 def advise(job: JobSteps) -> Advice:
     """Return what bounds the steps of a job."""
-    checks: tuple[Callable[[JobSteps], list[Finding]], ...] = (
+    checks: tuple[Callable[[JobSteps], Iterator[Finding]], ...] = (
         _pauses,
         _busy_cores,
         _slow_processes,
         _slow_contexts,
         _input,
         _compression,
-        _slow_servers,
-        _communication,
+        _exchange,
         _small_steps,
     )
     findings = [finding for check in checks for finding in check(job) if finding.gain >= _LEAST_GAIN]
@@ -123,188 +122,152 @@ def advise(job: JobSteps) -> Advice:
     return Advice(job.step_seconds, job.samples, tuple(ordered), table)
 
 
-def _pauses(job: JobSteps) -> list[Finding]:
+def _pauses(job: JobSteps) -> Iterator[Finding]:
     """Find steps in which all others waited long for one process, though it is usually not slow."""
-    if len(job.processes) < 2:
-        return []
-    usual, found = job.step_seconds, []
     for process in job.processes:
         typical = process.median("work")
-        paused = [step.work - typical for step in process.steps if step.work > typical + max(_PAUSE * usual, 0.2)]
-        total = sum(step.end - step.begin for step in process.steps)
-        others = [one for one in job.processes if one is not process]
-        waited = all(max(step.late for step in one.steps) > max(paused, default=0) / 2 for one in others)
-        if paused and waited:
+        paused = [step.work - typical for step in process.steps]
+        paused = [seconds for seconds in paused if seconds > max(_PAUSE * job.step_seconds, 0.2)]
+        others = [max(step.parts["late"] for step in one.steps) for one in job.processes if one is not process]
+        if paused and others and min(others) > max(paused) / 2:
             times = "once" if len(paused) == 1 else f"{len(paused)} times"
             text = (
                 f"{process.name} on {process.host} stood still {times}, up to {max(paused):.1f} s; all others waited "
                 "for it"
             )
+            share = sum(paused) / sum(step.end - step.begin for step in process.steps)
             remedy = Remedy("find what stops it: another job, swapping, a full disk", "gangline check", 0.0)
-            found.append(Finding("pause", process.name, max(sum(paused) / total, _LEAST_GAIN), text, (remedy,)))
-    return found
+            yield Finding("pause", process.name, max(share, _LEAST_GAIN), text, (remedy,))
 
 
-def _busy_cores(job: JobSteps) -> list[Finding]:
+def _busy_cores(job: JobSteps) -> Iterator[Finding]:
     """Find processes whose threads wait for cores."""
     worst = max(job.processes, key=lambda process: process.waited_for_cores)
+    if worst.waited_for_cores <= _LEAST_WAIT:
+        return
     share = worst.waited_for_cores * worst.median("work") / job.step_seconds
-    hosts = [process for process in job.processes if process.host == worst.host]
-    processes = f"{len(hosts)} training process{'es' if len(hosts) > 1 else ''}"
+    count = sum(process.host == worst.host for process in job.processes)
     text = (
         f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
-        f"for {worst.waited_for_cores:.0%} of their time ({processes}, {worst.cores} cores)"
+        f"for {worst.waited_for_cores:.0%} of their time ({count} training process{'es' * (count > 1)}, "
+        f"{worst.cores} cores)"
     )
+    threads = "OMP_NUM_THREADS=1, or torch.set_num_threads(1)"
+    processes = "gangline launch -n N, torchrun --nproc-per-node N"
     remedies = (
-        Remedy(
-            "fewer threads in each process",
-            "OMP_NUM_THREADS=1, or torch.set_num_threads(1)",
-            share,
-            variables=(("OMP_NUM_THREADS", "1"),),
-        ),
-        Remedy(
-            "fewer processes on this host, or other programs off it",
-            "gangline launch -n N, torchrun --nproc-per-node N",
-            share,
-        ),
+        Remedy("fewer threads in each process", threads, share, variables=(("OMP_NUM_THREADS", "1"),)),
+        Remedy("fewer processes on this host, or other programs off it", processes, share),
     )
-    return [Finding("cores", "", share, text, remedies)] if worst.waited_for_cores > _LEAST_WAIT else []
+    yield Finding("cores", "", share, text, remedies)
 
 
-def _slow_processes(job: JobSteps) -> list[Finding]:
+def _slow_processes(job: JobSteps) -> Iterator[Finding]:
     """Find the process that the others wait for, and the phases in which it is slower than they are."""
-    if len(job.processes) < 2:
-        return []
     slowest = min(job.processes, key=lambda process: process.median("late"))
     others = [process for process in job.processes if process is not slowest]
-    lost = median(process.median("late") for process in others) - slowest.median("late")
+    if not others:
+        return
+    of_others = {name: median(process.median(name) for process in others) for name in (*PHASES, "late", "samples")}
+    lost = of_others["late"] - slowest.median("late")
     gain = lost / job.step_seconds
-    if gain < _LEAST_GAIN:
-        return []
-    excess = {phase: slowest.median(phase) - median(process.median(phase) for process in others) for phase in PHASES}
-    samples = slowest.median("samples")
-    of_others = median(process.median("samples") for process in others)
-    has_more = 0 < 1.1 * of_others < samples
-    phase = max(excess, key=lambda name: excess[name])
-    computes = excess["forward"] > 0.2 * lost and excess["backward"] > 0.2 * lost
-    computes |= has_more and phase in ("forward", "backward")
-    phase = "compute" if computes else phase
-    more = excess["forward"] + excess["backward"] if computes else excess[phase]
-    where = "forward and backward" if computes else phase
+    excess = {phase: slowest.median(phase) - of_others[phase] for phase in PHASES}
+    phase = where = max(excess, key=lambda name: excess[name])
+    more, samples = excess[phase], slowest.median("samples")
+    has_more = 0 < 1.1 * of_others["samples"] < samples
+    if min(excess["forward"], excess["backward"]) > 0.2 * lost or (has_more and phase in ("forward", "backward")):
+        phase, where, more = "compute", "forward and backward", excess["forward"] + excess["backward"]
     text = (
         f"{slowest.name} on {slowest.host} is slow in {where}: {_ms(more)} more than the others in a step of "
         f"{_ms(job.step_seconds)}, for which they wait"
     )
     balance = Remedy("give each process samples by its speed", "gangline.balance(model, loader)", gain)
-    if computes and has_more:
-        text += f"; it has {samples:.0f} samples, the others {of_others:.0f}"
-        even = Remedy("divide the samples evenly", "DistributedSampler(dataset)", gain)
-        remedies: tuple[Remedy, ...] = (even, balance)
-    elif phase == "input":
-        remedies = (Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", gain),)
-    else:
-        remedies = (balance, Remedy("look for other programs on its host", "gangline check", gain))
-    return [Finding(phase, slowest.name, gain, text, remedies)]
+    remedies = (balance, Remedy("look for other programs on its host", "gangline check", gain))
+    if phase == "compute" and has_more:
+        text += f"; it has {samples:.0f} samples, the others {of_others['samples']:.0f}"
+        remedies = (Remedy("divide the samples evenly", "DistributedSampler(dataset)", gain), balance)
+    yield Finding(phase, slowest.name, gain, text, (_read_in_parallel(gain),) if phase == "input" else remedies)
 
 
-def _slow_contexts(job: JobSteps) -> list[Finding]:
+def _slow_contexts(job: JobSteps) -> Iterator[Finding]:
     """Find contexts of one process that compute longer than its others."""
-    found = []
     for process in job.processes:
-        contexts = process.contexts
-        if not contexts:
-            continue
-        slowest = max(contexts, key=contexts.__getitem__)
-        gain = (contexts[slowest] - fmean(contexts.values())) / job.step_seconds
-        words = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in contexts.items())
-        text = f"{slowest} of {process.name} is slow in forward and backward, and the other contexts wait: {words}"
-        option = ("--work-load-list", "auto")
-        remedy = Remedy("divide batches by the measured speed of the contexts", " ".join(option), gain, option)
-        found.append(Finding("compute", slowest, gain, text, (remedy,)))
-    return found
+        if contexts := process.contexts:
+            slowest = max(contexts, key=contexts.__getitem__)
+            gain = (contexts[slowest] - fmean(contexts.values())) / job.step_seconds
+            words = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in contexts.items())
+            text = f"{slowest} of {process.name} is slow in forward and backward, and the other contexts wait: {words}"
+            option = ("--work-load-list", "auto")
+            remedy = Remedy("divide batches by the measured speed of the contexts", " ".join(option), gain, option)
+            yield Finding("compute", slowest, gain, text, (remedy,))
 
 
-def _input(job: JobSteps) -> list[Finding]:
+def _input(job: JobSteps) -> Iterator[Finding]:
     least = min(process.median("input") for process in job.processes)
     share = least / job.step_seconds
     text = f"all processes wait for input: {_ms(least)} of a step of {_ms(job.step_seconds)}"
-    remedies = (
-        Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", share),
-        Remedy("copy to GPUs while they compute", "DataLoader(..., pin_memory=True)", share),
-    )
-    return [Finding("input", "", share, text, remedies)]
+    copies = Remedy("copy to GPUs while they compute", "DataLoader(..., pin_memory=True)", share)
+    yield Finding("input", "", share, text, (_read_in_parallel(share), copies))
 
 
-def _compression(job: JobSteps) -> list[Finding]:
+def _read_in_parallel(gain: float) -> Remedy:
+    return Remedy("read in parallel", "DataLoader(..., num_workers=2, persistent_workers=True)", gain)
+
+
+def _compression(job: JobSteps) -> Iterator[Finding]:
     """Find compression that takes longer than the link would take for the bytes that it saves."""
-    found = job.compression
-    if found is None or not job.seconds_alone:
-        return []
-    computing = max((seconds for _, seconds in job.servers.values()), default=0.0)
-    moved = found.sent + (found.given if job.servers else 0.0)  # servers send weights back, which are not compressed
+    seconds, given, sent = map(job.average, ("compress_seconds", "uncompressed_bytes", "compressed_bytes"))
+    if not seconds or not job.seconds_alone:
+        return
+    computing = max((busy for _, busy in job.servers.values()), default=0.0)
+    moved = sent + (given if job.servers else 0.0)  # servers send weights back, which are not compressed
     rate = moved / max(job.seconds_alone - computing, _LEAST_SECONDS)
-    saved = (found.given - found.sent) / rate
+    saved = (given - sent) / rate
     text = (
-        f"compression does not pay: it takes {_ms(found.seconds)} of a step, and the link, "
-        f"{rate / 1e6:.0f} MB/s, would carry the {(found.given - found.sent) / 1e6:.1f} MB that it saves in "
-        f"{_ms(saved)}"
+        f"compression does not pay: it takes {_ms(seconds)} of a step, and the link, {rate / 1e6:.0f} MB/s, would "
+        f"carry the {(given - sent) / 1e6:.1f} MB that it saves in {_ms(saved)}"
     )
-    gain = (found.seconds - saved) / job.step_seconds
+    gain = (seconds - saved) / job.step_seconds
     remedy = Remedy("send gradients as they are", "no --gc-type, no compress_hook", gain)
-    return [Finding("compression", "", gain, text, (remedy,))]
+    yield Finding("compression", "", gain, text, (remedy,))
 
 
-def _slow_servers(job: JobSteps) -> list[Finding]:
-    """Find a server whose sums and updates are most of the exchange."""
-    if not job.servers:
-        return []
-    name, (host, seconds) = max(job.servers.items(), key=lambda item: item[1][1])
-    share = seconds / job.step_seconds
-    if seconds < _MOST_OF_EXCHANGE * job.seconds_alone:
-        return []
-    text = (
-        f"{name} on {host} adds up gradients and updates weights for {_ms(seconds)} of a step of "
-        f"{_ms(job.step_seconds)}, for which the workers wait"
-    )
-    if len(job.servers) > 1:
-        text += f"; the fastest server needs {_ms(min(other for _, other in job.servers.values()))}"
-    remedies = (
-        Remedy("place servers on faster hosts, or none on this one", "gangline launch -s N -H HOSTS", share / 2),
-        Remedy("more servers, which share the keys", f"gangline launch -s {len(job.servers) + 1}", share / 2),
-        Remedy("update on the workers instead", "--kv-store allreduce", share / 2),
-    )
-    return [Finding("server", name, share, text, remedies)]
+def _exchange(job: JobSteps) -> Iterator[Finding]:
+    """Find exchanges that take long though nobody is late, and the server whose sums and updates are most of one."""
+    seconds, count = job.seconds_alone, len(job.servers)
+    name, (host, busy) = max(job.servers.items(), key=lambda item: item[1][1], default=("", ("", -1.0)))
+    of_step = f"of a step of {_ms(job.step_seconds)}"
+    if busy >= _MOST_OF_EXCHANGE * seconds:
+        share = busy / job.step_seconds
+        text = f"{name} on {host} adds up gradients and updates weights for {_ms(busy)} {of_step}, for which the "
+        text += "workers wait"
+        if count > 1:
+            text += f"; the fastest server needs {_ms(min(other for _, other in job.servers.values()))}"
+        remedies = [
+            Remedy("place servers on faster hosts, or none on this one", "gangline launch -s N -H HOSTS", share / 2),
+            Remedy("more servers, which share the keys", f"gangline launch -s {count + 1}", share / 2),
+            Remedy("update on the workers instead", "--kv-store allreduce", share / 2),
+        ]
+        yield Finding("server", name, share, text, tuple(remedies))
+    elif len(job.processes) > 1 and seconds:
+        share, moved = seconds / job.step_seconds, job.average("bytes")
+        text = f"communication: the exchange of {moved / 1e6:.1f} MB takes {_ms(seconds)} {of_step}"
+        larger = "larger batches, so that a step has more work for the same bytes"
+        remedies = [
+            Remedy(larger, "twice --batch-size", share / 2, batches=2),
+            Remedy("fewer processes", "gangline launch -n 1, torchrun --nproc-per-node 1", share),
+        ]
+        if moved / seconds < _FAST_BYTES and moved > 1e5:
+            text += f", {moved / seconds / 1e6:.0f} MB/s"
+            fp16 = Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16"))
+            remedies.insert(0, fp16)
+        yield Finding("communication", "", share, text, tuple(remedies))
 
 
-def _communication(job: JobSteps) -> list[Finding]:
-    """Find exchanges that take long though nobody is late."""
-    seconds = job.seconds_alone
-    if any(busy >= _MOST_OF_EXCHANGE * seconds for _, busy in job.servers.values()):
-        return []
-    share = seconds / job.step_seconds
-    if len(job.processes) < 2 or not seconds:
-        return []
-    rate = job.bytes_per_step / seconds
-    text = (
-        f"communication: the exchange of {job.bytes_per_step / 1e6:.1f} MB takes {_ms(seconds)} of a step of "
-        f"{_ms(job.step_seconds)}"
-    )
-    compress: tuple[Remedy, ...] = ()
-    larger = Remedy(
-        "larger batches, so that a step has more work for the same bytes", "twice --batch-size", share / 2, batches=2
-    )
-    fewer = Remedy("fewer processes", "gangline launch -n 1, torchrun --nproc-per-node 1", share)
-    if rate < _FAST_BYTES and job.bytes_per_step > 1e5:
-        text += f", {rate / 1e6:.0f} MB/s"
-        compress = (Remedy("compress gradients", "--gc-type fp16, or 2bit", share / 2, ("--gc-type", "fp16")),)
-    return [Finding("communication", "", share, text, (*compress, larger, fewer))]
-
-
-def _small_steps(job: JobSteps) -> list[Finding]:
+def _small_steps(job: JobSteps) -> Iterator[Finding]:
     of_contexts = [seconds for process in job.processes for seconds in process.contexts.values()]
     work = median(of_contexts or [step.work for process in job.processes for step in process.steps])
     if work > _SMALL_SECONDS or len(job.processes) + len(of_contexts) < 2:
-        return []
+        return
     share = 1 - work / job.step_seconds
     unit, fewer = ("context", "gangline train --cpus 1") if of_contexts else ("process", "gangline launch -n 1")
     text = (
@@ -315,7 +278,7 @@ def _small_steps(job: JobSteps) -> list[Finding]:
         Remedy("larger batches", "four times --batch-size", share * 3 / 4, batches=4),
         Remedy(f"one {unit}, which has nobody to wait for", fewer, share),
     )
-    return [Finding("small steps", "", share, text, remedies)]
+    yield Finding("small steps", "", share, text, remedies)
 
 
 def _ms(seconds: float) -> str:

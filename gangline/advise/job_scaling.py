@@ -62,15 +62,17 @@ def run_with_timeline(
 
 def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Path, output: Path, seconds: float) -> int:
     """Run a command until it has written its timeline for so many seconds; return its exit code, 0 if it was ended."""
-    with output.open("w") as printed:
-        process = subprocess.Popen(  # noqa: S603  the user's own
+    with (
+        output.open("w") as printed,
+        subprocess.Popen(  # noqa: S603  the user's own
             arguments, env=environment, stdout=printed, stderr=printed, start_new_session=True
-        )
+        ) as process,
+    ):
         try:
-            ends = None
-            while process.poll() is None and (ends is None or time.monotonic() < ends):
-                if ends is None and path.exists() and path.stat().st_size:
-                    ends = time.monotonic() + seconds
+            ends = float("inf")
+            while process.poll() is None and time.monotonic() < ends:
+                if path.exists() and path.stat().st_size:
+                    ends = min(ends, time.monotonic() + seconds)
                 time.sleep(0.05)
             code = process.poll()
             process.terminate()
@@ -80,7 +82,6 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) -> Scaling:
@@ -89,9 +90,7 @@ def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) 
     ``verifies``: run other batch sizes as well, beside what is predicted for them.
     """
     most, given = (_value(arguments, names) for names in (PROCESSES, BATCH_SIZES))
-    counts = [
-        count for count in range(1, most + 1) if most <= _MOST_COUNTS or count & (count - 1) == 0 or count == most
-    ]
+    counts = [one for one in range(1, most + 1) if most <= _MOST_COUNTS or one.bit_count() == 1 or one == most]
     whole = _job(arguments, most, given, seconds).samples
     if not whole:
         raise UsageError("the timeline does not have the number of samples; expected a tensor as the model's input")
@@ -114,14 +113,12 @@ def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) 
                 f"batch sizes {sorted(points)}; expected a script that trains with the batch size of its option"
             )
     times = [StepTimes(count, tuple(sorted(points.values()))) for count, points in fitted.items()]
-    checks = []
-    if verifies:
-        measured = measure(checked_sizes(whole))
-        checks = [
-            Check(one.count, samples, one.seconds(samples), took)
-            for one in times
-            for samples, took in measured[one.count].values()
-        ]
+    measured = measure(checked_sizes(whole) if verifies else ())
+    checks = [
+        Check(one.count, samples, one.seconds(samples), took)
+        for one in times
+        for samples, took in measured[one.count].values()
+    ]
     return Scaling("process", whole, tuple(times), tuple(checks))
 
 
@@ -137,31 +134,28 @@ def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) 
         raise UsageError(f"{' '.join(words)}: {error}") from error
 
 
-def _place(arguments: Sequence[str], names: Sequence[str]) -> int:
-    """Return the place of an option: of several the first for a launcher's, the last for a script's."""
+def _place(arguments: Sequence[str], names: Sequence[str]) -> tuple[int, str, str]:
+    """Return the place of the word that has an option's value, what precedes it in the word, and the value.
+
+    Of several options the first counts for a launcher's, the last for a script's.
+    """
     places = [place for place, word in enumerate(arguments) if word.partition("=")[0] in names]
     if not places:
         raise UsageError(f"--scale changes {' or '.join(names)}, and the command has no such option")
-    return places[0 if names is PROCESSES else -1]
+    place = places[0 if names is PROCESSES else -1]
+    name, equals, text = arguments[place].partition("=")
+    return (place, name + equals, text) if equals else (place + 1, "", "".join(arguments[place + 1 : place + 2]))
 
 
 def _value(arguments: Sequence[str], names: Sequence[str]) -> int:
     """Return the value of an option in a command."""
-    place = _place(arguments, names)
-    name, equals, text = arguments[place].partition("=")
-    if not equals:
-        text = arguments[place + 1] if place + 1 < len(arguments) else ""
+    place, name, text = _place(arguments, names)
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{name} is {text!r}; expected a number")
+        raise UsageError(f"{name.rstrip('=') or arguments[place - 1]} is {text!r}; expected a number")
     return int(text)
 
 
 def _replaced(arguments: Sequence[str], names: Sequence[str], value: int) -> list[str]:
     """Return a command with another value of an option."""
-    words, place = list(arguments), _place(arguments, names)
-    name, equals, _ = words[place].partition("=")
-    if equals:
-        words[place] = f"{name}={value}"
-    else:
-        words[place + 1] = str(value)
-    return words
+    place, name, _ = _place(arguments, names)
+    return [*arguments[:place], f"{name}{value}", *arguments[place + 1 :]]

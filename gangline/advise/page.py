@@ -14,15 +14,15 @@ _POINTS = 60
 
 def advice_page(advice: Advice) -> str:
     """Return the HTML page of a verdict: a bar for the step of each process, and the remedies."""
-    longest = max(sum(row[name] for name in COLUMNS) for row in advice.table) or 1.0
+    totals = [sum(row[name] for name in COLUMNS) for row in advice.table]
+    longest = max(totals) or 1.0
     bars = []
-    for row in advice.table:
+    for row, total in zip(advice.table, totals, strict=True):
         parts = "".join(
             f'<div style="width:{row[name] / longest:.3%};background:{color(number)}" '
             f'title="{name}: {row[name]:.2f} ms"></div>'
             for number, name in enumerate(COLUMNS)
         )
-        total = sum(row[name] for name in COLUMNS)
         bars.append(
             f'<div class="row"><span>{escape(row["process"])}</span><div class="bar">{parts}</div>'
             f"<span>{total:.1f} ms</span></div>"
@@ -31,21 +31,18 @@ def advice_page(advice: Advice) -> str:
         f'<span class="key" style="background:{color(number)}"></span>{name}' for number, name in enumerate(COLUMNS)
     )
     rate = f", {advice.samples_per_second:.0f} samples/s" if advice.samples else ""
-    remedies = "".join(
-        f"<h2>{escape(finding.text)}</h2><ul>"
-        + "".join(
-            f"<li>{escape(remedy.text)} (up to {remedy.gain:.0%} of the step): "
-            f"<code>{escape(remedy.command)}</code></li>"
-            for remedy in finding.remedies
-        )
-        + "</ul>"
-        for finding in advice.findings
-    )
     step = (
         f"<h2>A step: {advice.step_seconds * 1e3:.1f} ms{rate} (medians)</h2>{''.join(bars)}"
         f'<p class="soft">{keys}<br>late: waits for the gradients of slower processes; '
         "transfer: the exchange once all had arrived</p>"
     )
+    remedies = ""
+    for finding in advice.findings:
+        items = (
+            f"<li>{escape(one.text)} (up to {one.gain:.0%} of the step): <code>{escape(one.command)}</code></li>"
+            for one in finding.remedies
+        )
+        remedies += f"<h2>{escape(finding.text)}</h2><ul>{''.join(items)}</ul>"
     return page("gangline advise", advice.verdict, [step, remedies])
 
 
@@ -64,13 +61,7 @@ def scaling_page(scaling: Scaling) -> str:
         for one in scaling.times
     ]
     rows = [
-        [
-            one.count,
-            one.batch_size,
-            f"{one.predicted * 1e3:.2f} ms",
-            f"{one.measured * 1e3:.2f} ms",
-            f"{one.error:+.0%}",
-        ]
+        [one.count, one.batch_size, *(f"{s * 1e3:.2f} ms" for s in (one.predicted, one.measured)), f"{one.error:+.0%}"]
         for one in scaling.checks
     ]
     picture = (

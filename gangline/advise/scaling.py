@@ -56,21 +56,19 @@ class StepTimes:
 
     def wins_from(self, others: Sequence[StepTimes]) -> int | None:
         """Return the batch size from which a step is shorter than those of all others; None if there is none."""
-        if not others:
-            return 1
 
         def wins(size: int) -> bool:
             return all(self.seconds(size) < other.seconds(size) for other in others)
 
-        size = _LARGEST_BATCH
+        size = step = _LARGEST_BATCH
         if not wins(size):
             return None
-        while size > 1 and wins(size - max(size // 50, 1)):
-            size -= max(size // 50, 1)
-        loses = size - max(size // 50, 1)
-        while size - loses > 1:
-            middle = (size + loses) // 2
-            size, loses = (middle, loses) if wins(middle) else (size, middle)
+        while step and size > 1:
+            step = min(step, max(size // 50, 1))
+            if wins(size - step):
+                size -= step
+            else:
+                step //= 2
         return size
 
 

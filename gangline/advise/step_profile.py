@@ -32,25 +32,21 @@ def measure_ranks(step: Callable[[int], object], sizes: Sequence[int], runs: int
         return [measure_step(step, sizes, runs)]
     with create("allreduce") as store:
         store.group.barrier("measure")  # ranks that share a machine run at the same time, as in training
-        profile, error = None, None
         try:
-            profile = asdict(measure_step(step, sizes, runs))
-        except Exception as raised:  # noqa: BLE001  raised again on all ranks
-            error = raised
-        outcomes = store.group.all_gather(
-            [profile, "" if error is None else f"{type(error).__name__}: {error}"], "measure"
-        )
-        if error is not None:
-            raise error
-        for rank, (_, text) in enumerate(outcomes):
-            if text:
-                raise RuntimeError(f"the step failed on rank {rank}: {text}")
-        return [RankProfile(**row) for row, _ in outcomes] if store.rank == 0 else None
+            own: object = asdict(measure_step(step, sizes, runs))
+        except Exception as error:  # also raised on all other ranks
+            store.group.all_gather(f"{type(error).__name__}: {error}", "measure")
+            raise
+        rows = store.group.all_gather(own, "measure")
+        for rank, row in enumerate(rows):
+            if isinstance(row, str):
+                raise RuntimeError(f"the step failed on rank {rank}: {row}")
+        return [RankProfile(**row) for row in rows] if store.rank == 0 else None
 
 
 def measure_step(step: Callable[[int], object], sizes: Sequence[int], runs: int) -> RankProfile:
     """Measure a step on this rank; a size that does not fit into memory ends the series."""
-    times: list[tuple[float, float, float]] = []
+    times: list[tuple[float, float, float]] = []  # samples, seconds, weight
     peaks: list[tuple[float, float, float]] = []
     for size in sizes:
         try:

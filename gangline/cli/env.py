@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from typing import Annotated, Any
 
 import psutil
@@ -94,12 +95,8 @@ def show_job(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False,
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers in short form: "0-3,8" for 0, 1, 2, 3, 8."""
-    groups: list[list[int]] = []
-    for number in sorted(numbers):
-        if groups and groups[-1][-1] == number - 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
+    runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])  # equal within a run
+    groups = [[number for _, number in run] for _, run in runs]
     return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -72,184 +72,126 @@ _RESTARTS = {
 """Restarts of engines that gangline does not restart."""
 
 
-def launch(
-    context: typer.Context,
-    command: Annotated[list[str], typer.Argument(metavar="CMD", help="Command of each worker, after an optional --.")],
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "-np",
-            "--workers",
-            "--num-workers",
-            metavar="N",
-            min=1,
-            help="Number of workers; with hosts the default is their number of slots.",
-        ),
-    ] = None,
-    servers: Annotated[
-        int,
-        typer.Option(
-            "-s",
-            "--servers",
-            "--num-servers",
-            metavar="N",
-            min=0,
-            help="Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own.",
-        ),
-    ] = 1,
-    launcher: Annotated[Launcher, typer.Option(help="How to start the processes.")] = "local",
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="GPUs of the workers, such as 0,2: each worker has its own. A GPU named twice is shared."),
-    ] = None,
-    idle_surplus: Annotated[
-        bool, typer.Option("--idle-surplus", help="Leave out workers beyond the GPUs; otherwise they are an error.")
-    ] = False,
-    bind: Annotated[
-        bool, typer.Option(help="Bind each worker to its own cores, those near its GPU if --gpus names it.")
-    ] = True,
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Environment variable to pass on; repeatable.")
-    ] = None,
-    work_load_list: Annotated[
-        str | None,
-        typer.Option(
-            help="Relative speed of each worker, such as 3,1; auto measures it. Global batches are split by it."
-        ),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(help="Seconds from SIGTERM until processes are killed.", metavar="SECONDS", min=0)
-    ] = 10.0,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Number of times that the whole job starts again after a failure. Training resumes from the newest "
-            "checkpoint that the job wrote.",
-        ),
-    ] = 0,
-    restart_processes: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Number of processes of a dist_* store, scheduler included, that start again alone, while the others "
-            "wait for them. Beyond it the job fails.",
-        ),
-    ] = 0,
-    elastic: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, "
-            "or by a SIGTERM to a worker.",
-        ),
-    ] = None,
-    stop_signals: Annotated[
-        str | None,
-        typer.Option(
-            help="Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a "
-            "checkpoint and exit with 75."
-        ),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the output of each process, in a file such as worker-0.log on its host."),
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="File for a trace of all processes, to open in ui.perfetto.dev. Each host writes its own."),
-    ] = None,
-    metrics_port: Annotated[
-        str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Serve Prometheus metrics of this host's processes; see status."),
-    ] = None,
-    hostfile: Annotated[
-        Path | None, _host_option(help="File with lines such as `node1 slots=4 gpus=0,2 load=3`.")
-    ] = None,
-    hosts: Annotated[
-        str | None, _host_option("-H", "--hosts", help="Hosts and their slots, such as node1,node2:4.")
-    ] = None,
-    interface: Annotated[
-        str | None,
-        _host_option(
-            help="Network interface of the job's connections, or an address or network such as 10.1.0.0/16. "
-            "Without it hosts use the addresses at which ssh reaches them."
-        ),
-    ] = None,
-    ssh: Annotated[str, _host_option(help='ssh command, such as "ssh -p 2222".')] = "ssh",
-    remote_python: Annotated[
-        str, _host_option(help="Python on the other hosts.", show_default="the same path")
-    ] = sys.executable,
-    mpirun: Annotated[str, _engine_option(help="mpirun of --launcher mpi.")] = "mpirun",
-    engine_option: Annotated[
-        list[str] | None,
-        _engine_option(
-            metavar="OPTION",
-            help="Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable.",
-        ),
-    ] = None,
-    name: Annotated[str, _engine_option(help="Name of the job.")] = "gangline",
-    image: Annotated[str | None, _engine_option(help="Container image of --launcher k8s.")] = None,
-    k8s_kind: Annotated[KubernetesKind, _engine_option(help="Kind of manifest.")] = KubernetesKind.JOB,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands; start nothing.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options of `gangline launch`."""
+
+    context: typer.Context
+    command: Annotated[list[str], typer.Argument(metavar="CMD")]
+    """Command of each worker, after an optional --."""
+    workers: Annotated[int | None, typer.Option("-n", "-np", "--workers", "--num-workers", metavar="N", min=1)] = None
+    """Number of workers; with hosts the default is their number of slots."""
+    servers: Annotated[int, typer.Option("-s", "--servers", "--num-servers", metavar="N", min=0)] = 1
+    """Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own."""
+    launcher: Launcher = "local"
+    """How to start the processes."""
+    gpus: str | None = None
+    """GPUs of the workers, such as 0,2: each worker has its own. A GPU named twice is shared."""
+    idle_surplus: Annotated[bool, typer.Option("--idle-surplus")] = False
+    """Leave out workers beyond the GPUs; otherwise they are an error."""
+    bind: bool = True
+    """Bind each worker to its own cores, those near its GPU if --gpus names it."""
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None
+    """Environment variable to pass on; repeatable."""
+    work_load_list: str | None = None
+    """Relative speed of each worker, such as 3,1; auto measures it. Global batches are split by it."""
+    grace: Annotated[float, typer.Option(metavar="SECONDS", min=0)] = 10.0
+    """Seconds from SIGTERM until processes are killed."""
+    max_restarts: Annotated[int, typer.Option(metavar="N", min=0)] = 0
+    """Number of times that the whole job starts again after a failure. Training resumes from the newest checkpoint that
+    the job wrote."""
+    restart_processes: Annotated[int, typer.Option(metavar="N", min=0)] = 0
+    """Number of processes of a dist_* store, scheduler included, that start again alone, while the others wait for
+    them. Beyond it the job fails."""
+    elastic: Annotated[str | None, typer.Option(metavar="MIN:MAX")] = None
+    """Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, or by a
+    SIGTERM to a worker."""
+    stop_signals: str | None = None
+    """Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a checkpoint and
+    exit with 75."""
+    log_dir: Path | None = None
+    """Folder for the output of each process, in a file such as worker-0.log on its host."""
+    timeline: Path | None = None
+    """File for a trace of all processes, to open in ui.perfetto.dev. Each host writes its own."""
+    metrics_port: Annotated[str | None, typer.Option(metavar="[HOST:]PORT")] = None
+    """Serve Prometheus metrics of this host's processes; see status."""
+    hostfile: Annotated[Path | None, _host_option()] = None
+    """File with lines such as `node1 slots=4 gpus=0,2 load=3`."""
+    hosts: Annotated[str | None, _host_option("-H", "--hosts")] = None
+    """Hosts and their slots, such as node1,node2:4."""
+    interface: Annotated[str | None, _host_option()] = None
+    """Network interface of the job's connections, or an address or network such as 10.1.0.0/16. Without it hosts use
+    the addresses at which ssh reaches them."""
+    ssh: Annotated[str, _host_option()] = "ssh"
+    """ssh command, such as "ssh -p 2222"."""
+    remote_python: Annotated[str, _host_option(show_default="the same path")] = sys.executable
+    """Python on the other hosts."""
+    mpirun: Annotated[str, _engine_option()] = "mpirun"
+    """mpirun of --launcher mpi."""
+    engine_option: Annotated[list[str] | None, _engine_option(metavar="OPTION")] = None
+    """Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable."""
+    name: Annotated[str, _engine_option()] = "gangline"
+    """Name of the job."""
+    image: Annotated[str | None, _engine_option()] = None
+    """Container image of --launcher k8s."""
+    k8s_kind: Annotated[KubernetesKind, _engine_option()] = KubernetesKind.JOB
+    """Kind of manifest."""
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False
+    """Print the commands; start nothing."""
+
+
+def launch(options: LaunchOptions) -> None:
     """Start workers, servers and a scheduler; stop all of them when one fails, and with --max-restarts start again.
 
     Each process gets the DMLC_* variables of MXNet's launcher, workers also those of torchrun. The exit code is that
     of the first process that failed in the last start, 128+N if signal N killed it, and 75 if a signal stopped the job
     and all workers wrote a checkpoint. A signal that stops the job and the codes 2, 75, 126 and 127 restart nothing.
     """
-    _check_used(context, launcher)
-    entries = _hosts(hostfile, hosts, launcher)
-    workers = workers or sum(entry.slots for entry in entries)
+    launcher, servers, elastic = options.launcher, options.servers, options.elastic
+    _check_used(options)
+    entries = _hosts(options)
+    workers = options.workers or sum(entry.slots for entry in entries)
     if not workers:
         raise UsageError("the number of workers is missing: -n")
-    if restart_processes and not servers:
+    if options.restart_processes and not servers:
         raise UsageError(
             "--restart-processes needs servers, -s 1 or more: only the workers of their jobs can wait for a restart"
         )
-    if timeline is not None:
-        os.environ[recorder.VARIABLE] = str(timeline.absolute())
-    if metrics_port is not None:
-        serve_metrics(metrics_port)
-    bounds = _bounds(elastic, workers, servers, work_load_list)
-    stops = signals_of(stop_signals)
-    if gpus is not None and launcher not in ("local", "k8s"):
+    if options.timeline is not None:
+        os.environ[recorder.VARIABLE] = str(options.timeline.absolute())
+    if options.metrics_port is not None:
+        serve_metrics(options.metrics_port)
+    bounds = _bounds(elastic, workers, servers, options.work_load_list)
+    stops = signals_of(options.stop_signals)
+    if options.gpus is not None and launcher not in ("local", "k8s"):
         raise UsageError(
             f"--gpus names GPUs of this host; with --launcher {launcher} name them by gpus=0,2 in a --hostfile, "
             "or by options of the engine"
         )
     job = JobSpec(
-        command=tuple(command),
+        command=tuple(options.command),
         workers=workers,
         servers=servers,
-        work_load_list=_loads(work_load_list, workers) or loads_of_workers(entries, workers),
-        passed_on=tuple(env or ()),
-        binds_cores=bind,
-        idle_surplus=idle_surplus,
-        restart_processes=restart_processes,
+        work_load_list=_loads(options.work_load_list, workers) or loads_of_workers(entries, workers),
+        passed_on=tuple(options.env or ()),
+        binds_cores=options.bind,
+        idle_surplus=options.idle_surplus,
+        restart_processes=options.restart_processes,
         elastic=bounds,
     )
     if launcher == "k8s":
-        if image is None:
-            raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
-        count = len(numbers("--gpus", gpus, int)) // workers if gpus else 0
-        described = text_of_manifests(manifests(job, KubernetesOptions(image, name, k8s_kind, count, grace)))
-        raise typer.Exit(_feed(["kubectl", "apply", "-f", "-"], described, dry_run))
-    options = tuple(engine_option or ())
+        raise typer.Exit(_apply(job, options))
     if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
-        given = {"--interface": interface, "--log-dir": log_dir, "--stop-signals": stop_signals}
-        raise typer.Exit(_submit(job, grace, name, options, given, dry_run))
-    if launcher == "ray" and not dry_run:
-        raise typer.Exit(_on_ray(job, grace, max_restarts))
-    timeouts, connection = StopTimeouts(stop=grace), SshOptions(ssh, remote_python, interface)
+        raise typer.Exit(_submit(job, options))
+    if launcher == "ray" and not options.dry_run:
+        raise typer.Exit(_on_ray(job, options))
+    engine_options = tuple(options.engine_option or ())
+    timeouts = StopTimeouts(stop=options.grace)
+    connection = SshOptions(options.ssh, options.remote_python, options.interface)
     host = Host()
     if launcher != "ssh":
         with as_usage_errors():
-            host = _address_here(launcher, entries, interface) or local_host(gpus, is_checked=not dry_run)
+            host = _address_here(options, entries) or local_host(options.gpus, is_checked=not options.dry_run)
 
     def planned(job: JobSpec) -> list[Process]:
         if launcher == "ssh":
@@ -257,14 +199,14 @@ def launch(
         root_port, master_port = free_ports(2, host.address)
         table = process_table(job, os.environ, root_port=root_port, master_port=master_port, hosts=[host])
         if launcher == "mpi":
-            return mpi_table(table, mpirun, detect(mpirun), entries, options)
-        return slurm_table(table, options) if launcher == "slurm" else table
+            return mpi_table(table, options.mpirun, detect(options.mpirun), entries, engine_options)
+        return slurm_table(table, engine_options) if launcher == "slurm" else table
 
     with as_usage_errors(), logging_to_stderr():
         first = planned(job)
     if launcher in ("local", "ssh"):
         _report_surplus(first, workers)
-    if dry_run:
+    if options.dry_run:
         _print_table(first, entries if launcher == "ssh" else ())
         return
     if log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
@@ -276,7 +218,7 @@ def launch(
     def attempt(restart: int) -> Outcome:
         table = planned(replace(job, restart=restart)) if restart else first
         if launcher == "ssh":
-            connections = ssh_table(table, entries, connection, JobKey.new(), grace, log_dir)
+            connections = ssh_table(table, entries, connection, JobKey.new(), options.grace, options.log_dir)
             return run(connections, timeouts, stop_signals=stops)
         return run(
             table,
@@ -284,37 +226,50 @@ def launch(
             # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
             JobKey.new() if launcher == "local" else None,
             stop_signals=stops,
-            reports=Reports(log_dir),
-            restart_processes=restart_processes,
+            reports=Reports(options.log_dir),
+            restart_processes=options.restart_processes,
             elastic=bounds,
         )
 
-    raise typer.Exit(run_with_restarts(attempt, max_restarts))
+    raise typer.Exit(run_with_restarts(attempt, options.max_restarts))
 
 
-def _address_here(launcher: Launcher, entries: Sequence[HostEntry], interface: str | None) -> Host | None:
+def _address_here(options: LaunchOptions, entries: Sequence[HostEntry]) -> Host | None:
     """Return this host as others reach it, if the job has workers on several hosts that mpirun or srun starts."""
-    is_slurm = launcher == "slurm" and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-    if not is_slurm and (launcher != "mpi" or not entries):
+    is_slurm = options.launcher == "slurm" and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
+    if not is_slurm and (options.launcher != "mpi" or not entries):
         return None
-    if interface is not None:
-        return Host(find_address(interface, "")[0])
+    if options.interface is not None:
+        return Host(find_address(options.interface, "")[0])
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     return Host(resolved(name) if is_slurm else local_address(entries[0].name))
 
 
-def _submit(
-    job: JobSpec, grace: float, name: str, options: Sequence[str], given: Mapping[str, object], dry_run: bool
-) -> int:
+def _apply(job: JobSpec, options: LaunchOptions) -> int:
+    """Give the manifests of a job to Kubernetes, or print them; return the exit code."""
+    if options.image is None:
+        raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
+    gpus = len(numbers("--gpus", options.gpus, int)) // job.workers
+    given = KubernetesOptions(options.image, options.name, options.k8s_kind, gpus, options.grace)
+    return _feed(["kubectl", "apply", "-f", "-"], text_of_manifests(manifests(job, given)), options.dry_run)
+
+
+def _submit(job: JobSpec, options: LaunchOptions) -> int:
     """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
-    words += ["-s", str(job.servers), "--grace", f"{grace:g}"]
-    if job.work_load_list:
-        words += ["--work-load-list", job.loads_text()]
-    words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
-    words += [word for variable in job.passed_on for word in ("--env", variable)]
-    script = batch_script([*words, "--", *job.command], job.workers, grace, name, options)
-    return _feed(["sbatch", "--wait"], script, dry_run)
+    words += ["-s", str(job.servers), "--grace", f"{options.grace:g}"]
+    for option, value in (
+        ("--work-load-list", job.loads_text() or None),
+        ("--interface", options.interface),
+        ("--log-dir", options.log_dir),
+        ("--stop-signals", options.stop_signals),
+        *(("--env", variable) for variable in job.passed_on),
+    ):
+        if value is not None:
+            words += [option, str(value)]
+    engine_options = tuple(options.engine_option or ())
+    script = batch_script([*words, "--", *job.command], job.workers, options.grace, options.name, engine_options)
+    return _feed(["sbatch", "--wait"], script, options.dry_run)
 
 
 def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
@@ -328,20 +283,21 @@ def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
         raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
 
 
-def _on_ray(job: JobSpec, grace: float, max_restarts: int) -> int:
+def _on_ray(job: JobSpec, options: LaunchOptions) -> int:
     """Run a job on Ray; return the exit code."""
     try:
         ray_jobs = import_module("gangline.integrations.ray_jobs")
     except ImportError as error:
         raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
-    code: int = ray_jobs.run(job, grace=grace, max_restarts=max_restarts)
+    code: int = ray_jobs.run(job, grace=options.grace, max_restarts=options.max_restarts)
     return code
 
 
-def _check_used(context: typer.Context, launcher: Launcher) -> None:
+def _check_used(options: LaunchOptions) -> None:
     """Check that the launcher uses all options that were given."""
+    launcher = options.launcher
     for name, launchers in _OF_LAUNCHERS.items():
-        source = context.get_parameter_source(name)
+        source = options.context.get_parameter_source(name)
         if launcher not in launchers and source is not None and source.name == "COMMANDLINE":
             instead = f"; {_RESTARTS[launcher]}" if name == "max_restarts" else ""
             raise UsageError(
@@ -350,7 +306,8 @@ def _check_used(context: typer.Context, launcher: Launcher) -> None:
             )
 
 
-def _hosts(hostfile: Path | None, words: str | None, launcher: Launcher) -> list[HostEntry]:
+def _hosts(options: LaunchOptions) -> list[HostEntry]:
+    hostfile, words, launcher = options.hostfile, options.hosts, options.launcher
     if hostfile is not None and words is not None:
         raise UsageError("--hostfile and -H both name the hosts; expected one of them")
     if launcher == "ssh" and hostfile is None and words is None:

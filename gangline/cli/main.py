@@ -18,7 +18,7 @@ from gangline.cli.bench import bench
 from gangline.cli.check import check
 from gangline.cli.env import env
 from gangline.cli.key import key
-from gangline.cli.launch import launch, resize
+from gangline.cli.launch import LaunchOptions, launch, resize
 from gangline.cli.options import command
 from gangline.cli.plan import plan
 from gangline.cli.run import run
@@ -62,7 +62,9 @@ def _options(
 app.command(cls=TrainCommand)(command(train, TrainOptions))
 app.command()(command(predict, PredictOptions))
 app.command(context_settings={"allow_interspersed_args": False})(advise)
-app.command(context_settings={"allow_interspersed_args": False})(launch)  # options after CMD belong to CMD
+app.command(context_settings={"allow_interspersed_args": False})(
+    command(launch, LaunchOptions)
+)  # options after CMD belong to CMD
 app.command(context_settings={"allow_interspersed_args": False})(run)
 for subcommand in (check, env, plan, status, resize):
     app.command()(subcommand)

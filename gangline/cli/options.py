@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import signal
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -39,22 +41,19 @@ def _contexts(begin: str) -> list[str]:
 class DeviceOptions:
     """Options of every command that runs a network."""
 
-    context: Annotated[
-        str | None,
-        device_option(
-            help="GPUs by index, such as 0,2, or devices by name: auto (one GPU if there is one, the default), cpu, "
-            "gpu, multi-gpu (all GPUs), parallel (all processes of the job; train only).",
-            autocompletion=_contexts,
-        ),
-    ] = None
-    cpus: Annotated[int | None, device_option(help="Number of CPU contexts.", min=1)] = None
-    work_load_list: Annotated[
-        str | None,
-        device_option(help="Relative speed of each context, such as 3,1; auto measures it. Batches are split by it."),
-    ] = None
-    batch_size: Annotated[int, data_option(help="Samples in a batch, over all contexts of all workers.", min=1)] = 64
-    data_workers: Annotated[int, data_option(help="Number of processes that decode images.", min=0)] = 0
-    skip_unreadable: Annotated[int, data_option(help="Skip up to N unreadable images before failing.", min=0)] = 0
+    context: Annotated[str | None, device_option(autocompletion=_contexts)] = None
+    """GPUs by index, such as 0,2, or devices by name: auto (one GPU if there is one, the default), cpu, gpu, multi-gpu
+    (all GPUs), parallel (all processes of the job; train only)."""
+    cpus: Annotated[int | None, device_option(min=1)] = None
+    """Number of CPU contexts."""
+    work_load_list: Annotated[str | None, device_option()] = None
+    """Relative speed of each context, such as 3,1; auto measures it. Batches are split by it."""
+    batch_size: Annotated[int, data_option(min=1)] = 64
+    """Samples in a batch, over all contexts of all workers."""
+    data_workers: Annotated[int, data_option(min=0)] = 0
+    """Number of processes that decode images."""
+    skip_unreadable: Annotated[int, data_option(min=0)] = 0
+    """Skip up to N unreadable images before failing."""
 
     def devices(self) -> str | list[Context]:
         """Return the context argument of `Module`."""
@@ -72,12 +71,20 @@ class DeviceOptions:
 
 
 def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
-    """Make a typer command of a function that takes a dataclass of options: each field becomes an option."""
+    """Make a typer command of a function that takes a dataclass of options.
+
+    Each field becomes an option, and the docstring below the field is the help of the option.
+    """
 
     def call(**values: Any) -> None:
         run(options(**values))
 
     hints = get_type_hints(options, include_extras=True)
+    for name, text in _docstrings(options).items():
+        if get_origin(hints[name]) is Annotated:
+            hints[name].__metadata__[0].help = text
+        else:
+            hints[name] = Annotated[hints[name], typer.Option(help=text)]
     fields = inspect.signature(options).parameters.values()
     parameters = [field.replace(annotation=hints[field.name], kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
     parameters.sort(key=lambda field: field.name not in options.__annotations__)  # own fields before inherited ones
@@ -85,6 +92,18 @@ def command(run: Callable[[T], None], options: type[T]) -> Callable[..., None]:
     call.__annotations__ = hints
     call.__doc__, call.__name__ = run.__doc__, run.__name__
     return call
+
+
+def _docstrings(options: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, by name."""
+    found = {}
+    for one in options.__mro__[:-1]:
+        for definition in ast.walk(ast.parse(inspect.getsource(one))):
+            for pair in pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        found[name] = " ".join(text.split())
+    return found
 
 
 @contextmanager

@@ -85,11 +85,10 @@ def _page(before: Sequence[ProcessStatus], now: Sequence[ProcessStatus], seconds
 
 def _job(processes: Sequence[ProcessStatus], former: dict[int, ProcessStatus], seconds: float) -> list[Table | Text]:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (("process", "left"), ("pid", "right"), ("state", "left"), ("CPU", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("counts and rates")
-    table.add_column("waits")
+    for name in ("process", "pid", "state", "CPU", "memory", "counts and rates", "waits"):
+        is_number = name in ("pid", "CPU", "memory")
+        is_text = name in ("counts and rates", "waits")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=not is_text)
     for one in processes:
         earlier = former.get(one.process)
         cpu = "" if earlier is None else f"{(one.cpu_seconds - earlier.cpu_seconds) / seconds:.0%}"
@@ -123,18 +122,15 @@ def _counters(process: ProcessStatus) -> Counter[str]:
 
 def _verdict(late: Late, processes: Sequence[ProcessStatus]) -> Text:
     process = next((one for one in processes if one.name == late.name), None)
-    text = Text(f"late: {late.name}", style="bold")
-    text.append(f", for {late.seconds:.1f} s: {_names(late.waiting)} {'waits' if len(late.waiting) == 1 else 'wait'}")
-    text.append(f" in {late.what}", style="not bold")
+    seconds = f", for {late.seconds:.1f} s: {_names(late.waiting)} {'waits' if len(late.waiting) == 1 else 'wait'}"
+    words = f" in {late.what}"
     if process is None:
-        text.append("; it is on another host, or has ended", style="not bold")
+        words += "; it is on another host, or has ended"
     elif process.state == "stopped":
-        text.append(f"; process {process.process} is stopped: kill -CONT {process.process}", style="not bold")
+        words += f"; process {process.process} is stopped: kill -CONT {process.process}"
     elif process.stack:
-        text.append("; it is at", style="not bold")
-        for frame in reversed(process.stack[-_FRAMES:]):
-            text.append(f"\n  {frame}", style="not bold")
-    return text
+        words += "\n  ".join(["; it is at", *reversed(process.stack[-_FRAMES:])])
+    return Text(f"late: {late.name}{seconds}", style="bold").append(words, style="not bold")
 
 
 def _names(names: Sequence[str]) -> str:

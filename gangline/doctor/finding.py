@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from gangline.collectives.processes.parent_death import die_with_parent
 
@@ -74,15 +74,10 @@ def run(
     The process group of a check is killed when its deadline passes. ``arguments`` are keyword arguments of the
     functions, as JSON values; ``environment`` is added to this process's.
     """
-    started: list[_Child] = []
-    try:
-        for check in checks:
-            started.append(_Child(check, arguments or {}, environment or {}))  # noqa: PERF401  closed if one fails
+    with ExitStack() as stack:
+        children = [stack.enter_context(_child(check, arguments or {}, environment or {})) for check in checks]
         until = time.monotonic() + seconds
-        return [child.outcome(until, seconds) for child in started]
-    finally:
-        for child in started:
-            child.close()
+        return [_outcome(*child, until, seconds) for child in children]
 
 
 def findings_of(check: Check, outcome: Outcome) -> list[Finding]:
@@ -100,42 +95,46 @@ def finding_of(fields: Mapping[str, Any]) -> Finding:
     return Finding(**{**fields, "status": Status(fields["status"])})
 
 
-class _Child:
-    """Process of a check. Its output goes to files, which cannot fill up as pipes do."""
-
-    def __init__(self, check: Check, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        call = f"run_in_child({check.module!r}, {check.function!r}, {json.dumps(arguments)!r}, {os.getpid()})"
-        self._process = subprocess.Popen(  # noqa: S603
+@contextmanager
+def _child(
+    check: Check, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[str], IO[str]]]:
+    """Start the process of a check. Its output goes to files, which cannot fill up as pipes do."""
+    call = f"run_in_child({check.module!r}, {check.function!r}, {json.dumps(arguments)!r}, {os.getpid()})"
+    key = os.environ.get("GANGLINE_JOB_KEY_FD", "")  # the descriptor by which a launcher hands over the job's key
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(  # noqa: S603
             [sys.executable, "-c", f"from {__name__} import run_in_child; {call}"],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=None if os.environ.get("GANGLINE_LOG") == "debug" else self._errors,
+            stdout=output,
+            stderr=None if os.environ.get("GANGLINE_LOG") == "debug" else errors,
             start_new_session=True,
-            pass_fds=_key_descriptors(),
-        )
-
-    def outcome(self, until: float, seconds: float) -> Outcome:
+            pass_fds=[int(key)] if key.isdecimal() else [],
+        ) as process,
+    ):
         try:
-            code = self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return Outcome(None, f"did not end within {seconds:g} s", is_late=True)
-        if code == 0:
-            self._output.seek(0)
-            return Outcome(json.loads(self._output.read()), "")
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines()
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return Outcome(None, f"{end}: {lines[-1]}" if lines else end)
+            yield process, output, errors
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the check has started
 
-    def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # also what the check has started
-        self._process.wait()
-        self._output.close()
-        self._errors.close()
+
+def _outcome(
+    process: subprocess.Popen[bytes], output: IO[str], errors: IO[str], until: float, seconds: float
+) -> Outcome:
+    try:
+        code = process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return Outcome(None, f"did not end within {seconds:g} s", is_late=True)
+    output.seek(0)
+    errors.seek(0)
+    if code == 0:
+        return Outcome(json.load(output), "")
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return Outcome(None, ": ".join([end, *errors.read().strip().splitlines()[-1:]]))
 
 
 def run_in_child(module: str, function: str, arguments: str, parent: int) -> None:
@@ -146,9 +145,3 @@ def run_in_child(module: str, function: str, arguments: str, parent: int) -> Non
     value = getattr(import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
     with os.fdopen(output, "w") as file:
         json.dump(value, file, default=asdict)
-
-
-def _key_descriptors() -> Sequence[int]:
-    """Return the descriptor by which a launcher hands over the job's key."""
-    text = os.environ.get("GANGLINE_JOB_KEY_FD", "")
-    return [int(text)] if text.isdecimal() else []

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,7 +19,7 @@ from gangline.launcher.topology import nvml_handle
 
 
 class LinkKind(Enum):
-    """Kind of the link between two GPUs, from near to far; PCIe in the terms of `nvidia-smi topo`."""
+    """Kind of the link between two GPUs: its name, as in `nvidia-smi topo`, and what share of PCIe the path leaves."""
 
     SAME = ("X", 0.0)
     NVLINK = ("NVLINK", 0.0)
@@ -33,11 +34,6 @@ class LinkKind(Enum):
     HOST = ("host", 0.3)  # the host's memory
     UNKNOWN = ("unknown", 0.3)
 
-    def __init__(self, short: str, pcie_share: float) -> None:
-        self.short, self.pcie_share = short, pcie_share
-        """Share of the PCIe bandwidth that the path leaves."""
-        self.distance = len(type(self).__members__)
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -50,10 +46,11 @@ class Link:
     """Number of NVLinks: between these two alone, or to the switch, where a GPU's links serve all its peers."""
 
     def __str__(self) -> str:
-        return f"NV{self.lanes}" if self.lanes else self.kind.short
+        return f"NV{self.lanes}" if self.lanes else self.kind.value[0]
 
 
 SELF = Link(LinkKind.SAME, math.inf)
+_LANE_SPEED = 25.0  # that of NVLink 2 to 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +65,15 @@ class LinkMatrix:
         return len(self.links)
 
 
-def nvlink(lanes: int, lane_gb_per_s: float = 25.0, *, switched: bool = False) -> Link:
-    """Return a link of ``lanes`` NVLinks, direct or through a switch; the default speed is that of NVLink 2 to 4."""
+def nvlink(lanes: int, lane_gb_per_s: float = _LANE_SPEED, *, switched: bool = False) -> Link:
+    """Return a link of ``lanes`` NVLinks, direct or through a switch."""
     return Link(LinkKind.NVSWITCH if switched else LinkKind.NVLINK, lanes * lane_gb_per_s, lanes)
 
 
 def pcie(kind: LinkKind, generation: int, width: int) -> Link:
     """Return a PCIe link; generation (from 1) and width (in lanes) are those of the slower GPU."""
     lane = _PCIE_LANE[min(max(generation, 1), len(_PCIE_LANE)) - 1]
-    return Link(kind, round(lane * width * kind.pcie_share, 1))
+    return Link(kind, round(lane * width * kind.value[1], 1))
 
 
 def read_links() -> LinkMatrix:
@@ -92,88 +89,63 @@ def read_links() -> LinkMatrix:
         import pynvml
 
         return links_by_nvml(pynvml, handles)
-    rows = [[_link_by_torch(a, b) for b in range(size)] for a in range(size)]
-    rows = [
-        [max(rows[a][b], rows[b][a], key=lambda link: link.kind.distance) for b in range(size)] for a in range(size)
-    ]
-    return LinkMatrix(tuple(map(tuple, rows)), (None,) * size)
+
+    def link(a: int, b: int) -> Link:
+        has_access = all(torch.cuda.can_device_access_peer(*pair) for pair in ((a, b), (b, a)))
+        return pcie(LinkKind.PEER if has_access else LinkKind.HOST, 3, 16)
+
+    return LinkMatrix(_both_ways(size, link), (None,) * size)
 
 
 def links_by_nvml(nvml: Any, handles: Sequence[Any]) -> LinkMatrix:
     """Return the links between the GPUs with these handles, read from NVML (the module pynvml)."""
+
+    def answer(default: Any, query: str, *arguments: Any) -> Any:
+        """Return what a query gives, or the default where the GPU or its driver does not support it."""
+        with suppress(nvml.NVMLError):
+            return getattr(nvml, f"nvmlDeviceGet{query}")(*arguments)
+        return default
+
+    def remote(handle: Any, lane: int) -> str:
+        """Return the PCI address to which an active NVLink leads, or that of a switch; "" if there is none."""
+        if not answer(0, "NvLinkState", handle, lane):
+            return ""
+        if answer(None, "NvLinkRemoteDeviceType", handle, lane) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return _SWITCH
+        address = answer(None, "NvLinkRemotePciInfo", handle, lane)
+        return address.busId if address else ""
+
+    def lane_speed(handle: Any) -> float:
+        """Return the GB/s of an NVLink in each direction."""
+        field, *_ = answer([None], "FieldValues", handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+        is_known = field and field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal > 0
+        return field.value.uiVal / 1000 if is_known else _LANE_SPEED
+
     addresses = [nvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
-    remotes = [_remote_counts(nvml, handle) for handle in handles]
-    speeds = [_lane_speed(nvml, handle) for handle in handles]
-    buses = [_bus(nvml, handle) for handle in handles]
+    remotes = [Counter(remote(handle, lane) for lane in range(nvml.NVML_NVLINK_MAX_LINKS)) for handle in handles]
+    speeds = [lane_speed(handle) for handle in handles]
+    buses = [  # what the GPU and its slot allow; idle GPUs run at less
+        (answer(3, "MaxPcieLinkGeneration", handle), answer(16, "MaxPcieLinkWidth", handle)) for handle in handles
+    ]
+    nodes = [answer([0], "MemoryAffinity", handle, 1, nvml.NVML_AFFINITY_SCOPE_NODE)[0] for handle in handles]
 
     def link(a: int, b: int) -> Link:
-        if a == b:
-            return SELF
-        if lanes := min(remotes[a][addresses[b]], remotes[b][addresses[a]]):
-            return nvlink(lanes, min(speeds[a], speeds[b]))
-        if lanes := min(remotes[a][_SWITCH], remotes[b][_SWITCH]):
-            return nvlink(lanes, min(speeds[a], speeds[b]), switched=True)
-        try:
-            kind = _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]), LinkKind.UNKNOWN)
-        except nvml.NVMLError:
-            kind = LinkKind.UNKNOWN
+        for at_a, at_b in ((addresses[b], addresses[a]), (_SWITCH, _SWITCH)):
+            if lanes := min(remotes[a][at_a], remotes[b][at_b]):
+                return nvlink(lanes, min(speeds[a], speeds[b]), switched=at_a == _SWITCH)
+        kind = _LEVELS.get(answer(None, "TopologyCommonAncestor", handles[a], handles[b]), LinkKind.UNKNOWN)
         return min((pcie(kind, *buses[index]) for index in (a, b)), key=lambda path: path.gb_per_s)
 
-    half = {(a, b): link(a, b) for b in range(len(handles)) for a in range(b + 1)}
     return LinkMatrix(
-        tuple(tuple(half[min(a, b), max(a, b)] for b in range(len(handles))) for a in range(len(handles))),
-        tuple(_numa_node(nvml, handle) for handle in handles),
+        _both_ways(len(handles), link),
+        tuple(node.bit_length() - 1 if node.bit_count() == 1 else None for node in nodes),
     )
 
 
-def _remote_counts(nvml: Any, handle: Any) -> Counter[str]:
-    """Return the number of active NVLinks to each PCI address, or to a switch."""
-    found: Counter[str] = Counter()
-    for lane in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, lane):
-                continue
-            if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, lane) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-                found[_SWITCH] += 1
-            else:
-                found[nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, lane).busId] += 1
-        except nvml.NVMLError:  # no such link
-            continue
-    return found
-
-
-def _lane_speed(nvml: Any, handle: Any) -> float:
-    """Return the GB/s of an NVLink in each direction."""
-    try:
-        (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-    except nvml.NVMLError:
-        return 25.0
-    known = field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal > 0
-    return field.value.uiVal / 1000 if known else 25.0
-
-
-def _bus(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Return the PCIe generation and width that the GPU and its slot allow; idle GPUs run at less."""
-    try:
-        return nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    except nvml.NVMLError:
-        return 3, 16
-
-
-def _numa_node(nvml: Any, handle: Any) -> int | None:
-    try:
-        (nodes,) = nvml.nvmlDeviceGetMemoryAffinity(handle, 1, nvml.NVML_AFFINITY_SCOPE_NODE)
-    except nvml.NVMLError:
-        return None
-    return nodes.bit_length() - 1 if nodes.bit_count() == 1 else None
-
-
-def _link_by_torch(a: int, b: int) -> Link:
-    import torch
-
-    if a == b:
-        return SELF
-    return pcie(LinkKind.PEER if torch.cuda.can_device_access_peer(a, b) else LinkKind.HOST, 3, 16)
+def _both_ways(size: int, link: Callable[[int, int], Link]) -> tuple[tuple[Link, ...], ...]:
+    """Return the link between each two GPUs, found for the lower index and the higher one."""
+    half = {(a, b): link(a, b) for b in range(size) for a in range(b)}
+    return tuple(tuple(half.get((min(a, b), max(a, b)), SELF) for b in range(size)) for a in range(size))
 
 
 _SWITCH = "switch"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
+import multiprocessing
 import os
 import resource
-import secrets
-import signal
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -52,21 +51,16 @@ def shared_memory() -> list[Finding]:
         return [Finding(Status.SLOW, name, f"cannot offer memory: {error}", f"{remedy}; {_SOCKETS_INSTEAD}")]
     ctypes.memset(offer.segment.address, 1, _PROBE_BYTES)
 
-    def read() -> float:
+    def read(target: int) -> None:
         segment = open_offered(offer.handle)
-        target = ctypes.create_string_buffer(_PROBE_BYTES)
-        ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
-        begin = time.perf_counter()
         ctypes.memmove(target, segment.address, _PROBE_BYTES)
-        return time.perf_counter() - begin
 
-    with _Forked(read) as reader:
-        seconds, problem = reader.result()
+    rate, problem = _read_by_child(read)
     offer.close()
     if problem:
         remedy = f"run all ranks as one user and in one container, without hidepid on /proc; {_SOCKETS_INSTEAD}"
         return [Finding(Status.SLOW, name, f"cannot open another process's memory: {problem}", remedy)]
-    return [Finding(Status.OK, name, f"another process opens it and reads {_rate(seconds)}")]
+    return [Finding(Status.OK, name, f"another process opens it and reads {rate}")]
 
 
 _MEMFD_REMEDIES = {
@@ -94,8 +88,7 @@ def dev_shm() -> list[Finding]:
         where = measured if error.errno == errno.ENOSPC else name
         problem = f"cannot write {_size(_WRITTEN_TO_DEV_SHM)}: {error.strerror}, {where}"
         return [Finding(Status.BROKEN, name, problem, remedy)]
-    is_low = free < _LEAST_DEV_SHM
-    return [Finding(Status.WARN if is_low else Status.OK, name, measured, remedy if is_low else "")]
+    return [_warning_if(free < _LEAST_DEV_SHM, name, measured, remedy)]
 
 
 def temporary_folder() -> list[Finding]:
@@ -105,37 +98,30 @@ def temporary_folder() -> list[Finding]:
     measured = f"{folder} has {length} bytes; sockets in it allow {_LONGEST_TMPDIR}"
     try:
         with Listener(family="AF_UNIX"):
-            return [Finding(Status.OK, "TMPDIR", measured)]
+            problem = ""
     except OSError as error:
-        measured = measured if length > _LONGEST_TMPDIR else f"{folder}: {error}"
+        problem = measured if length > _LONGEST_TMPDIR else f"{folder}: {error}"
     remedy = "`export TMPDIR=/tmp`: a DataLoader with workers, which send tensors through sockets there, waits forever"
-    return [Finding(Status.WARN, "TMPDIR", measured, remedy)]
+    return [_warning_if(problem, "TMPDIR", problem or measured, remedy)]
 
 
 def cross_memory_attach() -> list[Finding]:
     """Check that a child reads this process's memory, as ranks of one host read each other's."""
     name = "cross-memory attach"
-    reading, writing = os.pipe()
-    own, owner = ctypes.create_string_buffer(_PROBE_BYTES), os.getpid()
+    own, owner, content = ctypes.create_string_buffer(_PROBE_BYTES), os.getpid(), b"written after the fork"
 
-    def read() -> float:
-        content = os.read(reading, 1 << 12)  # written after the fork: it is not in the child's copy of the buffer
-        target = ctypes.create_string_buffer(_PROBE_BYTES)
-        ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
-        begin = time.perf_counter()
-        cma.read(owner, ctypes.addressof(own), ctypes.addressof(target), _PROBE_BYTES)
-        seconds = time.perf_counter() - begin
-        if target.value != content:
+    def read(target: int) -> None:
+        cma.read(owner, ctypes.addressof(own), target, _PROBE_BYTES)
+        if ctypes.string_at(target) != content:
             raise OSError("the bytes that were read are not those that were written")
-        return seconds
 
-    with _Forked(read) as reader:
-        cma.allow_reads([reader.pid])
-        own.value = secrets.token_hex(16).encode()
-        os.write(writing, own.value)
-        seconds, problem = reader.result()
+    def allow(reader: int) -> None:
+        cma.allow_reads([reader])
+        own.value = content  # not in the child's copy of the buffer
+
+    rate, problem = _read_by_child(read, allow)
     if not problem:
-        return [Finding(Status.OK, name, f"one process reads another's memory, {_rate(seconds)}")]
+        return [Finding(Status.OK, name, f"one process reads another's memory, {rate}")]
     return [Finding(Status.SLOW, name, problem, f"{_cma_remedy()}; without it ranks copy large tensors once more")]
 
 
@@ -154,7 +140,16 @@ def _cma_remedy() -> str:
 
 def limits() -> list[Finding]:
     """Check the limits on memory, open files, threads, locked memory and the size of files."""
-    return [_memory(), _open_files(), _thread_count(), _locked_memory(), *_file_size()]
+    locked, size = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_FSIZE))
+    is_limited = locked != resource.RLIM_INFINITY
+    needs = [path for path in ("/dev/infiniband", "/dev/nvidiactl") if is_limited and Path(path).exists()]
+    measured = ", and ".join([f"ulimit -l is {_bound(locked, _size)}", *(f"{path} exists" for path in needs[:1])])
+    remedy = "`ulimit -l unlimited` (`docker run --ulimit memlock=-1`): RDMA and NCCL lock memory"
+    findings = [_memory(), _open_files(), _thread_count(), _warning_if(needs, "locked memory", measured, remedy)]
+    if size != resource.RLIM_INFINITY:
+        remedy = "`ulimit -f unlimited`: checkpoints and shared memory count as files"
+        findings.append(Finding(Status.WARN, "file size", f"ulimit -f is {_size(size)}", remedy))
+    return findings
 
 
 def _memory() -> Finding:
@@ -163,62 +158,36 @@ def _memory() -> Finding:
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, limit - used)
-    if free < _LEAST_MEMORY:
-        remedy = "end other programs, or raise the container's memory limit; shared memory counts as used memory"
-        return Finding(Status.WARN, "memory", f"{_size(free)} free", remedy)
-    return Finding(Status.OK, "memory", f"{_size(free)} free")
+    remedy = "end other programs, or raise the container's memory limit; shared memory counts as used memory"
+    return _warning_if(free < _LEAST_MEMORY, "memory", f"{_size(free)} free", remedy)
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     measured = f"ulimit -n is {_bound(soft)} of {_bound(hard)}"
     remedy = "`ulimit -n 65536` (`docker run --ulimit nofile=65536`); a rank opens up to 15 for every other rank"
-    opened = 0
-    with ExitStack() as stack, suppress(OSError):
-        for _ in range(_LEAST_FILES):
-            stack.callback(os.close, os.dup(0))
-            opened += 1
-    if opened < _LEAST_FILES:
-        return Finding(Status.BROKEN, "open files", f"only {opened} more can be opened; {measured}", remedy)
-    is_low = soft != resource.RLIM_INFINITY and soft < _COMFORTABLE_FILES
-    return Finding(Status.WARN if is_low else Status.OK, "open files", measured, remedy if is_low else "")
+    with ExitStack() as stack:
+        for opened in range(_LEAST_FILES):
+            try:
+                stack.callback(os.close, os.dup(0))
+            except OSError:
+                return Finding(Status.BROKEN, "open files", f"only {opened} more can be opened; {measured}", remedy)
+    return _warning_if(0 <= soft < _COMFORTABLE_FILES, "open files", measured, remedy)  # -1: unlimited
 
 
 def _thread_count() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     end = threading.Event()
-    started: list[threading.Thread] = []
-    try:
-        for _ in range(_THREADS):
-            thread = threading.Thread(target=end.wait)
-            thread.start()
-            started.append(thread)
-    except RuntimeError as error:
-        remedy = "`ulimit -u unlimited`, `docker run --pids-limit -1`, or end this user's other processes"
-        return Finding(Status.BROKEN, "threads", f"only {len(started)} more can be started: {error}", remedy)
-    finally:
-        end.set()
-        for thread in started:
-            thread.join()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            for started in range(_THREADS):  # noqa: B007  used where one fails
+                pool.submit(end.wait)
+        except RuntimeError as error:
+            remedy = "`ulimit -u unlimited`, `docker run --pids-limit -1`, or end this user's other processes"
+            return Finding(Status.BROKEN, "threads", f"only {started} more can be started: {error}", remedy)
+        finally:
+            end.set()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     return Finding(Status.OK, "threads", f"{_THREADS} more can be started, ulimit -u is {_bound(soft)}")
-
-
-def _locked_memory() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    measured = f"ulimit -l is {_bound(soft, _size)}"
-    needs = [path for path in ("/dev/infiniband", "/dev/nvidiactl") if Path(path).exists()]
-    if soft == resource.RLIM_INFINITY or not needs:
-        return Finding(Status.OK, "locked memory", measured)
-    remedy = "`ulimit -l unlimited` (`docker run --ulimit memlock=-1`): RDMA and NCCL lock memory"
-    return Finding(Status.WARN, "locked memory", f"{measured}, and {needs[0]} exists", remedy)
-
-
-def _file_size() -> list[Finding]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if soft == resource.RLIM_INFINITY:
-        return []
-    remedy = "`ulimit -f unlimited`: checkpoints and shared memory count as files"
-    return [Finding(Status.WARN, "file size", f"ulimit -f is {_size(soft)}", remedy)]
 
 
 def host_name() -> list[Finding]:
@@ -272,48 +241,48 @@ def clock() -> list[Finding]:
     """Check that the clock is later than this package, which a clock without battery or time server is not."""
     own = Path(__file__).stat().st_mtime
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    if time.time() < own - 86400:
-        remedy = "set it by a time server (`timedatectl set-ntp true`): certificates and file times depend on it"
-        return [Finding(Status.WARN, "clock", f"{now} is before this installation", remedy)]
-    return [Finding(Status.OK, "clock", now)]
+    is_old = time.time() < own - 86400
+    remedy = "set it by a time server (`timedatectl set-ntp true`): certificates and file times depend on it"
+    return [_warning_if(is_old, "clock", now + " is before this installation" * is_old, remedy)]
 
 
-class _Forked:
-    """Forked child that returns seconds, or the text of its OSError; closing it kills it."""
+def _warning_if(is_bad: object, name: str, measured: str, remedy: str) -> Finding:
+    """Return a warning with a remedy, or a finding that all is well."""
+    return Finding(Status.WARN, name, measured, remedy) if is_bad else Finding(Status.OK, name, measured)
 
-    def __init__(self, function: Callable[[], float]) -> None:
-        self._reading, writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid:
-            os.close(writing)
-            return
+
+def _read_by_child(read: Callable[[int], None], allow: Callable[[int], object] = int) -> tuple[str, str]:
+    """Let a forked child read memory of this process to an address of its own; return the rate and the problem.
+
+    ``allow`` gets the child's process id before it reads.
+    """
+    fork = multiprocessing.get_context("fork")
+    own, other = fork.Pipe()
+
+    def answer() -> None:
+        target = ctypes.create_string_buffer(_PROBE_BYTES)
+        ctypes.memset(target, 1, _PROBE_BYTES)  # page faults would be measured
+        other.recv()
         try:
-            answer = [function(), ""]
+            begin = time.perf_counter()
+            read(ctypes.addressof(target))
+            other.send((f"{_PROBE_BYTES / 1e9 / max(time.perf_counter() - begin, 1e-9):.1f} GB/s", ""))
         except (OSError, AttributeError) as error:  # AttributeError: a libc without process_vm_readv
-            answer = [0.0, str(error)]
-        except BaseException:  # noqa: BLE001  this process must not go on as its parent does
-            os._exit(1)
-        os.write(writing, json.dumps(answer).encode())
-        os._exit(0)
+            other.send(("", str(error)))
 
-    def result(self) -> tuple[float, str]:
-        """Wait for the child and return the seconds and the problem."""
-        answer = os.read(self._reading, 1 << 12)
-        seconds, problem = json.loads(answer) if answer else (0.0, "the child died")
-        return seconds, problem
-
-    def __enter__(self) -> _Forked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self._reading)
-
-
-def _rate(seconds: float) -> str:
-    return f"{_PROBE_BYTES / 1e9 / max(seconds, 1e-9):.1f} GB/s"
+    child = fork.Process(target=answer)
+    child.start()
+    other.close()
+    try:
+        allow(child.pid or 0)
+        own.send(None)
+        rate, problem = own.recv()
+    except (EOFError, ConnectionError):
+        return "", "the child died"
+    finally:
+        child.kill()
+        child.join()
+    return rate, problem
 
 
 def _size(nbytes: int) -> str:

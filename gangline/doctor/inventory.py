@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from gangline.doctor.gpu_links import LinkMatrix, read_links
+from gangline.doctor.gpu_links import read_links
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,18 @@ class Device:
 
 def device_table() -> list[Device]:
     """Return rows for the host and every GPU that torch sees, in torch's order."""
-    matrix = read_links()
-    return [_host(), *(_gpu(matrix, index) for index in range(len(matrix)))]
+    import torch
 
-
-def _host() -> Device:
     memory, info = psutil.virtual_memory(), Path("/proc/cpuinfo")  # psutil has no CPU name
     models = info.read_text().partition("model name")[2].partition("\n")[0] if info.is_file() else ""
     name = models.lstrip("\t :") or platform.processor() or platform.machine()
-    return Device("cpu(0)", f"{name}, {os.cpu_count()} cores", memory.available, memory.total)
-
-
-def _gpu(links: LinkMatrix, index: int) -> Device:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    peers = {f"gpu({peer})": links.links[index][peer] for peer in range(len(links)) if peer != index}
-    return Device(
-        f"gpu({index})",
-        properties.name,
-        free,
-        total,
-        f"{properties.major}.{properties.minor}",
-        {peer: str(link) for peer, link in peers.items()},
-        {peer: link.gb_per_s for peer, link in peers.items()},
-        links.numa_nodes[index],
-    )
+    rows = [Device("cpu(0)", f"{name}, {os.cpu_count()} cores", memory.available, memory.total)]
+    matrix = read_links()
+    for index, (links, node) in enumerate(zip(matrix.links, matrix.numa_nodes, strict=True)):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = f"{properties.major}.{properties.minor}"
+        peers = {f"gpu({peer})": str(link) for peer, link in enumerate(links) if peer != index}
+        speeds = {f"gpu({peer})": link.gb_per_s for peer, link in enumerate(links) if peer != index}
+        rows.append(Device(f"gpu({index})", properties.name, free, total, capability, peers, speeds, node))
+    return rows

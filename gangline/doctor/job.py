@@ -7,18 +7,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from itertools import permutations
+from typing import Any, NamedTuple
 
 from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_rank_info
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
 from gangline.collectives.communicator import open_communicator
-from gangline.collectives.errors import GanglineError
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
-from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.doctor.finding import Finding, Status
 from gangline.doctor.host import loopback_remedy
 from gangline.doctor.links import (
@@ -27,7 +26,6 @@ from gangline.doctor.links import (
     LinkReport,
     answer,
     findings_of_links,
-    kind_of,
     measure,
     problem_of,
     reach,
@@ -38,11 +36,10 @@ from gangline.doctor.two_ranks import finding_of_all_reduce, measure_all_reduce
 
 _RETRY_SECONDS = 0.2
 _MOST_HOSTS = 4096
-_RENDEZVOUS = "rendezvous"
+_RENDEZVOUS, _ALL_REDUCE = "rendezvous", "all-reduce of the job"
 
 
-@dataclass
-class _Member:
+class _Member(NamedTuple):
     """A rank, as it describes itself to the others."""
 
     rank: int
@@ -75,37 +72,23 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
     try:
         closed = _reach_itself(info) if info.rank == 0 else _reach_rank_0(info, seconds)
         return _of_all(names, own, seconds) if closed is None else _alone(own, closed)
-    except (GanglineError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         remedy = (
             "the output of the rank that is named says why it did not come: it has not started, cannot reach "
             f"{info.host}:{info.port} (firewall, wrong MASTER_ADDR), or has another job key"
         )
-        measured = f"{type(error).__name__}: {error}"
-        if loopback := _loopback_behind(info.host):
-            measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
-        return _alone(own, Finding(Status.BROKEN, _RENDEZVOUS, measured, remedy))
+        return _alone(own, _unreached(_RENDEZVOUS, info.host, f"{type(error).__name__}: {error}", remedy))
 
 
 def _alone(own: Sequence[Finding], closed: Finding) -> dict[str, Any]:
     return {"findings": [asdict(one) for one in (*own, closed)], "links": [], "has_joined": False}
 
 
-def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
-    """Connect to the address of rank 0, which may start later; return why that fails."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            _connect("store", info.host, info.port)
-            return None
-        except OSError as error:
-            kind, measured = kind_of(error), problem_of(error, info.host, info.port)
-        if time.monotonic() > until:
-            break
-        time.sleep(_RETRY_SECONDS)
-    remedy = REMEDIES[kind]
-    if loopback := _loopback_behind(info.host):
-        measured, remedy = f"{loopback}; {measured}", loopback_remedy(info.host)
-    return Finding(Status.BROKEN, f"rank {info.rank} to rank 0", measured, remedy)
+def _unreached(name: str, host: str, measured: str, remedy: str) -> Finding:
+    """Return that rank 0 was not reached; if the name of its host resolves to a loopback address, that is why."""
+    if loopback := _loopback_behind(host):
+        measured, remedy = f"{loopback}; {measured}", loopback_remedy(host)
+    return Finding(Status.BROKEN, name, measured, remedy)
 
 
 def _loopback_behind(host: str) -> str:
@@ -117,25 +100,41 @@ def _loopback_behind(host: str) -> str:
     return ""
 
 
+def _reach_rank_0(info: RankInfo, seconds: float) -> Finding | None:
+    """Connect to the address of rank 0, which may start later; return why that fails."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            _connect("store", info.host, info.port)
+            return None
+        except OSError as error:
+            if time.monotonic() > until:
+                kind, measured = problem_of(error, info.host, info.port)
+                return _unreached(f"rank {info.rank} to rank 0", info.host, measured, REMEDIES[kind])
+        time.sleep(_RETRY_SECONDS)
+
+
 def _reach_itself(info: RankInfo) -> Finding | None:
     """Check that rank 0's address leads back to it; torch's store would wait 5 minutes for itself."""
+    elsewhere = ""
     try:
         address = resolved(info.host)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
+        try:
+            socket.create_server((address, 0), family=family).close()
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            elsewhere = "this host does not have the address; "  # address translation may lead here all the same
+            with socket.create_server(("", info.port), family=family):
+                socket.create_connection((address, info.port), timeout=CONNECT_SECONDS).close()
         return None
     except OSError as error:
-        kind, measured = kind_of(error), problem_of(error, info.host, info.port)
-        if error.errno == errno.EADDRNOTAVAIL:
-            try:  # address translation may lead here all the same
-                with socket.create_server(("", info.port), family=family):
-                    socket.create_connection((address, info.port), timeout=CONNECT_SECONDS).close()
-                return None
-            except OSError as second:
-                measured = f"this host does not have the address; {problem_of(second, info.host, info.port)}"
-    remedy = REMEDIES[kind] if kind == "unknown name" else "MASTER_ADDR must be an address of the host of rank 0"
-    return Finding(Status.BROKEN, "rank 0 to itself", measured, remedy)
+        kind, measured = problem_of(error, info.host, info.port)
+    remedy = "MASTER_ADDR must be an address of the host of rank 0"
+    if kind == "unknown name":
+        remedy = REMEDIES[kind]
+    return Finding(Status.BROKEN, "rank 0 to itself", elsewhere + measured, remedy)
 
 
 def _scheduler(host: str | None, port: str) -> list[Finding]:
@@ -145,8 +144,8 @@ def _scheduler(host: str | None, port: str) -> list[Finding]:
     try:
         _connect("scheduler", host, int(port))
     except OSError as error:
-        measured = problem_of(error, host, int(port))
-        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind_of(error)])]
+        kind, measured = problem_of(error, host, int(port))
+        return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind])]
     return [Finding(Status.OK, "scheduler", f"answers at {host}:{port}")]
 
 
@@ -164,32 +163,34 @@ def _connect(purpose: str, host: str, port: int) -> None:
 
 def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> dict[str, Any]:
     rendezvous = Rendezvous(timeout=seconds)
-    server, member = _listen(rendezvous)
-    try:
-        members = [_Member(**json.loads(one)) for one in rendezvous.exchange(json.dumps(asdict(member)).encode())]
+    with ExitStack() as stack:
+        member = _listen(rendezvous, stack)
+        members = [_Member(*one) for one in _shared(rendezvous, member)]
         rendezvous.close()
         rendezvous = Rendezvous(timeout=HOST_STEPS * seconds)  # all have come; the checks of a host may take long
-        exchange = rendezvous.exchange
         hosts = number_hosts([one.identity for one in members])
         firsts = [members[hosts.index(host)] for host in range(max(hosts) + 1)]
-        names = _distinct([one.name for one in firsts])
-        if rendezvous.rank in [first.rank for first in firsts]:
+        names = [one.name for one in firsts]  # with their numbers if two are equal, as in containers from one image
+        names = [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+        if member in firsts:
             own = [*check_host(checks, seconds), *own]
-        of_hosts = [json.loads(one) for one in exchange(json.dumps([asdict(one) for one in own]).encode())]
+        of_hosts = _shared(rendezvous, list(map(asdict, own)))
         findings = _findings_of_addresses(firsts, names)
         links: list[LinkReport] = []
-        is_open = not any(finding.status == Status.BROKEN for finding in findings)
-        if len(firsts) > 1 and is_open:
-            links = _gathered(_reach_hosts(member, firsts) if member in firsts else [], exchange)
-            is_open = not any(link.problem for link in links)
-        if is_open:
+        if not findings:
+            links = _gathered(
+                rendezvous,
+                [
+                    reach(LinkReport(source, target, firsts[target].address), firsts[target].port)
+                    for source, target in permutations(range(len(firsts)), 2)
+                    if firsts[source] == member
+                ],
+            )
+        if findings or any(link.problem for link in links):  # the ranks would wait for each other until a time limit
+            reduced = Finding(Status.SKIPPED, _ALL_REDUCE, "the ranks cannot reach each other")
+        else:
             reduced, links = _measure(rendezvous, firsts, links, seconds)
-        else:  # the ranks would wait for each other until a time limit
-            reduced = Finding(Status.SKIPPED, "all-reduce of the job", "the ranks cannot reach each other")
-        findings += [*(findings_of_links(links, names) if links else []), reduced]
-    finally:
-        if server is not None:
-            server.close()
+    findings += [*(findings_of_links(links, names) if links else []), reduced]
     shown: list[dict[str, Any]] = []
     for host, of_host in zip(hosts, of_hosts, strict=True):
         for one in of_host:
@@ -204,25 +205,29 @@ def _of_all(checks: Sequence[str], own: Sequence[Finding], seconds: float) -> di
     }
 
 
-def _listen(rendezvous: Rendezvous) -> tuple[socket.socket | None, _Member]:
-    """Listen where other hosts try to connect; the kernel accepts them."""
-    address, port, problem, server = "", 0, "", None
+def _shared(rendezvous: Rendezvous, value: object) -> list[Any]:
+    """Return the value of each rank, in rank order, as JSON gives it. Collective: all ranks must call it."""
+    return [json.loads(one) for one in rendezvous.exchange(json.dumps(value).encode())]
+
+
+def _gathered(rendezvous: Rendezvous, links: Iterable[LinkReport]) -> list[LinkReport]:
+    return [LinkReport(**fields) for one in _shared(rendezvous, list(map(asdict, links))) for fields in one]
+
+
+def _listen(rendezvous: Rendezvous, stack: ExitStack) -> _Member:
+    """Listen where other hosts try to connect, until the stack is closed; the kernel accepts them."""
+    address, port, problem = "", 0, ""
     try:
         address = rendezvous.interface()
         required_key(address)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, 0), family=family, backlog=_MOST_HOSTS)
+        server = stack.enter_context(socket.create_server((address, 0), family=family, backlog=_MOST_HOSTS))
         port = server.getsockname()[1]
     except (OSError, RuntimeError, ValueError) as error:
         problem = f"cannot listen at {address or rendezvous.host}: {error}"
     if is_loopback(address):
         problem = problem or _loopback_behind(rendezvous.host)
-    return server, _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, problem)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names of hosts, with their numbers if two are equal, as in containers made from one image."""
-    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+    return _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, problem)
 
 
 def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> list[Finding]:
@@ -232,27 +237,17 @@ def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> l
         before = [names[other] for other in range(number) if firsts[other].address == first.address]
         if len(firsts) > 1 and is_loopback(first.address):
             problem = first.problem or f"rank {first.rank} offers {first.address}, a loopback address"
-            findings.append(Finding(Status.BROKEN, "address", problem, loopback_remedy(first.name), names[number]))
+            remedy = loopback_remedy(first.name)
         elif first.problem and not is_loopback(first.address):
+            problem = first.problem
             remedy = "use an address or an interface of this host: `ip address`, --interface, DMLC_INTERFACE"
-            findings.append(Finding(Status.BROKEN, "address", first.problem, remedy, names[number]))
         elif before:
+            problem = f"{first.address} is the address of {before[0]} too"
             remedy = "an address of a container's bridge or a cloned machine: name the interface, --interface eth0"
-            measured = f"{first.address} is the address of {before[0]} too"
-            findings.append(Finding(Status.BROKEN, "address", measured, remedy, names[number]))
+        else:
+            continue
+        findings.append(Finding(Status.BROKEN, "address", problem, remedy, names[number]))
     return findings
-
-
-def _reach_hosts(member: _Member, firsts: Sequence[_Member]) -> list[LinkReport]:
-    """Connect from the first rank of a host to those of all others."""
-    source = firsts.index(member)
-    others = [target for target in range(len(firsts)) if target != source]
-    return [reach(LinkReport(source, target, firsts[target].address), firsts[target].port) for target in others]
-
-
-def _gathered(links: Sequence[LinkReport], exchange: BootstrapAllGather) -> list[LinkReport]:
-    gathered = exchange(json.dumps([asdict(link) for link in links]).encode())
-    return [LinkReport(**fields) for one in gathered for fields in json.loads(one)]
 
 
 def _measure(
@@ -263,7 +258,6 @@ def _measure(
     A host sends to or receives from one other at a time: both directions at once would slow down each other, as a full
     queue also delays acknowledgements.
     """
-    name = "all-reduce of the job"
     with open_communicator(
         rendezvous.rank, rendezvous.size, rendezvous.exchange, timeout=seconds, tcp_host=rendezvous.interface()
     ) as comm:
@@ -277,6 +271,7 @@ def _measure(
                     measure(comm, own[target], ranks[target])
                 elif comm.rank == ranks[target]:
                     answer(comm, ranks[source])
-    links = _gathered(list(own.values()), rendezvous.exchange)
-    every = [json.loads(one) for one in rendezvous.exchange(json.dumps(measured).encode())]
-    return finding_of_all_reduce(name, {**every[0], "is_right": all(one["is_right"] for one in every)}), links
+    links = _gathered(rendezvous, own.values())
+    every = _shared(rendezvous, measured)
+    is_right = all(one["is_right"] for one in every)
+    return finding_of_all_reduce(_ALL_REDUCE, {**every[0], "is_right": is_right}), links

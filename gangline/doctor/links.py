@@ -59,21 +59,18 @@ REMEDIES = {
 }
 
 
-def kind_of(error: OSError) -> str:
-    """Return the kind of a failed connection: a key of `REMEDIES`."""
-    if isinstance(error, ConnectionRefusedError):
-        return "refused"
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    if isinstance(error, socket.gaierror):
-        return "unknown name"
-    return "no route" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else "other"
-
-
-def problem_of(error: OSError, address: str, port: int) -> str:
-    """Return the text for a failed connection: its kind and where it went."""
-    kind, where = kind_of(error), f"{address}:{port}"
-    return f"{where}: {error.strerror or error}" if kind == "other" else f"{kind}: {where}"
+def problem_of(error: OSError, address: str, port: int) -> tuple[str, str]:
+    """Return the kind of a failed connection, a key of `REMEDIES`, and its text, which says where it went."""
+    where = f"{address}:{port}"
+    for kind, is_it in (
+        ("refused", isinstance(error, ConnectionRefusedError)),
+        ("timed out", isinstance(error, TimeoutError)),
+        ("unknown name", isinstance(error, socket.gaierror)),
+        ("no route", error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)),
+    ):
+        if is_it:
+            return kind, f"{kind}: {where}"
+    return "other", f"{where}: {error.strerror or error}"
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
@@ -93,7 +90,7 @@ def reach(link: LinkReport, port: int) -> LinkReport:
     try:
         socket.create_connection((link.address, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        link.kind, link.problem = kind_of(error), problem_of(error, link.address, port)
+        link.kind, link.problem = problem_of(error, link.address, port)
     return link
 
 
@@ -143,25 +140,25 @@ def _buffers() -> tuple[torch.Tensor, torch.Tensor]:
 
 def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
     """Return the findings for all links between hosts of these names: closed and slow ones, and the clocks."""
+    between = [f"link {names[link.source]} to {names[link.target]}" for link in links]
     findings = [
-        Finding(Status.BROKEN, f"link {_name(link, names)}", link.problem, REMEDIES[link.kind])
-        for link in links
+        Finding(Status.BROKEN, name, link.problem, REMEDIES[link.kind])
+        for name, link in zip(between, links, strict=True)
         if link.problem
     ]
     if findings:  # the other links are not measured
         return findings
-    rate = statistics.median_high(link.bytes_per_s for link in links)
-    latency = statistics.median_low(link.latency for link in links)
-    for link in links:
-        problem = _slowness(link, rate, latency)
-        if problem:
-            findings.append(Finding(Status.SLOW, f"link {_name(link, names)}", problem, _SLOW_REMEDY))
+    rates, trips = sorted(link.bytes_per_s for link in links), sorted(link.latency for link in links)
+    findings = [
+        Finding(Status.SLOW, name, problem, _SLOW_REMEDY)
+        for name, link in zip(between, links, strict=True)
+        if (problem := _slowness(link, statistics.median_high(rates), statistics.median_low(trips)))
+    ]
     if not findings:
-        rates = sorted(link.bytes_per_s / 1e6 for link in links)
-        trips = sorted(link.latency * 1e6 for link in links)
-        measured = f"{rates[0]:.0f} to {rates[-1]:.0f} MB/s, round trips of {trips[0]:.0f} to {trips[-1]:.0f} us"
-        findings.append(Finding(Status.OK, "links between hosts", measured))
-    return [*findings, *_clocks(links, names)]
+        measured = f"{rates[0] / 1e6:.0f} to {rates[-1] / 1e6:.0f} MB/s, "
+        measured += f"round trips of {trips[0] * 1e6:.0f} to {trips[-1] * 1e6:.0f} us"
+        findings = [Finding(Status.OK, "links between hosts", measured)]
+    return [*findings, _clocks(links, names)]
 
 
 _SLOW_REMEDY = (
@@ -182,17 +179,11 @@ def _slowness(link: LinkReport, rate: float, latency: float) -> str:
     return trip if link.latency > _MOST_LATENCY else ""
 
 
-def _clocks(links: Sequence[LinkReport], names: Sequence[str]) -> list[Finding]:
-    skews = {link.target: link.skew for link in links if link.source == 0}
-    if not skews:
-        return []
-    host, most = max(skews.items(), key=lambda item: abs(item[1]))
+def _clocks(links: Sequence[LinkReport], names: Sequence[str]) -> Finding:
+    farthest = max((link for link in links if link.source == 0), key=lambda link: abs(link.skew))
+    most = farthest.skew
     if abs(most) <= _MOST_SKEW:
-        return [Finding(Status.OK, "clocks", f"at most {abs(most) * 1e3:.1f} ms apart")]
+        return Finding(Status.OK, "clocks", f"at most {abs(most) * 1e3:.1f} ms apart")
     side = "ahead of" if most > 0 else "behind"
     remedy = "set all clocks by a time server (`timedatectl set-ntp true`, chrony): logs and file times are compared"
-    return [Finding(Status.WARN, "clocks", f"{names[host]} is {abs(most):.1f} s {side} {names[0]}", remedy)]
-
-
-def _name(link: LinkReport, names: Sequence[str]) -> str:
-    return f"{names[link.source]} to {names[link.target]}"
+    return Finding(Status.WARN, "clocks", f"{names[farthest.target]} is {abs(most):.1f} s {side} {names[0]}", remedy)

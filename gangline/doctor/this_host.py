@@ -46,33 +46,26 @@ _NAME = "NCCL between GPUs"
 def check_host(names: Collection[str], seconds: float) -> list[Finding]:
     """Run checks of this host by name, each with a deadline, and return their findings."""
     chosen = [check for check in _SIDE_BY_SIDE if check.name in names]
-    findings = [
-        finding
-        for check, outcome in zip(chosen, run(chosen, seconds), strict=True)
-        for finding in findings_of(check, outcome)
-    ]
+    outcomes = zip(chosen, run(chosen, seconds), strict=True)
+    findings = [finding for check, outcome in outcomes for finding in findings_of(check, outcome)]
     if not {_GPUS.name, _NCCL.name}.isdisjoint(names) and not any(map(Path.exists, _GPU_DRIVERS)):
         return [*findings, Finding(Status.SKIPPED, "GPUs", "this machine has none")]
     if _GPUS.name in names:  # alone: it measures
         findings += findings_of(_GPUS, *run([_GPUS], seconds))
     if _NCCL.name in names:
-        findings.append(_check_nccl(seconds))
+        of_settings: dict[str, Outcome] = {}
+        for setting in _SETTINGS:
+            (outcome,) = run([_NCCL], seconds, {"seconds": seconds / 2}, setting)
+            of_settings[" ".join(f"{name}={value}" for name, value in setting.items())] = outcome
+            if not outcome.problem and not outcome.value.get("wrong") and not outcome.value.get("lacks_peers"):
+                break
+        findings.append(finding_of_nccl(of_settings))
     return findings
-
-
-def _check_nccl(seconds: float) -> Finding:
-    outcomes: dict[str, Outcome] = {}
-    for setting in _SETTINGS:
-        (outcome,) = run([_NCCL], seconds, {"seconds": seconds / 2}, setting)
-        outcomes[" ".join(f"{name}={value}" for name, value in setting.items())] = outcome
-        if not outcome.problem and not outcome.value.get("wrong") and not outcome.value.get("lacks_peers"):
-            break
-    return finding_of_nccl(outcomes)
 
 
 def finding_of_nccl(outcomes: Mapping[str, Outcome]) -> Finding:
     """Return the finding for what `nccl` gave in each setting; the first is the one without any."""
-    first = next(iter(outcomes.values()))
+    first = outcomes[""]
     if not first.problem and first.value["ranks"] < 2:
         return Finding(Status.SKIPPED, _NAME, f"{first.value['ranks'] or 'no'} GPU; it needs two")
     rates = {

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import gangline
@@ -34,6 +35,11 @@ def test_help_and_the_front_door_import_no_torch() -> None:
         done = python("-c", code, *arguments)
         assert done.stdout.endswith("exit 0\n[]\n"), done.stdout + done.stderr
     assert "--work-load-list" in done.stdout
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert [one.name for one in command.params if not one.help] == [], name
 
 
 def test_env_reports_what_a_bug_report_needs() -> None:

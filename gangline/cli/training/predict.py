@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,6 @@ from gangline.cli.options import DeviceOptions, JsonFile, check_network, metrics
 from gangline.collectives.errors import UsageError
 
 if TYPE_CHECKING:
-    from gangline.models.data.images.augmentation import Augmentation
     from gangline.models.module import Module
 
 _KNOWN = ("network", "num_classes", "image_shape")
@@ -25,23 +24,19 @@ _KNOWN = ("network", "num_classes", "image_shape")
 class PredictOptions(DeviceOptions):
     """The options of `gangline predict`."""
 
-    data_dir: Annotated[str, typer.Option(help="Folder of images: a path, or a URL such as s3://bucket/photos.")] = ...  # type: ignore[assignment]
-    model_prefix: Annotated[
-        str, typer.Option(help="Prefix of the checkpoint, as --model-prefix of `gangline train`.")
-    ] = ...  # type: ignore[assignment]
-    load_epoch: Annotated[str, typer.Option(help="Checkpoint: a number, best, or auto for the newest.")] = "auto"
-    network: Annotated[str | None, typer.Option(help="Network; needed only if the checkpoint does not name it.")] = None
+    data_dir: str = ...  # type: ignore[assignment]
+    """Folder of images: a path, or a URL such as s3://bucket/photos."""
+    model_prefix: str = ...  # type: ignore[assignment]
+    """Prefix of the checkpoint, as --model-prefix of `gangline train`."""
+    load_epoch: str = "auto"
+    """Checkpoint: a number, best, or auto for the newest."""
+    network: str | None = None
+    """Network; needed only if the checkpoint does not name it."""
     json: JsonFile = None
-    top_k: Annotated[
-        int, typer.Option(help="Labels per file, the most probable first; with --score top-K accuracy as well.", min=1)
-    ] = 1
-    score: Annotated[
-        bool,
-        typer.Option(
-            "--score",
-            help="Compare with the sub-folders, one per class, and print a line metric=<float> per metric instead.",
-        ),
-    ] = False
+    top_k: Annotated[int, typer.Option(min=1)] = 1
+    """Labels per file, the most probable first; with --score top-K accuracy as well."""
+    score: Annotated[bool, typer.Option("--score")] = False
+    """Compare with the sub-folders, one per class, and print a line metric=<float> per metric instead."""
 
 
 def predict(options: PredictOptions) -> None:
@@ -67,19 +62,13 @@ def _predictions(options: PredictOptions) -> list[list[str]]:
 
     from gangline.models.data.images.folder import ImageFolder
 
-    module, normalised = _loaded(options)
+    module, reading = _loaded(options)
     about = module.run_state.metadata
     classes = about.get("classes") or [str(number) for number in range(about["num_classes"])]
     top_k = options.top_k
     if top_k > len(classes):
         raise UsageError(f"--top-k is {top_k}, but there are {len(classes)} classes")
-    images = ImageFolder.unlabelled(
-        options.data_dir,
-        about["image_shape"],
-        augmentation=normalised,
-        num_workers=options.data_workers,
-        skip_unreadable=options.skip_unreadable,
-    )
+    images = ImageFolder.unlabelled(options.data_dir, about["image_shape"], **reading)
     outputs = module.predict(images, batch_size=options.batch_size)
     probabilities, labels = torch.softmax(outputs.double(), dim=1).topk(top_k, dim=1)
     unreadable = {file for file, _ in images.skipped}
@@ -95,17 +84,10 @@ def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     """Return name and value of each metric over a folder."""
     from gangline.models.data.images.folder import ImageFolder
 
-    module, normalised = _loaded(options)
+    module, reading = _loaded(options)
     about = module.run_state.metadata
     metrics = metrics_of(options.top_k, about["num_classes"])
-    images = ImageFolder(
-        options.data_dir,
-        about["image_shape"],
-        augmentation=normalised,
-        classes=about.get("classes"),
-        num_workers=options.data_workers,
-        skip_unreadable=options.skip_unreadable,
-    )
+    images = ImageFolder(options.data_dir, about["image_shape"], classes=about.get("classes"), **reading)
     if len(images.classes) != about["num_classes"]:
         raise UsageError(
             f"--data-dir {options.data_dir} has {len(images.classes)} classes, but the network was trained on "
@@ -114,8 +96,8 @@ def _scores(options: PredictOptions) -> list[tuple[str, float]]:
     return module.score(images, metrics, batch_size=options.batch_size)
 
 
-def _loaded(options: PredictOptions) -> tuple[Module, Augmentation]:
-    """Load the checkpoint's network; return it and the normalisation of its images."""
+def _loaded(options: PredictOptions) -> tuple[Module, dict[str, Any]]:
+    """Load the checkpoint's network; return it and how its images are read, as arguments of `ImageFolder`."""
     from torch import nn
 
     from gangline.models.checkpoint import checkpoint
@@ -140,7 +122,9 @@ def _loaded(options: PredictOptions) -> tuple[Module, Augmentation]:
     module = Module(network, nn.CrossEntropyLoss(), context, options.loads())
     module.set_params(saved.params)
     module.run_state.metadata.update(about)
-    return module, Augmentation(mean=about.get("mean"), std=about.get("std"))
+    normalised = Augmentation(mean=about.get("mean"), std=about.get("std"))
+    workers, unreadable = options.data_workers, options.skip_unreadable
+    return module, {"augmentation": normalised, "num_workers": workers, "skip_unreadable": unreadable}
 
 
 def _epoch(prefix: str, word: str) -> int | str:

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,18 +171,19 @@ def _fit_and_score(
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
     metrics = metrics_of(options.top_k, num_classes)
     on_terminal = sys.stderr.isatty()
-    if on_terminal:
-        metrics = [*metrics, "loss"]
-    shows_loss = bool(options.plots)
+    with_loss = [*metrics, "loss"]
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
     stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *signals_of(os.environ.get("GANGLINE_STOP_SIGNALS"))))
-    with stop_on(*stops), reported_first(), _one_line_per_epoch(module.logger, on_terminal):
+    with stop_on(*stops), reported_first(), ExitStack() as stack:
+        if on_terminal:  # `_EpochLine` logs instead
+            module.logger.addFilter(_is_not_mxnets)
+            stack.callback(module.logger.removeFilter, _is_not_mxnets)
         try:
             ended = module.fit(
                 splits.train,
                 splits.validation,
-                metrics,
+                with_loss if on_terminal else metrics,
                 num_epoch=options.num_epochs,
                 batch_size=None if has_batches[0] and has_batches[1] else batch_size,
                 seed=options.seed,
@@ -190,7 +191,7 @@ def _fit_and_score(
                 optimizer=optimizer,
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
-                validation_metric=None if on_terminal or not shows_loss else [*metrics, "loss"],
+                validation_metric=with_loss if options.plots and not on_terminal else None,
                 monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
                 **callbacks,
@@ -203,15 +204,16 @@ def _fit_and_score(
     result: dict[str, Any] = {"ended": ended, "exit_code": 0}
     reports = module.workers.is_first
     if ended == "diverged" or ended in signal.Signals.__members__:
-        checkpoint = _newest(options.model_prefix) if module.step or resume else None
+        prefix, checkpoint = options.model_prefix, None
+        if prefix is not None and (module.step or resume) and (there := epochs(prefix)):
+            checkpoint, *_ = paths_of(prefix, there[-1])
         if ended == "diverged":
             result["exit_code"], how = DIVERGED, "diverged"
         else:  # the grace period is for the checkpoint, not for scoring
             result["exit_code"] = CHECKPOINTED if checkpoint is not None else 128 + signal.Signals[ended]
             how = f"was stopped by {ended}"
         if reports:
-            where = _progress(module, options.num_epochs)
-            module.logger.info("training %s %s; %s", how, where, _how_to_resume(options, checkpoint))
+            module.logger.info("training %s %s", how, _how_to_resume(module, options, checkpoint))
         return result
     if ended == LEFT or (module.workers.is_elastic and not reports):  # worker 0 scores
         return result
@@ -236,23 +238,15 @@ def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, in
     return name, int(staleness) if colon else None
 
 
-def _newest(prefix: str | None) -> Path | None:
-    """Return the weights of the newest checkpoint."""
-    numbers = epochs(prefix) if prefix is not None else []
-    return paths_of(prefix, numbers[-1])[0] if prefix is not None and numbers else None
-
-
-def _progress(module: Module, num_epochs: int) -> str:
+def _how_to_resume(module: Module, options: TrainOptions, checkpoint: Path | None) -> str:
+    """Return how far training came, and from which checkpoint it resumes."""
     epoch, batch = module.position.epoch, module.position.batch
-    return f"after {epoch} of {num_epochs} epochs" + (f" and {batch} batches of the next" if batch else "")
-
-
-def _how_to_resume(options: TrainOptions, checkpoint: Path | None) -> str:
+    where = f"after {epoch} of {options.num_epochs} epochs" + (f" and {batch} batches of the next" if batch else "")
     if options.model_prefix is None:
-        return "no checkpoint was written, as there is no --model-prefix"
+        return f"{where}; no checkpoint was written, as there is no --model-prefix"
     if checkpoint is None:
-        return "there is no checkpoint yet"
-    return f"the checkpoint is {checkpoint}, and --load-epoch auto resumes from it"
+        return f"{where}; there is no checkpoint yet"
+    return f"{where}; the checkpoint is {checkpoint}, and --load-epoch auto resumes from it"
 
 
 @dataclass(frozen=True)
@@ -447,19 +441,9 @@ class _EpochLine:
         self._module.logger.info("epoch %d of %d: %s", self._epoch + 1, self._num_epochs, text)
 
 
-@contextmanager
-def _one_line_per_epoch(logger: logging.Logger, is_wanted: bool) -> Iterator[None]:
-    """Leave out the lines that `fit` logs for each epoch in MXNet's format."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Epoch[")
-
-    if is_wanted:
-        logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_not_mxnets(record: logging.LogRecord) -> bool:
+    """Return whether a line is none of those that `fit` logs for each epoch in MXNet's format."""
+    return not record.getMessage().startswith("Epoch[")
 
 
 def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
