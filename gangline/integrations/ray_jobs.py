@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from ray.exceptions import RayError
 from gangline.collectives.environments.job_key import JobKey
 from gangline.integrations.ray_members import Job, Placement, in_cluster
 from gangline.launcher.job import JobSpec
+from gangline.launcher.output import Output, Stream
 from gangline.launcher.restarts import CHECKPOINTED, Outcome, run_with_restarts
 
 _POLL_SECONDS = 0.2
@@ -69,10 +69,10 @@ class _Relay:
         self._streams = {
             one.output.options(num_returns="streaming").remote(): name for name, one in self._actors.items()
         }
-        self._lines: dict[tuple[str, int], bytes] = {}
+        self._output = Output()
+        self._pipes = {(name, fd): Stream(b"", is_error=fd == 2) for name in self._actors for fd in (1, 2)}
         self._codes: dict[str, int] = {}
-        self._code = 0
-        self._stops = 0
+        self._code = self._stops = 0
 
     def run(self) -> int:
         while self._streams:
@@ -90,23 +90,22 @@ class _Relay:
     def _read(self, stream: Any, name: str) -> None:
         try:
             number, data = ray.get(next(stream))
-        except StopIteration:
+        except (StopIteration, RayError) as error:
             del self._streams[stream]
-            return
-        except RayError as error:
-            del self._streams[stream]
-            self._report(f"the actor of {name} ended: {str(error).strip().splitlines()[0]}")
-            self._ended(name, 128 + signal.SIGKILL)
+            if isinstance(error, RayError):
+                self._report(f"the actor of {name} ended: {str(error).strip().splitlines()[0]}")
+                self._ended(name, 128 + signal.SIGKILL)
             return
         if number:
-            *lines, self._lines[name, number] = (self._lines.get((name, number), b"") + data).split(b"\n")
-            _write(number, b"".join(line + b"\n" for line in lines))
+            with suppress(BrokenPipeError):  # the reader is gone; the job goes on
+                self._output.write(self._pipes[name, number], data)
         else:
             self._ended(name, int(data))
 
     def _ended(self, name: str, code: int) -> None:
-        for number in (1, 2):
-            _write(number, self._lines.pop((name, number), b""))
+        for fd in (1, 2):
+            with suppress(BrokenPipeError):
+                self._output.end(self._pipes[name, fd])
         self._codes[name] = code
         if code and not self._code:
             self._fail(code)
@@ -120,13 +119,8 @@ class _Relay:
                 actor.stop.remote()
 
     def _report(self, text: str) -> None:
-        _write(2, f"gangline: {text}\n".encode())
-
-
-def _write(fd: int, data: bytes) -> None:
-    with suppress(BrokenPipeError):  # the reader is gone; the job goes on
-        while data:
-            data = data[os.write(fd, data) :]
+        with suppress(BrokenPipeError):
+            self._output.report(text)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gangline.models.loop.callbacks import BatchEndParam as BatchEndParam
@@ -27,21 +28,19 @@ def log_train_metric(period: int, auto_reset: bool = False) -> Callable[[BatchEn
 
 def do_checkpoint(prefix: str, period: int = 1) -> Callable[..., None]:
     """Return a function that writes the weights each ``period`` epochs, as ``prefix-0001.params``."""
-
-    def save(epoch: int, symbol: Any = None, arg: Any = None, aux: Any = None) -> None:
-        if (epoch + 1) % period == 0:
-            save_checkpoint(prefix, epoch + 1, symbol, arg, aux)
-
-    return save
+    return _each(period, partial(save_checkpoint, prefix))
 
 
 def module_checkpoint(
     mod: Any, prefix: str, period: int = 1, save_optimizer_states: bool = False
 ) -> Callable[..., None]:
     """Return a function that writes a module's weights, and its optimizer's state, each ``period`` epochs."""
+    return _each(period, lambda epoch, *_: mod.save_checkpoint(prefix, epoch, save_optimizer_states))
 
-    def save(epoch: int, *_: Any) -> None:
+
+def _each(period: int, save: Callable[..., None]) -> Callable[..., None]:
+    def call(epoch: int, symbol: Any = None, arg: Any = None, aux: Any = None) -> None:
         if (epoch + 1) % period == 0:
-            mod.save_checkpoint(prefix, epoch + 1, save_optimizer_states)
+            save(epoch + 1, symbol, arg, aux)
 
-    return save
+    return call

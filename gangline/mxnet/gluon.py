@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,8 +103,11 @@ class Trainer(_Trainer):
         self.zero_grad()
 
 
-class Loss(ABC):
-    """A loss of each sample: the mean over the other axes, times ``weight``."""
+class Loss:
+    """A loss of each sample: the mean of those of its elements, see `losses`, times ``weight``."""
+
+    losses: Callable[..., Tensor]
+    """Function from predictions and labels to the losses of all elements."""
 
     def __init__(self, weight: float | None = None, batch_axis: int = 0) -> None:
         if batch_axis:
@@ -117,37 +119,29 @@ class Loss(ABC):
         losses = self.losses(pred, label)
         return nd.wrap(self._weight * (losses.flatten(1).mean(1) if losses.dim() > 1 else losses))
 
-    @abstractmethod
-    def losses(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Return the losses of all elements."""
-
 
 class L2Loss(Loss):
     """Half of the squared error."""
 
-    def losses(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Return the losses of all elements."""
-        return (pred - label.view(pred.shape)).square() / 2
+    losses = staticmethod(lambda pred, label: (pred - label.view(pred.shape)).square() / 2)
 
 
 class L1Loss(Loss):
     """The absolute error."""
 
-    def losses(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Return the losses of all elements."""
-        return (pred - label.view(pred.shape)).abs()
+    losses = staticmethod(lambda pred, label: (pred - label.view(pred.shape)).abs())
 
 
 class SigmoidBinaryCrossEntropyLoss(Loss):
     """Cross entropy of logits."""
 
-    def losses(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Return the losses of all elements."""
-        return F.binary_cross_entropy_with_logits(pred, label.view(pred.shape), reduction="none")
+    losses = staticmethod(
+        lambda pred, label: F.binary_cross_entropy_with_logits(pred, label.view(pred.shape), reduction="none")
+    )
 
 
 class SoftmaxCrossEntropyLoss(Loss):
-    """Cross entropy of logits, or of log probabilities, of the classes on the last axis."""
+    """Cross entropy of logits, or of log probabilities, of the classes on an axis."""
 
     def __init__(
         self,
@@ -158,25 +152,21 @@ class SoftmaxCrossEntropyLoss(Loss):
         batch_axis: int = 0,
     ) -> None:
         super().__init__(weight, batch_axis)
-        self._axis, self._sparse_label, self._from_logits = axis, sparse_label, from_logits
 
-    def losses(self, pred: Tensor, label: Tensor) -> Tensor:
-        """Return the losses of all samples."""
-        logs = (pred if self._from_logits else pred.log_softmax(self._axis)).movedim(self._axis, -1)
-        if self._sparse_label:
-            return -logs.gather(-1, label.long().view(*logs.shape[:-1], 1)).squeeze(-1)
-        return -(logs * label.movedim(self._axis, -1)).sum(-1)
+        def losses(pred: Tensor, label: Tensor) -> Tensor:
+            logs = (pred if from_logits else pred.log_softmax(axis)).movedim(axis, -1)
+            if sparse_label:
+                return -logs.gather(-1, label.long().view(*logs.shape[:-1], 1)).squeeze(-1)
+            return -(logs * label.movedim(axis, -1)).sum(-1)
+
+        self.losses = losses
 
 
 SoftmaxCELoss, SigmoidBCELoss = SoftmaxCrossEntropyLoss, SigmoidBinaryCrossEntropyLoss
 loss = SimpleNamespace(
-    Loss=Loss,
-    L1Loss=L1Loss,
-    L2Loss=L2Loss,
-    SigmoidBCELoss=SigmoidBCELoss,
-    SigmoidBinaryCrossEntropyLoss=SigmoidBinaryCrossEntropyLoss,
+    **{one.__name__: one for one in (Loss, L1Loss, L2Loss, SigmoidBinaryCrossEntropyLoss, SoftmaxCrossEntropyLoss)},
     SoftmaxCELoss=SoftmaxCELoss,
-    SoftmaxCrossEntropyLoss=SoftmaxCrossEntropyLoss,
+    SigmoidBCELoss=SigmoidBCELoss,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,21 +19,17 @@ class DataDesc(NamedTuple):
     shape: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class DataBatch:
     """A batch: lists of arrays. ``pad`` is the number of samples at its end that fill it up."""
 
-    def __init__(
-        self,
-        data: Sequence[Any],
-        label: Sequence[Any] | None = None,
-        pad: int = 0,
-        index: Any = None,
-        bucket_key: Any = None,
-        provide_data: Any = None,
-        provide_label: Any = None,
-    ) -> None:
-        self.data, self.label, self.pad, self.index, self.bucket_key = data, label, pad or 0, index, bucket_key
-        self.provide_data, self.provide_label = provide_data, provide_label
+    data: Sequence[Any]
+    label: Sequence[Any] | None = None
+    pad: int | None = None
+    index: Any = None
+    bucket_key: Any = None
+    provide_data: Any = None
+    provide_label: Any = None
 
 
 class DataIter:
@@ -57,6 +54,8 @@ class DataIter:
 
 class NDArrayIter(DataIter):
     """Batches of arrays in memory.
+
+    ``provide_data`` and ``provide_label`` are the names and shapes of a batch's parts.
 
     Args:
         data: an array, a list or a dict of them, with the samples on the first axis.
@@ -89,21 +88,12 @@ class NDArrayIter(DataIter):
             raise ValueError(
                 f"batches of {batch_size} samples from {counts}; expected equal numbers, and as many or more"
             )
-        self._order = (
-            torch.randperm(self.num_data, device="cpu") if shuffle else torch.arange(self.num_data, device="cpu")
+        self.provide_data, self.provide_label = (
+            [DataDesc(name, (batch_size, *one.shape[1:])) for name, one in part] for part in (self.data, self.label)
         )
+        self._order = (torch.randperm if shuffle else torch.arange)(self.num_data, device="cpu")
         self._handle, self._left = last_batch_handle, self._order[:0]
         self.reset()
-
-    @property
-    def provide_data(self) -> list[DataDesc]:
-        """Names and shapes of a batch's data."""
-        return [DataDesc(name, (self.batch_size, *one.shape[1:])) for name, one in self.data]
-
-    @property
-    def provide_label(self) -> list[DataDesc]:
-        """Names and shapes of a batch's labels."""
-        return [DataDesc(name, (self.batch_size, *one.shape[1:])) for name, one in self.label]
 
     def reset(self) -> None:
         """Begin an epoch."""
@@ -137,19 +127,17 @@ class CSVIter(NDArrayIter):
         round_batch: bool = True,
         **options: Any,
     ) -> None:
-        data = np.loadtxt(data_csv, np.float32, delimiter=",", ndmin=2).reshape(-1, *data_shape)
-        label = np.zeros(len(data), np.float32)
-        if label_csv is not None:
-            label = np.loadtxt(label_csv, np.float32, delimiter=",", ndmin=2).reshape(-1, *label_shape).squeeze(-1)
+        data = _numbers(data_csv, data_shape)
+        label = np.zeros(len(data), np.float32) if label_csv is None else _numbers(label_csv, label_shape).squeeze(-1)
         super().__init__(data, label, batch_size, last_batch_handle="pad" if round_batch else "discard", **options)
 
 
+def _numbers(path: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    return np.loadtxt(path, np.float32, delimiter=",", ndmin=2).reshape(-1, *shape)
+
+
 def _named(given: Any, name: str) -> list[tuple[str, NDArray]]:
-    if given is None:
-        return []
     if isinstance(given, dict):
         return [(key, array(one)) for key, one in sorted(given.items())]
-    if isinstance(given, (list, tuple)):
-        names = [name] if len(given) == 1 else [f"_{number}_{name}" for number in range(len(given))]
-        return [(key, array(one)) for key, one in zip(names, given, strict=True)]
-    return [(name, array(given))]
+    arrays = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [(f"_{number}_{name}" * (len(arrays) > 1) or name, array(one)) for number, one in enumerate(arrays)]

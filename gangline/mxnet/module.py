@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +150,9 @@ class Module:
 
     def get_params(self) -> tuple[dict[str, nd.NDArray], dict[str, nd.NDArray]]:
         """Return the parameters, and the buffers (MXNet's auxiliary states), by name."""
-        names = {name for name, _ in self.symbol.named_parameters()}
         state = {name: nd.wrap(one) for name, one in self._module.get_params().items()}
-        return (
-            {name: one for name, one in state.items() if name in names},
-            {name: one for name, one in state.items() if name not in names},
-        )
+        parameters = {name: state.pop(name) for name, _ in self.symbol.named_parameters()}
+        return parameters, state
 
     def set_params(
         self,
@@ -346,8 +343,7 @@ class Module:
         eval_metric = metric.create(eval_metric)
         eval_metric.reset()
         nbatch = -1
-        for nbatch, batch in self._batches(eval_data, num_batch, reset):
-            self.forward(batch, is_train=False)
+        for nbatch, batch in self._forwarded(eval_data, num_batch, reset):
             self.update_metric(eval_metric, batch.label or ())
             _call(batch_end_callback, self._param(epoch, nbatch, eval_metric, locals()))
         _call(score_end_callback, self._param(epoch, nbatch + 1, eval_metric, locals()))
@@ -358,9 +354,8 @@ class Module:
         self, eval_data: Any, num_batch: int | None = None, reset: bool = True
     ) -> Iterator[tuple[list[nd.NDArray], int, DataBatch]]:
         """Yield outputs without those of samples that fill a batch up, its number, and the batch."""
-        for nbatch, batch in self._batches(eval_data, num_batch, reset):
-            self.forward(batch, is_train=False)
-            yield [out[: len(out) - batch.pad] for out in self.get_outputs()], nbatch, batch
+        for nbatch, batch in self._forwarded(eval_data, num_batch, reset):
+            yield [out[: len(out) - (batch.pad or 0)] for out in self.get_outputs()], nbatch, batch
 
     def predict(
         self,
@@ -377,13 +372,13 @@ class Module:
         merged = [nd.wrap(torch.cat(parts)) for parts in zip(*batches, strict=True)]
         return merged if always_output_list or len(merged) != 1 else merged[0]
 
-    @staticmethod
-    def _batches(data: Any, num_batch: int | None, reset: bool) -> Iterable[tuple[int, DataBatch]]:
+    def _forwarded(self, data: Any, num_batch: int | None, reset: bool) -> Iterator[tuple[int, DataBatch]]:
         if reset:
             data.reset()
         for number, batch in enumerate(data):
             if number == num_batch:
                 return
+            self.forward(batch, is_train=False)
             yield number, batch
 
     def install_monitor(self, mon: Any) -> None:

@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -25,23 +26,7 @@ _log = logging.getLogger("gangline")
 Loss = nn.Module | Callable[..., torch.Tensor] | None
 Normalizer = Callable[[Any], float]
 
-_BY_CLASS: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
-_BY_SAMPLE: tuple[type[nn.Module], ...] = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
-_COUNTED_AS_TORCH: tuple[type[nn.Module], ...] = (
-    *_BY_CLASS,
-    *_BY_SAMPLE,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.HingeEmbeddingLoss,
-    nn.HuberLoss,
-    nn.KLDivLoss,
-    nn.L1Loss,
-    nn.MSELoss,
-    nn.PoissonNLLLoss,
-    nn.SmoothL1Loss,
-    nn.SoftMarginLoss,
-)
-_MODULE_OF: dict[Any, Callable[..., nn.Module]] = {
+_MODULE_OF: dict[Any, type[nn.Module]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
     F.cross_entropy: nn.CrossEntropyLoss,
@@ -52,6 +37,10 @@ _MODULE_OF: dict[Any, Callable[..., nn.Module]] = {
     F.nll_loss: nn.NLLLoss,
     F.smooth_l1_loss: nn.SmoothL1Loss,
 }
+_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+_BY_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
+_OTHERS = (nn.HingeEmbeddingLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss)
+_COUNTED_AS_TORCH = (*_MODULE_OF.values(), *_BY_SAMPLE, *_OTHERS)
 
 
 class SummedLoss:
@@ -229,11 +218,11 @@ def _as_module(loss: Any) -> Any:
     function, options = loss, {}
     if isinstance(loss, functools.partial) and not loss.args:
         function, options = loss.func, loss.keywords
-    make = next((module for one, module in _MODULE_OF.items() if one is function), None)
-    try:
-        return make(**options) if make is not None else loss
-    except TypeError:  # an option of the function alone, such as the weight of mse_loss
-        return loss
+    for one, make in _MODULE_OF.items():
+        if one is function:
+            with suppress(TypeError):  # an option of the function alone, such as the weight of mse_loss
+                return make(**options)
+    return loss
 
 
 def _is_compiled(loss: Any) -> bool:

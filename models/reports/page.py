@@ -321,15 +321,11 @@ def _smoothed(points: Sequence[Place]) -> list[Place]:
 def _rates(steps: Sequence[int], amounts: Sequence[float], seconds: Sequence[float]) -> list[Place]:
     """Return amounts by seconds over a moving window."""
     width = max(1, round(len(steps) / 30))
-    amount = time_spent = 0.0
-    rates: list[Place] = []
-    for place, step in enumerate(steps):
-        amount, time_spent = amount + amounts[place], time_spent + seconds[place]
-        if place >= width:
-            amount, time_spent = amount - amounts[place - width], time_spent - seconds[place - width]
-        if time_spent > 1e-9:
-            rates.append((step, max(0.0, amount / time_spent)))
-    return rates
+    windows = [
+        (step, sum(amounts[max(0, end - width) : end]), sum(seconds[max(0, end - width) : end]))
+        for end, step in enumerate(steps, 1)
+    ]
+    return [(step, max(0.0, amount / time_spent)) for step, amount, time_spent in windows if time_spent > 1e-9]
 
 
 def _stepped(points: Sequence[Place], last: float) -> list[Place]:

@@ -174,15 +174,12 @@ def _merged(earlier: Point, later: Point) -> Point:
     contexts = dict.fromkeys([*earlier.samples, *later.samples])
     return replace(
         later,
-        updates=earlier.updates + later.updates,
         loss=sum(loss * updates for loss, updates in losses) / weight if losses else None,
         loss_min=min((p.loss_min for p in both if p.loss_min is not None), default=None),
         loss_max=max((p.loss_max for p in both if p.loss_max is not None), default=None),
         metrics={name: statistics.fmean(p.metrics[name] for p in both if name in p.metrics) for name in metrics},
-        seconds=earlier.seconds + later.seconds,
-        waiting=earlier.waiting + later.waiting,
         samples={label: sum(point.samples.get(label, 0) for point in both) for label in contexts},
-        total=earlier.total + later.total,
+        **{name: getattr(earlier, name) + getattr(later, name) for name in ("updates", "seconds", "waiting", "total")},
     )
 
 

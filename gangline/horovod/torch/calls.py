@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from inspect import signature
-from typing import Any
+from functools import partial, wraps
+from inspect import Signature, signature, unwrap
+from typing import Any, ParamSpec
 
 import msgpack
 import torch
@@ -138,10 +139,10 @@ def _disconnect(process_set: ProcessSet) -> bool:
     return True
 
 
-def submit(operation: Callable[[], Any], *, is_async: bool = False) -> Work:
+def submit(operation: Callable[[], Any], *, is_async: bool = False, name: str | None = None) -> Work:
     """Run an operation after all earlier ones, on the caller's GPU stream; the Work has what it returns as result."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    work = Work(operation.__name__)
+    work = Work(name or operation.__name__)
 
     def run() -> None:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -179,13 +180,11 @@ def agree(process_set: ProcessSet, call: list[Any], own: Any = 0) -> tuple[list[
             call needs all.
     """
     packed = msgpack.packb([call, own])
-    if len(packed) > _CALL_BYTES - 2:
-        raise ValueError(f"{call[0]} has a name or splits of {len(packed)} bytes; expected at most {_CALL_BYTES - 2}")
-    row = bytearray(_CALL_BYTES)
-    row[: 2 + len(packed)] = len(packed).to_bytes(2, "little") + packed
-    gathered: Any = process_set.group.all_gather(torch.frombuffer(row, dtype=torch.uint8))
-    rows = [one.numpy().tobytes() for one in gathered]
-    calls = [msgpack.unpackb(one[2 : 2 + int.from_bytes(one[:2], "little")]) for one in rows]
+    if len(packed) > _CALL_BYTES:
+        raise ValueError(f"{call[0]} has a name or splits of {len(packed)} bytes; expected at most {_CALL_BYTES}")
+    row = torch.frombuffer(bytearray(packed.ljust(_CALL_BYTES, b"\0")), dtype=torch.uint8)
+    gathered: Any = process_set.group.all_gather(row)
+    calls = [msgpack.Unpacker(io.BytesIO(one.numpy().tobytes())).unpack() for one in gathered]
     active = [one for one, _ in calls if one != _JOIN] or [_JOIN]
     if any(one != active[0] for one in active):
         said = "; ".join(f"rank {rank}: {' '.join(map(str, one))}" for rank, (one, _) in enumerate(calls))
@@ -260,58 +259,6 @@ def is_homogeneous() -> bool:
     return len({*Counter(global_process_set.group.hosts).values()}) == 1
 
 
-# Forms of a collective. Each collective is a function that checks its arguments and returns an operation on the queue.
-
-_Begin = Callable[..., Callable[[], list[Any]]]
-
-
-def _form(begin: _Begin, *, copy: bool = False, single: bool = True, is_async: bool = False) -> Callable[..., Any]:
-    """Return a collective for one tensor or a list of them, on the tensors or on copies, with or without a handle.
-
-    As in Horovod, a call with a handle may not have the name of another one that runs.
-    """
-    parameters = signature(begin)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors, *args = args or (kwargs.pop("tensor" if single else "tensors"),)  # type: ignore[assignment]
-        given = [one.detach() for one in ([tensors] if single else tensors)]
-        operation = begin([one.clone() for one in given] if copy else given, *args, **kwargs)
-        named = (begin, parameters.bind(given, *args, **kwargs).arguments.get("name")) if is_async else (begin, None)
-        if named in _running:
-            raise ValueError(f"a call with the name {named[1]!r} runs; expected another name, or synchronize() first")
-        if named[1] is not None:
-            _running.add(named)
-
-        def run() -> Any:
-            try:
-                results = operation()
-            finally:
-                _running.discard(named)
-            return results[0] if single else results
-
-        run.__name__ = begin.__name__
-        work = submit(run, is_async=is_async)
-        return work if is_async else work.result
-
-    return call
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: Callable[[Tensor], Tensor], gradient: Callable[..., Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return call(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return ctx.gradient(*grads), None, None
-
-
-def _differentiable(tensor: Tensor, call: Callable[[Tensor], Any], gradient: Callable[[Tensor], Any]) -> Any:
-    """Return ``call(tensor)``, whose gradient is ``gradient`` of that of the result."""
-    return _Differentiable.apply(tensor, call, gradient)  # type: ignore[no-untyped-call]
-
-
 def _kind(tensor: Tensor, first: int = 0) -> list[Any]:
     """Return what must be equal on all ranks: the dtype, and the shape from its ``first`` axis."""
     return [name_of_dtype(tensor.dtype), list(tensor.shape[first:])]
@@ -352,7 +299,82 @@ def checked_op(op: int | None, average: bool | None = None, allowed: Iterable[in
     return op
 
 
-# The collectives
+# Collectives. Each is written once, for one tensor: a function that checks its arguments and returns an operation for
+# the queue, and its gradient. `_form` makes the calls of it.
+
+P = ParamSpec("P")
+_Begun = tuple[Callable[[], Any], Callable[[Tensor], Tensor]]
+_WRITING = {"allreduce", "broadcast"}
+"""Collectives whose operation writes to its tensor, which is a copy then, except in place."""
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, result: list[Any], gradient: Callable[[Tensor], Tensor]) -> Any:
+        ctx.gradient = gradient
+        return result[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return ctx.gradient(grads[0]), None, None
+
+
+def _form(
+    function: Callable[..., Any], *, single: bool = True, is_async: bool = False, in_place: bool = False
+) -> Callable[..., Any]:
+    """Make a call of a collective, for one tensor or a list of them; with a gradient, unless in place or with a handle.
+
+    As in Horovod, a call with a handle may not have the name of another one that runs.
+    """
+    begin, has_gradient = unwrap(function), not (is_async or in_place)
+    first, *others = signature(begin).parameters.values()
+    first = first.replace(name="tensor" if single else "tensors")
+    shown = Signature([first, *(one for one in others if has_gradient or one.name != "compression")])
+
+    @wraps(begin)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = shown.bind(*args, **kwargs).arguments
+        given = arguments.pop(first.name)
+        tensors = [given] if single else list(given)
+        if in_place and any(one.is_sparse for one in tensors):
+            raise ValueError("the tensor is sparse; expected a dense one, or sparse_allreduce_async")
+        own = [one.detach() for one in tensors]
+        if begin.__name__ in _WRITING and not in_place:
+            own = [one.clone() for one in own]
+        begun = [begin(one, **arguments) for one in own]
+        named = (begin, arguments.get("name") if is_async else None)
+        if named in _running:
+            raise ValueError(f"a call with the name {named[1]!r} runs; expected another name, or synchronize() first")
+        if named[1] is not None:
+            _running.add(named)
+
+        def run() -> Any:
+            try:
+                results = [operation() for operation, _ in begun]
+            finally:
+                _running.discard(named)
+            return results[0] if single else results
+
+        work = submit(run, is_async=is_async, name=begin.__name__)
+        if not has_gradient:
+            return work if is_async else work.result
+        results = [work.result] if single else work.result
+        found = [
+            _Differentiable.apply(tensor, [result], gradient)  # type: ignore[no-untyped-call]
+            for tensor, result, (_, gradient) in zip(tensors, results, begun, strict=True)
+        ]
+        return found[0] if single else found
+
+    if function is not begin:
+        call.__name__ = "grouped_" * (not single) + begin.__name__ + "_async" * is_async + "_" * in_place
+        kind = " in place" * in_place + ", of each tensor" * (not single) + ", and return a handle" * is_async
+        call.__doc__ = f"Do `{begin.__name__}`{kind}."
+    call.__signature__ = shown  # type: ignore[attr-defined]
+    return call
+
+
+def _collective(begin: Callable[P, _Begun]) -> Callable[P, Any]:
+    return _form(begin)
 
 
 def _reduce(group: Communicator, out: Tensor, op: int, before: float, after: float, *, all_present: bool) -> Tensor:
@@ -373,41 +395,7 @@ def _scale(out: Tensor, factor: float) -> Tensor:
     return out.copy_((out if out.is_floating_point() or out.is_complex() else out.double()) * factor)
 
 
-def _allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[], list[Tensor]]:
-    if any(tensor.is_sparse for tensor in tensors):
-        raise ValueError("the tensor is sparse; expected a dense one, or sparse_allreduce_async")
-    scales, group = (checked_op(op, average), prescale_factor, postscale_factor), process_set.group
-
-    def reduced(tensor: Tensor) -> Tensor:
-        _, owns = agree(process_set, ["allreduce", name, *_kind(tensor), *scales])
-        return _reduce(group, tensor, *scales, all_present=None not in owns)
-
-    return lambda: [reduced(tensor) for tensor in tensors]
-
-
-def _follow_allreduce(call: list[Any], _: list[Any]) -> None:
-    if call[4] in (Average, Sum):  # otherwise it is an error on those that made it
-        zeros = torch.zeros(call[3], dtype=dtype_named(call[2]), device="cpu")
-        _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
-
-
-allreduce_ = _form(_allreduce)
-_allreduced = _form(_allreduce, copy=True)
-allreduce_async_ = _form(_allreduce, is_async=True)
-allreduce_async = _form(_allreduce, is_async=True, copy=True)
-grouped_allreduce_ = _form(_allreduce, single=False)
-grouped_allreduce_async_ = _form(_allreduce, single=False, is_async=True)
-grouped_allreduce_async = _form(_allreduce, single=False, is_async=True, copy=True)
-
-
+@_collective
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -417,22 +405,35 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> _Begun:
     """Return the reduced tensor, whose gradient is reduced in the same way."""
+    op = checked_op(op, average)
+    scales, group = (op, prescale_factor, postscale_factor), process_set.group
 
-    def reduce(tensor: Tensor) -> Tensor:
+    def reduced() -> Tensor:
         sent, dtype = compression.compress(tensor)
-        reduced = _allreduced(sent, average, name, op, prescale_factor, postscale_factor, process_set)
-        return compression.decompress(reduced, dtype)
+        _, owns = agree(process_set, ["allreduce", name, *_kind(sent), *scales])
+        return compression.decompress(_reduce(group, sent, *scales, all_present=None not in owns), dtype)
 
-    if tensor.is_sparse:
-        return sparse_allreduce_async(tensor, name, checked_op(op, average), process_set)()
-    return _differentiable(tensor, reduce, reduce)
+    def gradient(grad: Tensor) -> Any:
+        return allreduce(grad, None, name, compression, *scales, process_set)
+
+    return sparse_allreduce_async(tensor, name, op, process_set) if tensor.is_sparse else reduced, gradient
 
 
-def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return `allreduce` of each tensor."""
-    return [allreduce(tensor, *args, **kwargs) for tensor in tensors]
+def _follow_allreduce(call: list[Any], _: list[Any]) -> None:
+    if call[4] in (Average, Sum):  # otherwise it is an error on those that made it
+        zeros = torch.zeros(call[3], dtype=dtype_named(call[2]), device="cpu")
+        _reduce(global_process_set.group, zeros, *call[4:], all_present=False)
+
+
+allreduce_ = _form(allreduce, in_place=True)
+allreduce_async_ = _form(allreduce, is_async=True, in_place=True)
+allreduce_async = _form(allreduce, is_async=True)
+grouped_allreduce = _form(allreduce, single=False)
+grouped_allreduce_ = _form(allreduce, single=False, in_place=True)
+grouped_allreduce_async_ = _form(allreduce, single=False, is_async=True, in_place=True)
+grouped_allreduce_async = _form(allreduce, single=False, is_async=True)
 
 
 def sparse_allreduce_async(
@@ -441,19 +442,38 @@ def sparse_allreduce_async(
     """Begin the sum, or the mean, of sparse tensors, whose values are gathered; return a function that waits for it."""
     divisor = process_set.size() if checked_op(op, allowed=(Average, Sum)) == Average else 1
     own = tensor.detach().coalesce()
-    gather = _allgather([own.values(), own.indices().t().contiguous()], name, process_set)
+    rows = grouped_allgather_async([own.values(), own.indices().t().contiguous()], name, process_set)
 
-    def sparse_allreduce() -> Tensor:
-        values, indices = gather()
+    def sum_of_rows() -> Tensor:
+        values, indices = synchronize(rows)
         mean = values / divisor if divisor > 1 else values
         parts = (indices.t(), mean, own.shape)
         return torch.sparse_coo_tensor(*parts, device=own.device, check_invariants=False).coalesce()
 
-    return partial(synchronize, submit(sparse_allreduce, is_async=True))
+    return partial(synchronize, submit(sum_of_rows, is_async=True, name="sparse_allreduce"))
 
 
-def _gathered(group: Communicator, tensor: Tensor, owns: Sequence[int | None]) -> Tensor:
-    rows = [own or 0 for own in owns]
+@_collective
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> _Begun:
+    """Return the tensors of all ranks, joined along their first axis, whose length may differ.
+
+    The gradient is this rank's part of the mean of all ranks' gradients.
+    """
+    group, own = process_set.group, tensor.reshape(tensor.shape or (1,))
+    rows: list[int] = []
+
+    def gathered() -> Tensor:
+        _, owns = agree(process_set, ["allgather", name, *_kind(own, 1)], len(own))
+        rows[:] = [theirs or 0 for theirs in owns]
+        return _gathered(group, own, rows)
+
+    def gradient(grad: Tensor) -> Any:
+        return allreduce(grad, process_set=process_set).split(rows)[group.rank].view(tensor.shape)
+
+    return gathered, gradient
+
+
+def _gathered(group: Communicator, tensor: Tensor, rows: list[int]) -> Tensor:
     out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     if len({*rows}) == 1:
         group.all_gather(tensor.contiguous(), out.view(group.size, *tensor.shape))
@@ -462,83 +482,48 @@ def _gathered(group: Communicator, tensor: Tensor, owns: Sequence[int | None]) -
     return out
 
 
-def _allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Callable[[], list[Tensor]]:
-    def gathered(tensor: Tensor) -> Tensor:
-        tensor = tensor.reshape(tensor.shape or (1,))
-        _, owns = agree(process_set, ["allgather", name, *_kind(tensor, 1)], len(tensor))
-        return _gathered(process_set.group, tensor, owns)
-
-    process_set.group  # noqa: B018  raises outside of the set
-    return lambda: [gathered(tensor) for tensor in tensors]
-
-
 def _follow_allgather(call: list[Any], owns: list[Any]) -> None:
-    _gathered(global_process_set.group, torch.empty((0, *call[3]), dtype=dtype_named(call[2]), device="cpu"), owns)
+    nothing = torch.empty((0, *call[3]), dtype=dtype_named(call[2]), device="cpu")
+    _gathered(global_process_set.group, nothing, [theirs or 0 for theirs in owns])
 
 
-rows_of_all = _form(_allgather)
-allgather_async = _form(_allgather, is_async=True)
-grouped_allgather_async = _form(_allgather, single=False, is_async=True)
+allgather_async = _form(allgather, is_async=True)
+grouped_allgather = _form(allgather, single=False)
+grouped_allgather_async = _form(allgather, single=False, is_async=True)
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Return the tensors of all ranks, joined along their first axis, whose length may differ.
-
-    The gradient is this rank's part of the mean of all ranks' gradients.
-    """
-
-    def gradient(grad: Tensor) -> Any:
-        rows = synchronize(
-            allgather_async(torch.tensor(len(tensor) if tensor.dim() else 1, device="cpu"), None, process_set)
-        ).tolist()
-        return allreduce(grad, process_set=process_set).split(rows)[process_set.rank()].view(tensor.shape)
-
-    return _differentiable(tensor, lambda own: rows_of_all(own, name, process_set), gradient)
-
-
-def grouped_allgather(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return `allgather` of each tensor."""
-    return [allgather(tensor, *args, **kwargs) for tensor in tensors]
-
-
-def _broadcast(
-    tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Callable[[], list[Tensor]]:
+@_collective
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> _Begun:
+    """Return the root's tensor, whose gradient there is the mean of all ranks' gradients, and zero elsewhere."""
     group = process_set.group
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank is {root_rank}; expected one of {process_set.ranks}")
 
-    def broadcast() -> list[Tensor]:
-        agree(process_set, ["broadcast", name, *_kind(tensors[0]), root_rank])
-        group.broadcast(tensors[0], process_set.ranks.index(root_rank))
-        return [tensors[0]]
+    def sent() -> Tensor:
+        agree(process_set, ["broadcast", name, *_kind(tensor), root_rank])
+        group.broadcast(tensor, process_set.ranks.index(root_rank))
+        return tensor
 
-    return broadcast
-
-
-broadcast_ = _form(_broadcast)
-_from_root = _form(_broadcast, copy=True)
-broadcast_async_ = _form(_broadcast, is_async=True)
-broadcast_async = _form(_broadcast, is_async=True, copy=True)
+    return sent, lambda grad: allreduce(grad, process_set=process_set) * (rank() == root_rank)
 
 
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the root's tensor, whose gradient there is the mean of all ranks' gradients, and zero elsewhere."""
-
-    def gradient(grad: Tensor) -> Any:
-        return allreduce(grad, process_set=process_set) * (rank() == root_rank)
-
-    return _differentiable(tensor, lambda own: _from_root(own, root_rank, name, process_set), gradient)
+broadcast_ = _form(broadcast, in_place=True)
+broadcast_async_ = _form(broadcast, is_async=True, in_place=True)
+broadcast_async = _form(broadcast, is_async=True)
 
 
-def _alltoall(
-    tensors: Sequence[Tensor], splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Callable[[], list[Any]]:
-    group, tensor = process_set.group, tensors[0]
+@_collective
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> _Begun:
+    """Send ``splits`` rows to each rank, the same number without it; return the rows received.
+
+    With ``splits`` return a pair of them and of their numbers by rank, on the device of ``splits``. The gradients are
+    sent back.
+    """
+    group = process_set.group
     if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):
         raise ValueError(f"splits are of {splits.dtype}; expected integers")
     if splits is None and len(tensor) % group.size:
@@ -546,72 +531,23 @@ def _alltoall(
     parts = [len(tensor) // group.size] * group.size if splits is None else [int(one) for one in splits]
     if len(parts) != group.size or sum(parts) != len(tensor) or min(parts) < 0:
         raise ValueError(f"splits are {parts}; expected a number for each of {group.size} ranks, in sum {len(tensor)}")
+    rows: list[int] = []
 
-    def alltoall() -> list[Any]:
+    def moved() -> Any:
         _, owns = agree(process_set, ["alltoall", name, *_kind(tensor, 1)], parts)
-        rows = [theirs[group.rank] for theirs in owns]
+        rows[:] = [theirs[group.rank] for theirs in owns]
         out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         group.all_to_all_uneven(torch.split(tensor.contiguous(), parts), torch.split(out, rows))
         place = splits.device if isinstance(splits, Tensor) else "cpu"
-        return [out if splits is None else (out, torch.tensor(rows, dtype=torch.int32, device=place))]
+        return out if splits is None else (out, torch.tensor(rows, dtype=torch.int32, device=place))
 
-    return alltoall
-
-
-_sent = _form(_alltoall)
-alltoall_async = _form(_alltoall, is_async=True)
+    return moved, lambda grad: alltoall(grad, rows, None, process_set)[0]
 
 
-def alltoall(
-    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Send ``splits`` rows to each rank, the same number without it; return the rows received.
-
-    With ``splits`` return a pair of them and of their numbers by rank, on the device of ``splits``. The gradients are
-    sent back.
-    """
-    world = process_set.size()
-    parts = splits if splits is not None or len(tensor) % world else [len(tensor) // world] * world
-    received: list[Tensor] = []
-
-    def move(own: Tensor) -> Any:
-        found = _sent(own, parts, name, process_set)
-        received.append(found[1])
-        return found[0]
-
-    result = _differentiable(tensor, move, lambda grad: _sent(grad, received[0], None, process_set)[0])
-    return result if splits is None else (result, received[0])
+alltoall_async = _form(alltoall, is_async=True)
 
 
-def _reducescatter(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: int = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Callable[[], list[Tensor]]:
-    scales = checked_op(op, allowed=(Average, Sum)), prescale_factor, postscale_factor
-    group = process_set.group
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("the tensor is a scalar; expected one with rows to scatter")
-
-    def reduced(tensor: Tensor) -> Any:
-        agree(process_set, ["reducescatter", name, *_kind(tensor), *scales])
-        rows = [len(part) for part in tensor.tensor_split(group.size)]
-        if len({*rows}) == 1 and scales[1:] == (1, 1) and tensor.is_floating_point():
-            return group.reduce_scatter(tensor.reshape(group.size, -1, *tensor.shape[1:]), _OPERATIONS[op])
-        whole = _reduce(group, tensor.clone(), *scales, all_present=True)
-        return torch.split(whole, rows)[group.rank].clone()
-
-    return lambda: [reduced(tensor) for tensor in tensors]
-
-
-_own_rows = _form(_reducescatter)
-reducescatter_async = _form(_reducescatter, is_async=True)
-grouped_reducescatter_async = _form(_reducescatter, single=False, is_async=True)
-
-
+@_collective
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -620,27 +556,34 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Any:
+) -> _Begun:
     """Return this rank's rows of the reduced tensor: as many as other ranks', or one more on the first ranks.
 
     Their gradients are gathered, times the number of ranks for a sum.
     """
+    scales = checked_op(op, allowed=(Average, Sum)), prescale_factor, postscale_factor
+    group = process_set.group
+    if tensor.dim() == 0:
+        raise ValueError("the tensor is a scalar; expected one with rows to scatter")
 
-    def reduce(own: Tensor) -> Tensor:
-        sent, dtype = compression.compress(own)
-        rows = _own_rows(sent, name, op, process_set, prescale_factor, postscale_factor)
-        return compression.decompress(rows, dtype)
+    def reduced() -> Any:
+        sent, dtype = compression.compress(tensor)
+        agree(process_set, ["reducescatter", name, *_kind(sent), *scales])
+        rows = [len(part) for part in sent.tensor_split(group.size)]
+        if len({*rows}) == 1 and scales[1:] == (1, 1) and sent.is_floating_point():
+            own: Any = group.reduce_scatter(sent.reshape(group.size, -1, *sent.shape[1:]), _OPERATIONS[op])
+        else:
+            whole = _reduce(group, sent.clone(), *scales, all_present=True)
+            own = torch.split(whole, rows)[group.rank].clone()
+        return compression.decompress(own, dtype)
 
-    def gradient(grad: Tensor) -> Any:
-        factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
-        return allgather(grad * factor, None, process_set)
-
-    return _differentiable(tensor, reduce, gradient)
+    factor = prescale_factor * postscale_factor * (group.size if op == Sum else 1)
+    return reduced, lambda grad: allgather(grad * factor, None, process_set)
 
 
-def grouped_reducescatter(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return `reducescatter` of each tensor."""
-    return [reducescatter(tensor, *args, **kwargs) for tensor in tensors]
+reducescatter_async = _form(reducescatter, is_async=True)
+grouped_reducescatter = _form(reducescatter, single=False)
+grouped_reducescatter_async = _form(reducescatter, single=False, is_async=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

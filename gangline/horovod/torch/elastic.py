@@ -59,7 +59,7 @@ class State:
         """Keep the values for a restart: rank 0 writes them to a file in ~/.cache/gangline, or XDG_CACHE_HOME."""
         self.save()
         path = _path()
-        if path is not None and rank() == 0:
+        if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             written = path.with_suffix(".tmp")
             with open(written, "wb", opener=opener) as file:
@@ -101,9 +101,10 @@ def _has_state(value: object) -> bool:
 
 
 def _path() -> Path | None:
-    """Return the file of this job's commits; None if no launcher starts it again."""
+    """Return rank 0's file of this job's commits; None on other ranks, and if no launcher starts the job again."""
+    run_id = os.environ.get(RUN_ID)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "gangline" / f"{os.environ[RUN_ID]}.state" if os.environ.get(RUN_ID) else None
+    return cache / "gangline" / f"{run_id}.state" if run_id and rank() == 0 else None
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,16 +117,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         init()
         path = _path()
-        is_restored = path is not None and rank() == 0 and restart_number() > 0 and path.exists()
-        if is_restored:
-            assert path is not None
+        if path is not None and restart_number() > 0 and path.exists():
             state._saved = path.read_bytes()
             state.restore()
         state.sync()
         if restart_number():
             state.on_reset()
         result = func(state, *args, **kwargs)
-        if path is not None and rank() == 0:
+        if path is not None:
             path.unlink(missing_ok=True)
         return result
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gangline.horovod.torch.calls import (
     ProcessSet,
+    allgather,
     broadcast_,
     broadcast_async_,
     global_process_set,
     rank,
-    rows_of_all,
     synchronize,
 )
 
@@ -59,8 +59,8 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks."""
     data = _packed(obj)
-    lengths = rows_of_all(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
-    return [_unpacked(one) for one in rows_of_all(data, name, process_set).split(lengths)]
+    lengths = allgather(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
+    return [_unpacked(one) for one in allgather(data, name, process_set).split(lengths)]
 
 
 def _packed(obj: Any) -> Tensor:

@@ -31,24 +31,58 @@ from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.reducer import is_sparse
 from gangline.kvstore.registry import create
 
-_optimizers: list[weakref.ref[_DistributedOptimizer]] = []
+_optimizers: list[weakref.ref[DistributedOptimizer]] = []
 
 
-class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
-    """Reduces the gradients of each ``backward_passes_per_step`` backwards; ranks that have joined add zeros."""
+class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
+    """An optimizer whose gradients are reduced over all ranks; see `gangline.DistributedOptimizer`.
+
+    It starts with rank 0's weights. Ranks that have joined add zeros.
+    """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        passes: int,
-        op: int,
-        process_set: ProcessSet,
-        *,
-        sends_halves: bool,
-        sparse_as_dense: bool,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        compression: Any = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
-        self.backward_passes_per_step = passes
+        """Wrap an optimizer. Collective: all ranks must make it.
+
+        Args:
+            optimizer: any torch optimizer but LBFGS.
+            named_parameters: the parameters, whose names are checked, and not needed.
+            compression: `Compression.none` or `Compression.fp16`, which sends all gradients after the backward.
+            backward_passes_per_step: number of backwards whose gradients are added up before they are reduced.
+            op: Average, or Sum, which is the mean times the number of ranks.
+            gradient_predivide_factor: without effect: float16 is added in float32.
+            num_groups: without effect: gradients are sent in buckets of 25 MB.
+            groups: without effect, as ``num_groups``.
+            sparse_as_dense: send sparse gradients as dense ones, as is faster if most rows are used.
+            process_set: ranks that train together.
+
+        Raises:
+            ValueError: if parameters have no name or share one, or an argument has another value.
+            NotImplementedError: if ``op`` is Adasum.
+        """
+        del gradient_predivide_factor, num_groups, groups
+        checked_op(op, allowed=(Average, Sum))
+        if compression not in (Compression.none, Compression.fp16):
+            raise ValueError(f"compression is {compression}; expected hvd.Compression.none or fp16")
+        if backward_passes_per_step < 1:
+            raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; expected 1 or more")
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if named_parameters is not None:
+            _check_names(list(named_parameters), parameters)
         size = process_set.size() if process_set.included() else 1  # a rank outside of the set trains alone
+        sends_halves = compression is Compression.fp16
+        self.backward_passes_per_step = backward_passes_per_step
         self._op, self._factor = op, size if op == Sum else 1
         self._process_set = process_set
         self._sends_halves = sends_halves and size > 1
@@ -57,15 +91,14 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         self._passes = self._last_backward = 0
         self._passes_lock = threading.Lock()
         self._number = len(_optimizers)
+
+        def split() -> Any:
+            agree(process_set, ["DistributedOptimizer", len(parameters)])
+            return process_set.group.split(0)
+
         if size == 1 or sends_halves:
-            super().__init__(optimizer, create("local"))
+            super().__init__(optimizer, "local")
         else:
-            count = sum(len(group["params"]) for group in optimizer.param_groups)
-
-            def split() -> Any:
-                agree(process_set, ["DistributedOptimizer", count])
-                return process_set.group.split(0)
-
             super().__init__(optimizer, create("allreduce", communicator=submit(split).result))
         _optimizers.append(weakref.ref(self))
 
@@ -78,6 +111,7 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         return nullcontext()
 
     def synchronize(self) -> None:
+        """Reduce gradients that no backward has reduced since the last step. Collective."""
         if self._reducer is not None and (self._has_local or not self._is_reduced):
             self._announce()
         if self._sends_halves and not self._is_reduced:
@@ -86,6 +120,7 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         super().synchronize()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the wrapped optimizer's step, after `synchronize`."""
         self._passes = 0
         if closure is None or not self._sends_halves:
             return super().step(closure)
@@ -101,18 +136,17 @@ class _DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
             if is_sparse(one.grad):
                 one.grad = sparse_allreduce_async(one.grad, op=self._op, process_set=self._process_set)()
         parameters = [one for one in trained if not is_sparse(one.grad)]
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
         if not parameters:
             return
-        flat = allreduce_(
-            torch.cat([one.half().flatten() for one in gradients]), op=self._op, process_set=self._process_set
-        )
-        for one, gradient, half in zip(
-            parameters, gradients, torch.split(flat, [one.numel() for one in parameters]), strict=True
-        ):
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        flat = torch.cat([one.half().flatten() for one in gradients])
+        allreduce_(flat, op=self._op, process_set=self._process_set)
+        halves = torch.split(flat, [one.numel() for one in gradients])
+        for one, gradient, half in zip(parameters, gradients, halves, strict=True):
             one.grad = gradient.copy_(half.view(one.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients as the wrapped optimizer does."""
         self._passes = 0
         super().zero_grad(set_to_none)
 
@@ -162,58 +196,10 @@ def _follow(call: list[Any], _: list[Any]) -> None:
 followers["step"] = _follow
 
 
-def DistributedOptimizer(  # noqa: N802  Horovod's name
-    optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> _DistributedOptimizer:
-    """Return an optimizer whose gradients are reduced over all ranks. Collective: all ranks must make it.
-
-    It starts with rank 0's weights; see `gangline.DistributedOptimizer`.
-
-    Args:
-        optimizer: any torch optimizer but LBFGS.
-        named_parameters: the parameters, whose names are checked, and not needed.
-        compression: `Compression.none` or `Compression.fp16`, which sends all gradients after the backward.
-        backward_passes_per_step: number of backwards whose gradients are added up before they are reduced.
-        op: Average, or Sum, which is the mean times the number of ranks.
-        gradient_predivide_factor: without effect: float16 is added in float32.
-        num_groups: without effect: gradients are sent in buckets of 25 MB.
-        groups: without effect, as ``num_groups``.
-        sparse_as_dense: send sparse gradients as dense ones, as is faster if most rows are used.
-        process_set: ranks that train together.
-
-    Raises:
-        ValueError: if parameters have no name or share one, or an argument has another value.
-        NotImplementedError: if ``op`` is Adasum.
-    """
-    del gradient_predivide_factor, num_groups, groups
-    checked_op(op, allowed=(Average, Sum))
-    if compression not in (Compression.none, Compression.fp16):
-        raise ValueError(f"compression is {compression}; expected hvd.Compression.none or fp16")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; expected 1 or more")
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if named_parameters is not None:
-        named = list(named_parameters)
-        if any(not isinstance(one, tuple) for one in named):
-            raise ValueError("named_parameters has entries without a name; expected model.named_parameters()")
-        if repeated := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-            raise ValueError(f"named_parameters has {', '.join(repeated)} more than once; expected different names")
-        if unnamed := len({*parameters} - {one for _, one in named}):
-            raise ValueError(f"named_parameters lacks {unnamed} of the optimizer's parameters; expected all of them")
-    return _DistributedOptimizer(
-        optimizer,
-        backward_passes_per_step,
-        op,
-        process_set,
-        sends_halves=compression is Compression.fp16,
-        sparse_as_dense=sparse_as_dense,
-    )
+def _check_names(named: list[Any], parameters: list[Tensor]) -> None:
+    if any(not isinstance(one, tuple) for one in named):
+        raise ValueError("named_parameters has entries without a name; expected model.named_parameters()")
+    if repeated := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ValueError(f"named_parameters has {', '.join(repeated)} more than once; expected different names")
+    if unnamed := len({*parameters} - {one for _, one in named}):
+        raise ValueError(f"named_parameters lacks {unnamed} of the optimizer's parameters; expected all of them")
