@@ -209,11 +209,11 @@ def launch(options: LaunchOptions) -> None:
     if options.dry_run:
         _print_table(first, entries if launcher == "ssh" else ())
         return
-    if log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
+    if options.log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
         try:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--log-dir {log_dir} cannot be created: {error.strerror}") from None
+            raise UsageError(f"--log-dir {options.log_dir} cannot be created: {error.strerror}") from None
 
     def attempt(restart: int) -> Outcome:
         table = planned(replace(job, restart=restart)) if restart else first
