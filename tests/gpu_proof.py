@@ -185,10 +185,9 @@ def _balanced(comm: Communicator, device: str, store: str) -> tuple[list[list[in
 
 def interfaces(proof: Proof) -> None:
     """gangline.horovod by two processes on one card, and gangline.mxnet's Module on it twice, equal to the host."""
-    for play in (horovod_calls._reductions, horovod_calls._moves, horovod_calls._gradients):
-        port = free_ports(1)[0]
-        gangline.spawn(_horovod_calls, 2, play, str(proof.device), port, timeout=60, threads=1)
-        proof.says(f"horovod{play.__name__} ok")
+    plays = [horovod_calls._reductions, horovod_calls._moves, horovod_calls._gradients]
+    gangline.spawn(_horovod_calls, 2, plays, str(proof.device), free_ports(len(plays)), timeout=120, threads=1)
+    proof.says(f"horovod: {', '.join(play.__name__.strip('_') for play in plays)} ok")
     network, batches = _small_network(8, 1), _batches(6, 16, 8)
     expected = _plain_weights(copy.deepcopy(network), batches)
     job = gangline.spawn(
@@ -202,9 +201,11 @@ def interfaces(proof: Proof) -> None:
     proof.says("mx.mod.Module ok")
 
 
-def _horovod_calls(comm: Communicator, play: Callable[[int, int], object], device: str, port: int) -> None:
+def _horovod_calls(
+    comm: Communicator, plays: list[Callable[[int, int], object]], device: str, ports: list[int]
+) -> None:
     torch.set_default_device(device)
-    horovod_calls.in_job(comm, play, port)
+    horovod_calls.in_job(comm, plays, ports)
 
 
 def _horovod_weights(
@@ -221,7 +222,7 @@ def _horovod_weights(
             wrapped.step()
         return {name: value.cpu() for name, value in network.state_dict().items()}
 
-    return horovod_calls.in_job(comm, train, port)
+    return horovod_calls.in_job(comm, [train], [port])[0]
 
 
 def _mxnet_weights(place: Callable[[int], Context]) -> dict[str, Tensor]:

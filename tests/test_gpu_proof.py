@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS = ("versions", "late_owners", "balance", "no_waits", "capture", "speed", "benches", "sanitizer")
+STEPS = ("versions", "late_owners", "interfaces", "balance", "no_waits", "capture", "speed", "benches", "sanitizer")
 
 
 @pytest.mark.slow
