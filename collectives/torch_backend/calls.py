@@ -32,7 +32,7 @@ Tensors = Tensor | Sequence[Tensor]
 
 _UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
 _NO_TIME = timedelta(0)
-_SMALL_BYTES = 1 << 16  # of an asynchronous call that need not begin before `wait` or the queue's next look
+_SMALL_ELEMENTS = 1 << 14  # of an asynchronous call that need not begin before `wait` or the queue's next look
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -327,7 +327,7 @@ class GroupCollectives:
         elif torch.is_inference_mode_enabled():  # buffers that are kept must be writable outside of it
             operation = partial(_outside_inference_mode, operation)
         run(operation, inner, keys=(self,), priority=0)
-        if inner.wake is not None and sum(tensor.numel() * tensor.itemsize for tensor in written) > _SMALL_BYTES:
+        if inner.wake is not None and sum(map(Tensor.numel, written)) > _SMALL_ELEMENTS:
             inner.wake()
         return self._counted(work)
 
