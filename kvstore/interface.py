@@ -876,9 +876,11 @@ class KVStore(abc.ABC):
 
     # Checks
 
+    _when_closed = "create a new one"
+
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError(f"the {self.type!r} store is closed; create a new one")
+            raise RuntimeError(f"the {self.type!r} store is closed; {self._when_closed}")
 
     def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
         """Return keys with their values by `pushed` or `outs`, after all checks."""

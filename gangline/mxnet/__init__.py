@@ -34,4 +34,9 @@ def __getattr__(name: str) -> Any:
             f"mx.{name} does not exist: write the network as a torch.nn.Module (docs/coming-from-mxnet.md) and pass it "
             "to mx.mod.Module"
         )
+    if name in ("opt", "optimizer"):
+        raise AttributeError(
+            f"mx.{name} does not exist: name the optimizer and its arguments instead, as in optimizer='sgd', "
+            "optimizer_params={'learning_rate': 0.1}, or ('sgd', {'learning_rate': 0.1}) for a store"
+        )
     raise AttributeError(f"module 'gangline.mxnet' has no attribute {name!r}")

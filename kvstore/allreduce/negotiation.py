@@ -202,7 +202,7 @@ class Negotiator:
 
     def _gather_headers(self, header: bytes, call: str) -> Negotiation:
         failed = self._failed_update
-        if failed is not None:
+        if failed is not None and error_text(failed) not in call:  # else it is refused for this reason already
             header, call = _HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, failed)
         # As int16, which NCCL lacks: for another dtype the ranks would first agree on whether NCCL moves it.
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.int16))

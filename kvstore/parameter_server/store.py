@@ -110,8 +110,16 @@ class DistStore(KVStore):
             stack.pop_all()
         self._queue = WorkQueue()
         self._streams = SideStreams()
+        self._process = os.getpid()
         self._finish = weakref.finalize(
-            self, _finish_unclosed, self._queue, self._servers, self._scheduler, self._pool, child_servers
+            self,
+            _finish_unclosed,
+            self._process,
+            self._queue,
+            self._servers,
+            self._scheduler,
+            self._pool,
+            child_servers,
         )
         self._sharding = Sharding(len(self._scheduler.servers))
         self._shards: dict[Key, list[ShardPlacement]] = {}
@@ -124,6 +132,8 @@ class DistStore(KVStore):
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
         if self._scheduler.is_elastic:
             self._scheduler.leave_on_sigterm()
+
+    _when_closed = "this worker has left the job: start the job again"
 
     @property
     def rank(self) -> int:  # noqa: D102  inherited
@@ -214,6 +224,8 @@ class DistStore(KVStore):
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
         if error in (self._servers.told_error, self._final_error):  # the other workers know of it
+            return
+        if os.getpid() != self._process:  # a forked process has no part in the job
             return
         if call in _PUSHES:
             known = keys.keys if isinstance(keys, Bucket) else keys if isinstance(keys, (list, tuple)) else [keys]
@@ -601,14 +613,14 @@ class DistStore(KVStore):
         return operation()
 
     def close(self) -> None:  # noqa: D102  inherited
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             super().close()
             is_failing = sys.exc_info()[0] is not None  # its error must not be replaced or delayed
             if is_failing:
                 self._scheduler.abandon()
             detached = self._finish.detach()
             assert detached is not None
-            _, _, resources, _ = detached
+            _, _, (_, *resources), _ = detached
             seconds = min(self._timeout, CLOSE_SECONDS) if is_failing else self._timeout
             error = _finish(*resources, seconds=seconds) or self._late_error
             if error is None:
@@ -616,6 +628,14 @@ class DistStore(KVStore):
             if not is_failing:
                 raise error
             _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, error)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise GanglineError(
+                f"this store belongs to process {self._process}, from which this one was forked: use it there, or "
+                "start the child with multiprocessing's 'spawn' or 'forkserver' method"
+            )
+        super()._check_open()
 
 
 def _of_all_keys(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
@@ -666,8 +686,10 @@ def _finish(
     return None
 
 
-def _finish_unclosed(*resources: Any) -> None:
+def _finish_unclosed(process: int, *resources: Any) -> None:
     """Close the resources of a dropped store; in a new thread if one of their own threads dropped it."""
+    if os.getpid() != process:  # a forked one
+        return
     if getattr(sys, "last_value", None) is not None:  # an error ends this process
         resources[2].abandon()
 

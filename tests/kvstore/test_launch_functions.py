@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import gangline
-from gangline.collectives.errors import DeadNodeError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
 from tests.kvstore.test_launch import ROOT, Launch
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, plain_loop, play
 
@@ -44,6 +44,35 @@ def test_a_worker_may_launch_a_job_of_its_own() -> None:
         return gangline.launch(lambda: os.environ["WORLD_SIZE"], workers=1, servers=0)
 
     assert gangline.launch(outer, workers=2, servers=0) == [["1"], ["1"]]
+
+
+def push_in_a_fork() -> list[float]:
+    kv = gangline.create("dist_sync")
+    kv.init("w", torch.zeros(2))
+    child = os.fork()
+    if not child:
+        refused = []
+        for call in (lambda: kv.push("w", torch.ones(2)), lambda: kv.pull("w", torch.empty(2)), kv.barrier):
+            try:
+                call()
+            except GanglineError as error:
+                refused.append("from which this one was forked" in str(error))
+        kv.close()
+        os._exit(refused != [True] * 3)
+    assert os.waitpid(child, 0)[1] == 0
+    found = []
+    for _ in range(2):
+        kv.push("w", torch.ones(2))
+        kv.pull("w", out := torch.empty(2))
+        found += out.tolist()
+    kv.close()
+    with pytest.raises(RuntimeError, match="start the job again"):
+        kv.push("w", torch.ones(2))
+    return found
+
+
+def test_a_forked_process_has_no_part_in_the_job() -> None:
+    assert gangline.launch(push_in_a_fork) == [[2.0] * 4] * 2
 
 
 def test_output_goes_where_sys_stdout_goes() -> None:

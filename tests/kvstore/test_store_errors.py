@@ -258,7 +258,7 @@ def test_a_closed_store_says_so(kv: KVStore, call: str, optimizer: bool) -> None
     if optimizer:
         kv.set_optimizer("sgd")
     kv.close()
-    with pytest.raises(RuntimeError, match=f"the '{kv.type}' store is closed; create a new one"):
+    with pytest.raises(RuntimeError, match=f"the '{kv.type}' store is closed; {kv._when_closed}"):
         CLOSED[call](kv)
 
 
