@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -112,11 +113,17 @@ class _Balanced(_Base):
             return super().compute_loss(*arguments, **options)
         items = options.get("num_items_in_batch")
         if items is not None and self._divides_by_items is None:
+            model, inputs, *others = arguments
+            before, buffers = _random_state(), [buffer.clone() for buffer in model.buffers()]
             with _Watch(items) as watch:
-                result = super().compute_loss(*arguments, **options)
+                result = super().compute_loss(model, copy(inputs), *others, **options)  # users take labels out of it
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
                 return _weighted(result, float(self._current.samples > 0))
+            _random_state(before)  # the step begins again
+            with torch.no_grad():
+                for buffer, value in zip(model.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
             transformers.trainer.logger.warning_once(
                 f"The loss of {type(self.model).__name__} does not use num_items_in_batch; it is taken as a mean."
             )
@@ -147,6 +154,16 @@ def _weighted(result: Any, weight: float) -> Any:
     if isinstance(result, tuple):
         return (_weighted(result[0], weight), *result[1:])
     return result * weight if weight else torch.nan_to_num(result) * 0.0
+
+
+def _random_state(before: tuple[Tensor, Tensor | None] | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the states of random numbers on the CPU and the current GPU, after setting them to those of before."""
+    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if before is not None:
+        torch.set_rng_state(before[0])
+        if before[1] is not None:
+            torch.cuda.set_rng_state(before[1])
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if uses_gpu else None
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class BalancedLoader:
     ) -> None:
         """Split a loader; `balance` describes the arguments."""
         networks = [model] if isinstance(model, nn.Module) else list(model)
-        self._group = group_of(networks) if group is None else group
+        self._group = group_of(networks, group)
         self._exchange = RankExchange(self._group)
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
@@ -443,7 +443,7 @@ def balance(
         stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
             reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
             joined and cut to shares.
-        group: the ranks that average gradients; None: those of DistributedDataParallel, else all.
+        group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
 
     Raises:
         RuntimeError: if torch.distributed is not initialized, or a network is balanced already.

@@ -12,6 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,12 +108,55 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def group_of(networks: Sequence[Module]) -> dist.ProcessGroup | None:
-    """Return the only process group of DistributedDataParallel wrappers; None for other networks: the default group."""
+def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks that average the gradients of networks; None: all ranks, in the default group.
+
+    They are a ``group`` that the caller names, or that of DistributedDataParallel wrappers, or the mesh of FSDP2.
+
+    Raises:
+        ValueError: if the networks are averaged over other ranks, or parts of a layer lie on several of these.
+    """
     groups = [network.process_group for network in networks if isinstance(network, DistributedDataParallel)]
-    if any(group is not groups[0] for group in groups):
+    if any(one is not groups[0] for one in groups):
         raise ValueError(
             "the networks are wrapped with different process groups, so their batches would have different ranks; "
             "expected one process group, or a balance() of each"
         )
-    return groups[0] if groups else None
+    meshes = list({id(mesh): mesh for network in networks for mesh in _fsdp_meshes(network)}.values())
+    if group is None and groups:
+        group = groups[0]
+    everyone = set(range(dist.get_world_size())) if dist.is_initialized() else set()
+    if group is None and meshes and _ranks_of(meshes[0]) != everyone and meshes[0].ndim == 1:
+        group = meshes[0].get_group()
+    ranks = everyone if group is None else set(dist.get_process_group_ranks(group))
+    for mesh in meshes:
+        if _ranks_of(mesh) != ranks:
+            raise ValueError(
+                f"balance() has the group of ranks {sorted(ranks)}, but FSDP2 averages gradients over ranks "
+                f"{sorted(_ranks_of(mesh))}; pass their process group, such as group=mesh.get_group('dp')"
+            )
+    own = set().union(*map(_ranks_of, meshes))
+    for name, parameter in (pair for network in networks for pair in network.named_parameters()):
+        if isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements):
+            shared = (_ranks_of(parameter.device_mesh) - own - {dist.get_rank()}) & ranks
+            if shared:
+                raise ValueError(
+                    f"parameter {name!r} is divided over ranks {sorted(shared | {dist.get_rank()})}, as in tensor "
+                    "parallelism, and they need the same batches, but balance() has all of them in its group; pass the "
+                    "group of the ranks that average gradients, such as group=mesh.get_group('dp')"
+                )
+    return group
+
+
+def _fsdp_meshes(network: Module) -> list[DeviceMesh]:
+    """Return the meshes over which FSDP2 averages the gradients of a network, from private names of torch."""
+    states: list[Any] = [unit._get_fsdp_state() for unit in network.modules() if isinstance(unit, FSDPModule)]
+    groups = [
+        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for state in states
+    ]
+    return [one.mesh_info.mesh for several in groups for one in several if one is not None]
+
+
+def _ranks_of(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())

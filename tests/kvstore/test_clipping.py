@@ -418,7 +418,7 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
             update = Command(7, "update", msgpack.packb([0.5, 3.0]))
             client.send(update)
             client.pull(8, 99, 0)
-            assert client.receive()[0].error == "KeyError"
+            assert client.receive()[0].error == "MismatchError"
             assert client.has_nothing()
             assert client.request(ValuesRead([values.number])) == CommandResult(7, b"")
             assert client.request(update) == CommandResult(7, b"")  # it came before, and is not done twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -126,6 +127,7 @@ def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool) -> N
     network.reentrant = reentrant
     with pytest.raises(RuntimeError, match="activation checkpointing"):
         trained(1, network=network)
+    gc.collect()  # torch 2.11 leaves its hooks in place until the forward that failed is collected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

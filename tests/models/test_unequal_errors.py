@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
@@ -172,6 +175,35 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["gangline", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_errors_reach_all_ranks(backend: str, tmp_path: Path) -> None:
     spawn(refusals, 2, str(tmp_path / "store"), backend, threads=1)
+
+
+def tensor_parallel(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def network() -> nn.Module:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        return parallelize_module(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), mesh["tp"], plan)
+
+    divided = fully_shard(network(), mesh=mesh["dp"])
+    loader = gangline.balance(divided, DataLoader(Numbers(16), batch_size=4), loads=[3, 1])
+    found = gathered([batch[:, 0].tolist() for batch in loader])
+    assert found == [[[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]]] * 2 + [[[6, 7], [14, 15]]] * 2
+    loader.close()
+    everyone = dist.group.WORLD
+    for model, text in (
+        (divided, "FSDP2 averages gradients over ranks [0, 2]" if comm.rank % 2 == 0 else "over ranks [1, 3]"),
+        (network(), f"parameter '0.weight' is divided over ranks {[comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]}"),
+    ):
+        with pytest.raises(ValueError, match=r"group=mesh.get_group\('dp'\)") as error:
+            gangline.balance(model, DataLoader(Numbers(16), batch_size=4), group=everyone)
+        assert text in str(error.value)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers_get_the_same_batches(tmp_path: Path) -> None:
+    spawn(tensor_parallel, 4, str(tmp_path / "store"), threads=1)
 
 
 def test_without_process_group() -> None:

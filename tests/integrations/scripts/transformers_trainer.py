@@ -48,6 +48,16 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class OwnLoss(Trainer):
+    """Takes the labels out of a batch and computes the loss itself, as the Trainer's documentation shows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
 def network(kind):
     if kind == "llama":
         sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -90,7 +100,8 @@ def main():
         disable_tqdm=True,
         seed=11,
     )
-    trainer = Trainer(model=model, args=options, train_dataset=dataset)
+    kind = OwnLoss if arguments.model == "bert" else Trainer
+    trainer = kind(model=model, args=options, train_dataset=dataset)
     if arguments.loads:
         from gangline.integrations.transformers import balance
 
