@@ -15,8 +15,9 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
     """Check that an argument is a dense tensor on the CPU or a GPU, of a dtype that collectives accept."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
-    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout != torch.strided:
-        raise TypeError(f"{name} is {tensor.layout} on {tensor.device}; expected a dense tensor on the CPU or a GPU")
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} is {kind} on {tensor.device}; expected a dense tensor on the CPU or a GPU")
     check_dtype(tensor.dtype)
 
 

@@ -33,7 +33,8 @@ def spawn(
 
     The first call of a program starts a fork server, which takes seconds to import torch; later calls take
     milliseconds. The ranks have this program's environment, working directory and output as of the call. They end when
-    ``spawn`` returns or raises, and when this program ends for any reason.
+    ``spawn`` returns or raises, and when this program ends for any reason; they ignore SIGINT, so that a Ctrl-C is this
+    program's.
 
     ``fn`` and ``args`` are pickled: ``fn`` must be defined at the top level of a module. Each rank imports the
     program's script under the name ``__mp_main__``, so code that must run only in the parent, such as this call,

@@ -548,7 +548,7 @@ class Supervisor:
         names = ", ".join(map(str, self._children.values()))
         self._report(
             f"all workers succeeded, but {names} did not end within {self._timeouts.servers:g} s after them; "
-            "stopping them (-s 0 starts none, for workers that use no dist_* store)"
+            "stopping them (-s 0, or servers=0, starts none, for workers that use no dist_* store)"
         )
         self._stop(0)
 
