@@ -426,8 +426,15 @@ class Supervisor:
                 else:
                     ended.append((child, child.popen.wait()))
                     del self._children[info.si_pid]
-        # of several ends, a kill is the likelier cause; the others need the scheduler
-        for child, code in sorted(ended, key=lambda one: (one[1] >= 0, one[0].process.role != "scheduler")):
+        if ended:
+            self._hear_scheduler()
+
+        def order(one: tuple[_Child, int]) -> tuple[bool, bool, int]:
+            """Of several ends, a kill is the likelier cause, or the first to leave; the others need the scheduler."""
+            (child, code), left = one, [*self._left, one[0].process.label]
+            return code >= 0, child.process.role != "scheduler", left.index(child.process.label)
+
+        for child, code in sorted(ended, key=order):
             self._ended(child, code)
 
     def _ended(self, child: _Child, code: int, *, may_wait: bool = True) -> None:
