@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -111,12 +111,17 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
 def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the ranks that average the gradients of networks; None: all ranks, in the default group.
 
-    They are a ``group`` that the caller names, or that of DistributedDataParallel wrappers, or the mesh of FSDP2.
+    They are a ``group`` that the caller names, or that of DistributedDataParallel and FSDP1, or the mesh of FSDP2.
 
     Raises:
         ValueError: if the networks are averaged over other ranks, or parts of a layer lie on several of these.
     """
-    groups = [network.process_group for network in networks if isinstance(network, DistributedDataParallel)]
+    wrappers = (DistributedDataParallel, FullyShardedDataParallel)
+    groups: list[Any] = [
+        network.process_group
+        for network in networks
+        if isinstance(network, wrappers) and not hasattr(network, "_inter_node_pg")  # FSDP1's hybrid has two groups
+    ]
     if any(one is not groups[0] for one in groups):
         raise ValueError(
             "the networks are wrapped with different process groups, so their batches would have different ranks; "
@@ -129,11 +134,11 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
     if group is None and meshes and _ranks_of(meshes[0]) != everyone and meshes[0].ndim == 1:
         group = meshes[0].get_group()
     ranks = everyone if group is None else set(dist.get_process_group_ranks(group))
-    for mesh in meshes:
-        if _ranks_of(mesh) != ranks:
+    for averaged in [*map(_ranks_of, meshes), *(set(dist.get_process_group_ranks(one)) for one in groups)]:
+        if averaged != ranks:
             raise ValueError(
-                f"balance() has the group of ranks {sorted(ranks)}, but FSDP2 averages gradients over ranks "
-                f"{sorted(_ranks_of(mesh))}; pass their process group, such as group=mesh.get_group('dp')"
+                f"balance() has the group of ranks {sorted(ranks)}, but the network's wrapper averages gradients over "
+                f"ranks {sorted(averaged)}; pass their process group, such as group=mesh.get_group('dp')"
             )
     own = set().union(*map(_ranks_of, meshes))
     for name, parameter in (pair for network in networks for pair in network.named_parameters()):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -186,13 +186,16 @@ def tensor_parallel(comm: Communicator, path: str) -> None:
         return parallelize_module(nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), mesh["tp"], plan)
 
     divided = fully_shard(network(), mesh=mesh["dp"])
-    loader = gangline.balance(divided, DataLoader(Numbers(16), batch_size=4), loads=[3, 1])
-    found = gathered([batch[:, 0].tolist() for batch in loader])
-    assert found == [[[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]]] * 2 + [[[6, 7], [14, 15]]] * 2
-    loader.close()
+    flat = FullyShardedDataParallel(nn.Linear(1, 1), mesh.get_group("dp"), device_id=torch.device("cpu"))
+    for model in (divided, flat):
+        loader = gangline.balance(model, DataLoader(Numbers(16), batch_size=4), loads=[3, 1])
+        found = gathered([batch[:, 0].tolist() for batch in loader])
+        assert found == [[[0, 1, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13]]] * 2 + [[[6, 7], [14, 15]]] * 2
+        loader.close()
     everyone = dist.group.WORLD
     for model, text in (
-        (divided, "FSDP2 averages gradients over ranks [0, 2]" if comm.rank % 2 == 0 else "over ranks [1, 3]"),
+        (divided, f"averages gradients over ranks {[comm.rank % 2, comm.rank % 2 + 2]}"),
+        (flat, f"averages gradients over ranks {[comm.rank % 2, comm.rank % 2 + 2]}"),
         (network(), f"parameter '0.weight' is divided over ranks {[comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]}"),
     ):
         with pytest.raises(ValueError, match=r"group=mesh.get_group\('dp'\)") as error:
