@@ -76,7 +76,7 @@ class BalancedLoader:
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None]:
-            """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
+            """Check the arguments; return settings that must be equal on all ranks, prefetched batches and steps."""
             nonlocal given, order, caps, outer, loader
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
@@ -138,12 +138,12 @@ class BalancedLoader:
         if order is None:
             self._source = IterableBatches(loader, stream == "same", self.global_batch, self._balance, rank)
         else:
-            if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
+            if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in lengths else max(lengths)
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
-        self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
+        self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
         self._outer = self._steps if outer is None else outer
         if outer is not None:
             outer.base_dataloader = self._steps
@@ -156,10 +156,10 @@ class BalancedLoader:
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
-        self._first = 0  # number of the global batch that comes next
+        self._first = 0  # number of the next global batch
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
-        self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
+        self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
         self._share: Share | None = None
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
@@ -168,7 +168,7 @@ class BalancedLoader:
 
     @property
     def samples(self) -> int:
-        """Samples of this rank in the current batch; 0 if the batch is one repeated sample without weight."""
+        """Samples of this rank in the current batch; 0 if the batch only repeats a sample with weight 0."""
         return 0 if self._share is None else self._share.counts[self._exchange.rank]
 
     @property
@@ -245,7 +245,7 @@ class BalancedLoader:
             self._consumed = 0
 
     def stop(self) -> None:
-        """End the epoch on all ranks after the batch that is trained now; any rank may call it."""
+        """End the epoch on all ranks after the current batch; any rank may call it."""
         self._lockstep.is_stopping = True
 
     def skip(self) -> None:
@@ -333,7 +333,7 @@ class BalancedLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Close the loader; after an error the other ranks raise one as well when they iterate."""
+        """Close the loader; after an error the other ranks also raise an error in their next iteration."""
         if error is not None and not self._is_closed:
             self._lockstep.leave(Signal.FAILED)
         self.close()
@@ -364,7 +364,7 @@ def _signal_error() -> None:
 
 
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
-    """Yield the batches of a loader; their loading counts as time of this rank's steps."""
+    """Yield the batches of a loader; the time of loading counts for this rank's steps."""
     batches = iter(loader)
     while True:
         timer.resume()

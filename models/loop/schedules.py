@@ -25,7 +25,7 @@ from gangline.models.arguments import check_int, check_number
 from gangline.models.metrics.metric import reported_name
 
 RateFunction = Callable[[float], float]
-"""The rate as a function of the epochs done, fractions included."""
+"""The rate as a function of the epochs done, a float."""
 
 _WARMUP = ("warmup_epochs", "warmup_batches", "warmup_rate")
 
