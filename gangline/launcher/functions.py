@@ -52,8 +52,7 @@ def launch(
     prefixed with its process. All processes end when ``launch`` returns or raises, and when this program ends.
 
     With ``max_restarts`` a failed job starts again: ``fn`` is called in new processes, with GANGLINE_RESTART in their
-    environment. `Module.fit` then resumes from the newest checkpoint that the job wrote; other loops must do so
-    themselves.
+    environment. `Module.fit` then resumes from the newest checkpoint that the job wrote; other loops must do so.
 
     ``fn`` and ``args`` are pickled. With cloudpickle installed, ``fn`` may be defined anywhere, also in a notebook.
     Without it ``fn`` must be defined at the top level of a module or script; each worker imports the script, so the
@@ -140,7 +139,7 @@ class _Launcher:
     def run(self, timeout: float | None, began: float, results: Sequence[int]) -> int:
         """Relay output until the job has ended; return its exit code. Stop the job on any exception.
 
-        ``timeout`` counts from the monotonic time ``began``; ``results``: the file of each worker's result.
+        ``timeout`` starts at the monotonic time ``began``; ``results``: descriptor of each worker's result.
         """
         deadline = None if timeout is None else began + timeout
         try:
@@ -166,7 +165,7 @@ class _Launcher:
                 return
 
     def _relay(self, deadline: float | None, *, is_stopping: bool = False) -> bool:
-        """Relay output until the launcher has ended; return False if it has not at the deadline."""
+        """Relay output until the launcher has ended; return False if it still runs at the deadline."""
 
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -261,7 +260,7 @@ def _check_picklable(index: int, value: Any) -> None:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return what a worker needs before it unpickles: search path, arguments, and the script without cloudpickle."""
+    """Return a worker's setup for unpickling: search path, arguments, and the script without cloudpickle."""
     data = get_preparation_data("worker")
     unwanted = {"authkey", "start_method"}
     if HAS_CLOUDPICKLE or not _is_file():
@@ -280,7 +279,7 @@ def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
         return False
     try:
         return stream.fileno() == fd
-    except (OSError, ValueError):  # it has no descriptor, or is closed
+    except (OSError, ValueError):  # no descriptor, or closed
         return False
 
 
