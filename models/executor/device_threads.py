@@ -107,7 +107,7 @@ class DeviceThreads:
 
 
 def _prepare_thread(context: Context, count: int) -> None:
-    if context.device_type == "gpu":  # a thread begins on GPU 0, without a context of CUDA
+    if context.device_type == "gpu":  # a new thread is on GPU 0, without a CUDA context
         torch.cuda.set_device(context.torch_device)
     _set_num_threads(count)
 
