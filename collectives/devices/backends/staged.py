@@ -34,7 +34,7 @@ class StagedWork:
 
 
 class Workspace:
-    """Buffers of the pipeline, allocated when first needed and kept, and the execution of its steps."""
+    """Executor of the pipeline's steps, and its buffers, which are allocated on first use and kept."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
