@@ -128,8 +128,6 @@ def measure(case: Case) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Size:
-    """One size of the key."""
-
     case: Case
     size: int
 

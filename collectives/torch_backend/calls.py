@@ -78,7 +78,6 @@ def _splits(sizes: Sequence[int] | None) -> list[int]:
 
 
 def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each output with its input."""
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
     return list(zip(outputs, inputs, strict=True))

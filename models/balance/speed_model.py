@@ -288,8 +288,6 @@ class _Point(NamedTuple):
 
 @dataclass
 class _ContextSpeed:
-    """Measurements of one context."""
-
     name: str
     points: list[_Point] = field(default_factory=list)
     """One per update of the loads, the latest last."""

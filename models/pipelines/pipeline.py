@@ -280,7 +280,6 @@ class _Step:
                 waiting.put(None)
 
     def _run_passes(self, stage: int) -> None:
-        """Run the passes of a stage."""
         contexts = self.replica.contexts
         last = len(contexts) - 1
         kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

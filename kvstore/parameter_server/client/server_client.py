@@ -51,8 +51,6 @@ CLOSE_SECONDS = 10.0
 
 
 class _ServerConnection:
-    """State of the connection to one server."""
-
     def __init__(self, address: str, channel: Channel) -> None:
         self.address = address
         self.channel = channel
