@@ -176,7 +176,8 @@ class KVStore(abc.ABC):
         """Save this worker's state between two steps, for its restart; replaces the state saved before.
 
         The state must hold all that the next step depends on: weights, random states, the position in the data. A
-        worker that is killed and restarted gets the state from `kept` and repeats the step. Its pushes count once.
+        worker that is killed and restarted gets the state from `kept` and repeats the step: its pushes count once, and
+        results that depend on the state alone are bitwise equal.
 
         Args:
             state: anything that can be pickled, of any size; it is copied.

@@ -430,8 +430,8 @@ def balance(
 
     Args:
         model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
-        loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding; other
-            samplers draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
+        loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
+            samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
         count: function from a batch to the divisor of its mean loss, such as the number of labels that are not ignored;

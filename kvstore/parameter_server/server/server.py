@@ -46,7 +46,7 @@ _EARLY = 64
 """Number of workers that may send Hello before the scheduler has announced them."""
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 8
-"""Maximum bytes of a message, in multiples of all shards' bytes: an optimizer's state is that large."""
+"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (an optimizer's state)."""
 
 
 class Server:
