@@ -24,7 +24,7 @@ _CONNECTING = ("connect", "split", "barrier")
 _SIZED = ("all_reduce", "all_gather", "broadcast")
 _SINGLE = (*_SIZED, "barrier")
 _BACKEND = (*_SINGLE, "ddp", "fsdp2", "embeddings", "in_flight", "groups")
-_ONCE = ("connect", "split")  # a run is one call, in which all ranks start together
+_ONCE = ("connect", "split")  # a run is one call, started by all ranks together
 _BARRIER_SECONDS = 0.2
 
 
@@ -93,7 +93,7 @@ def _measure(
     """Measure gangline and the peers of a folder of bench/peers in turn.
 
     A case is a call, and the bytes of the larger of a rank's tensors (0: not chosen). A failure of gangline is a
-    GroupError; a peer that fails is left out from then on, with a line on stderr.
+    GroupError; a peer that fails is skipped from then on, with a line on stderr.
     """
     others = available_peers(peers, folder)
     rows: list[Row] = []

@@ -87,7 +87,7 @@ class Sweep:
         return f"{collective}={self.algo}" if self.algo else None
 
     def of_rank(self, collective: str, ranks: int, size: int, *, in_place: bool) -> dict[str, Any]:
-        """Return the options of a rank for a size: as many whole elements, and rows, as fit into it."""
+        """Return the options of a rank for a size: the whole elements and rows that fit into it."""
         count = size // self.itemsize // rows_in(collective, ranks)
         given = {"dtype": self.dtype, "op": self.op, "root": self.root, "algorithm": self.algorithm(collective)}
         return tensor_options(collective, ranks, count, in_place=in_place, **given)
@@ -208,12 +208,12 @@ class _Case:
 def _own_candidate(sweep: Sweep, ranks: int) -> Candidate:
     candidate, *_ = installed.collective_ranks("gangline", ranks)
     transport = "tcp" if sweep.hosts > 1 else sweep.transport
-    insecure = {"GANGLINE_INSECURE": "1"} if sweep.hosts > 1 else {}  # nobody else reaches the namespaces
+    insecure = {"GANGLINE_INSECURE": "1"} if sweep.hosts > 1 else {}  # the namespaces are isolated
     return replace(candidate, env={**candidate.env, "BENCH_TRANSPORT": transport, **insecure})
 
 
 def _head(collective: str, sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines above a table: first what is the same in all of its lines."""
+    """Yield the lines above a table: first the values common to all its lines."""
     row = rows[0]
     redop = [row["redop"]] if row["redop"] else []
     root = [f"root {row['root']}"] if row["root"] is not None else []
@@ -232,7 +232,7 @@ def _head(collective: str, sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _lines(rows: Sequence[Row], settings: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield a line for each side of one size; a setting is shown where it is not the first one of the side."""
+    """Yield a line for each side of one size; show a setting if it is not the side's first."""
     sides: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         sides.setdefault((row["who"], row["registered"]), []).append(row)

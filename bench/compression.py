@@ -40,7 +40,7 @@ def compression(
 
 
 def measure(mib: int, runs: int) -> list[Row]:
-    """Measure copy_ and each codec in both directions, in milliseconds, with torch's present number of threads."""
+    """Measure copy_ and each codec in both directions, in milliseconds, with torch's current number of threads."""
     size = mib * 2**20
     values = torch.randn(size // 4, generator=torch.Generator().manual_seed(0)).mul_(0.3)
     target = torch.empty_like(values)
@@ -59,7 +59,7 @@ def measure(mib: int, runs: int) -> list[Row]:
         calls[f"{name} decode"] = partial(codec.decode, payload, target)
         bytes_of[f"{name} compress"] = bytes_of[f"{name} decode"] = payload.numel()
     seconds = in_turn({name: partial(timeit, call, number=1) for name, call in calls.items()}, runs + 1)
-    # the first run of each touches its memory
+    # the first run touches the memory
     times = {name: [1e3 * each for each in found[1:]] for name, found in seconds.items()}
     copies = times[_COPY]
     return [

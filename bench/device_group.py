@@ -52,7 +52,7 @@ def device_group(
 
 
 def run(contexts: dict[int, str], sizes: Sequence[int], runs: int, run_seconds: float) -> list[Row]:
-    """Measure each number of contexts, with the words that name them, and each size of a buffer in bytes.
+    """Measure each number of contexts, given with their names, and each size of a buffer in bytes.
 
     The implementations are measured in turn.
     """
@@ -117,7 +117,7 @@ def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, r
 
 
 def _moved(collective: str, count: int) -> int:
-    """Return how many times the bytes of a buffer must be read or written."""
+    """Return the number of times that a buffer's bytes are read or written."""
     return {"all_reduce": 2 * count, "broadcast": count}.get(collective, 2)
 
 

@@ -52,7 +52,7 @@ def measure(
 ) -> list[Row]:
     """Measure each store on each number of contexts; gangline and the peers are measured in turn.
 
-    The arguments are options of `kvstore`; ``contexts`` are the words that name them, by their number.
+    The arguments are options of `kvstore`; ``contexts`` maps numbers of contexts to their names.
     """
     keys = parameter_shapes(network)
     entries = {

@@ -116,7 +116,7 @@ def measure(case: Case) -> list[Row]:
     """Measure each size; the sides of a size are measured in turn.
 
     Raises:
-        GroupError: if gangline fails. A peer that fails is left out from then on, with a line on stderr.
+        GroupError: if gangline fails. A peer that fails is skipped from then on, with a line on stderr.
     """
     sizes, peers = case.sizes(), available_peers(case.peers, "parameter_server")
     with ExitStack() as stack:
@@ -128,8 +128,6 @@ def measure(case: Case) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Size:
-    """One size of the key."""
-
     case: Case
     size: int
 
@@ -140,7 +138,7 @@ class _Size:
         sides = [self._prepared("gangline", job, call, compression) for job, call, compression in own]
         for call in _calls(self.case):
             sides += fastest(list(others), others, partial(self._prepared, call=call))
-        sides = [side for side in sides if side.who in ("gangline", *others)]  # without those that failed
+        sides = [side for side in sides if side.who in ("gangline", *others)]  # without failed ones
         say(f"measuring {self.size} bytes, {self.case.runs} runs each, in turn")
         seconds = in_turn({side: side.seconds for side in sides}, self.case.runs)
         yield from [self._row(side, seconds) for side in sides]
@@ -183,10 +181,10 @@ class _Size:
 
 
 def _ratios(side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
-    """Return how many times as fast a side of gangline's is as others.
+    """Return the speed-up of a side of gangline's over others.
 
-    A peer is compared by the same call, and gangline's pushpull also with the peer's push and pull. A compressed call
-    is compared with the same call without compression.
+    A call is compared with the peer's same call, pushpull also with the peer's push and pull, and a compressed call
+    with the uncompressed call.
     """
     found: Row = {}
     coding = side.options["compression"]
@@ -228,7 +226,7 @@ def _own_candidate(case: Case, compression: str | None) -> Candidate:
     if case.transport == "tcp" or case.hosts > 1:  # processes of two namespaces could still share memory
         env["GANGLINE_TRANSPORT"] = "tcp"
     if case.hosts > 1:
-        env["GANGLINE_INSECURE"] = "1"  # nobody else reaches the namespaces
+        env["GANGLINE_INSECURE"] = "1"  # the namespaces are isolated
     return Candidate("parameter_server/gangline", case.workers, case.servers, env=env, server_code=SERVER)
 
 

@@ -13,12 +13,12 @@ from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.workload.networks import images
 
 STORES = ("dist_sync", "allreduce", "apart")
-"""The stores measured by default. "apart" is no store: workers that share nothing but the machine.
+"""Stores measured by default. "apart" is no store: independent workers on the same machine.
 
-"ddp", which can be asked for, is torch's DDP over backend "gangline"; the peer of that name has no store here: None.
+"ddp" on request is torch's DDP over backend "gangline"; the peer "ddp" is the store None here.
 """
 SAMPLES = 128
-"""Default samples of a worker's step: with them resnet18 computes much longer than it communicates."""
+"""Default samples of a worker's step, with which resnet18 computes much longer than it communicates."""
 _PEER = "ddp"
 _APART = "apart"
 

@@ -135,8 +135,8 @@ def measure(
 ) -> list[Row]:
     """Measure gangline and its peers on each number of contexts, all in turn.
 
-    The arguments are options of `training`; ``contexts`` are the words that name them, by their number. MXNet's store
-    is the faster of local and device.
+    The arguments are options of `training`; ``contexts`` maps numbers of contexts to their names. MXNet's store is the
+    faster of local and device.
     """
     shape = images(network)
     options = {

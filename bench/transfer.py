@@ -45,13 +45,13 @@ class Plan:
     network: str = "alexnet"
     freeze_until: str = "classifier.6"
     epochs: int = 10
-    """After two thirds of them the learning rate drops to a tenth."""
+    """Number of epochs; after two thirds the learning rate drops to a tenth."""
     batch_size: int = 32
-    """Images over all workers."""
+    """Images per batch over all workers."""
     learning_rate: float = 0.001
 
     def check(self) -> None:
-        """Raise the errors of wrong options, which would otherwise come after the first task."""
+        """Check options, whose errors would otherwise be raised after the first task."""
         with torch.device("meta"):
             transfer.freeze_until(zoo.create(self.network), self.freeze_until)
         transfer.scale_batch(self.batch_size, self.learning_rate, 1)
@@ -132,7 +132,7 @@ def train_worker(comm: Communicator, plan: Plan, weights: Path) -> tuple[float, 
         Module(network, torch.nn.CrossEntropyLoss(), cpu(), fixed_param_names=frozen) as module,
     ):
         module.init_optimizer(store, "sgd", optimizer)
-        module.score(held_out, batch_size=plan.batch_size)  # imports what the measurement must not include
+        module.score(held_out, batch_size=plan.batch_size)  # imports modules, which must not be measured
         store.barrier()  # the clock starts when all workers are ready
         start = time.perf_counter()
         for epoch in range(plan.epochs):

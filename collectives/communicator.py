@@ -121,11 +121,11 @@ class Communicator:
     rank that dies or does not join a call raises an error that names it. After a failed collective the contents of its
     tensors are undefined, and every later call raises the same error. A communicator is not thread-safe.
 
-    Tensors may be non-contiguous or empty. The elements of a tensor that is written must not share memory, as those of
-    an expanded one; a result may overlap an input. Supported dtypes are float32, float64, float16, bfloat16, int8 to
-    int64, uint8, bool, complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the
-    same bits. float16 and bfloat16 are added in float32, and partial sums are rounded when they are sent on; a mean of
-    float16 is rounded once. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
+    Tensors may be non-contiguous or empty. A tensor that is written must not be expanded or overlap itself; a result
+    may overlap an input. Supported dtypes are float32, float64, float16, bfloat16, int8 to int64, uint8, bool,
+    complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the same bits. float16
+    and bfloat16 are added in float32, and partial sums are rounded when they are sent on; a mean of float16 is rounded
+    once. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
     GPU tensors are read and written in the order of the current streams: a call may return before its result is
     computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a
@@ -191,7 +191,7 @@ class Communicator:
         """Reduce a tensor over all ranks to the root.
 
         Args:
-            tensor: tensor of any shape; not changed on other ranks than ``root``.
+            tensor: tensor of any shape; not changed on ranks other than ``root``.
             root: rank that gets the result.
             op: reduction operation.
             out: tensor for the result at the root; None to overwrite ``tensor``. Ignored on other ranks.
@@ -216,7 +216,7 @@ class Communicator:
         """Copy the root's tensor to all ranks.
 
         Args:
-            tensor: tensor of any shape; overwritten on other ranks than ``root``.
+            tensor: tensor of any shape; overwritten on ranks other than ``root``.
             root: rank whose values are sent.
             async_op: return a `Work`.
 
@@ -237,17 +237,17 @@ class Communicator:
         return encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
 
     def broadcast_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
-        """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once, and one group launches all.
+        """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once and launch one group.
 
         Args:
             tensors: tensors on one device.
-            roots: root of each.
+            roots: root of each tensor.
         """
         pairs = list(zip(tensors, roots, strict=True))
         self._dispatcher.call_each("broadcast", [self._code_of_broadcast(*pair) for pair in pairs], pairs)
 
     def reduce_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
-        """Run `reduce` for the sum of each tensor, in place at its root; as `broadcast_each`."""
+        """Sum each tensor over all ranks, in place at its root; see `broadcast_each`."""
         calls = [self._call_of_reduce(*pair, "sum", None) for pair in zip(tensors, roots, strict=True)]
         self._dispatcher.call_each("reduce", [code for code, _ in calls], [arguments for _, arguments in calls])
 
@@ -312,7 +312,7 @@ class Communicator:
 
         Args:
             tensors: a tensor for each rank, all of one dtype.
-            outs: a tensor for what each rank sends, of that dtype.
+            outs: a tensor for the elements from each rank, of that dtype.
 
         Raises:
             MismatchError: on all ranks, if a rank sends another number of elements than its peer expects.
@@ -397,7 +397,7 @@ class Communicator:
 
         Args:
             tensor: tensor that is overwritten.
-            source: rank that sends it; None: any rank, whose number is ``work.source`` then.
+            source: rank that sends it; None: any rank, then reported in ``work.source``.
             tag: tag of the message, from 0 to 2**31 - 1.
             async_op: return a `Work`.
 
@@ -436,8 +436,8 @@ class Communicator:
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate an uninitialised tensor in memory that all ranks of the host can read.
 
-        Collectives on such a tensor need no copy. When no tensor of a rank refers to its memory any more, the memory is
-        released by the next call of `empty` or by `close`. Collective: all ranks must call it with the same arguments.
+        Collectives on such a tensor need no copy. Memory to which no tensor of a rank refers any more is released by
+        the next `empty` or by `close`. Collective: all ranks must call it with the same arguments.
 
         Args:
             shape: shape of the tensor.
@@ -505,15 +505,15 @@ class Communicator:
         self._engine.refuse(call, error)
 
     def takes_nccl(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether this rank's calls on some tensors go through NCCL, if those of the others do."""
+        """Return whether this rank's calls on ``tensors`` use NCCL, provided that the other ranks' calls do."""
         return self._gpus.takes(tensors)
 
     def agreed_on_nccl(self) -> AbstractContextManager[None]:
-        """Make calls without an exchange before them: each rank has told all others that `takes_nccl` is true."""
+        """Skip the exchange before each call in this context: all ranks already know that `takes_nccl` is true."""
         return self._gpus.agreed()
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks that are known to be dead; not those that have closed the communicator."""
+        """Return the ranks that are known to be dead, without those that have closed the communicator."""
         membership = self._resources.membership
         membership.poll(0, 0)
         return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)
@@ -531,7 +531,7 @@ class Communicator:
 class _Dispatcher:
     """Runs collectives through NCCL or host memory, at once or in the background.
 
-    It does not refer to the `Communicator`, so that a queued call does not keep one alive that the user has dropped.
+    It does not refer to the `Communicator`, so that a queued call does not keep a dropped one alive.
     """
 
     def __init__(self, engine: Engine, host: HostCollectives, gpus: NcclSelection) -> None:

@@ -1,4 +1,4 @@
-"""`gangline._core`, the part of gangline that is written in C, if it is installed."""
+"""`gangline._core`, the optional part of gangline that is written in C."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
     COLLECTIVES.index, ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
 )
 DONE, DECLINED, HELD = 0, -3, -4
-"""Results of the functions of `_core.caller`: done; a call that it does not know; one that must take the lock."""
+"""Results of the functions of `_core.caller`: done; unsupported call; call that must take the lock."""
 SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS = range(7)
 """Words that an engine shares with `_core`: number of its last collective; bytes of all; 1 while `_core` runs one; the
 thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock; most bytes of each of
 `COLLECTIVES`."""
-_DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # that its functions know, in the order of their numbers
+_DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # supported by its functions, in the order of their numbers
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -32,7 +32,7 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 core, problem = _load()
-"""The module, or None; why it is None."""
+"""The module, or None; the reason for None."""
 
 has_collectives: bool = (
     core is not None
@@ -45,7 +45,7 @@ has_collectives: bool = (
         torch.Tensor.is_conj,
     )
 )
-"""True if the module runs collectives: torch describes its tensors to it."""
+"""True if the module runs collectives, because it can read torch's tensors."""
 
 
 def reduction(dtype: torch.dtype, op: str) -> tuple[int, int, int] | None:

@@ -57,7 +57,7 @@ def gpu(device_id: int = 0) -> Context:
 
 
 def use_own_gpu(contexts: Sequence[Context]) -> None:
-    """Make the first of these GPUs torch's current one, unless that is among them already or some are not GPUs."""
+    """Make the first context torch's current device, if all contexts are GPUs and none of them is current."""
     gpus = [context.device_id for context in contexts if context.device_type == "gpu"]
     if gpus and len(gpus) == len(contexts) and torch.cuda.current_device() not in gpus:
         torch.cuda.set_device(gpus[0])

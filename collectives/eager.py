@@ -8,7 +8,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 
 def run_eagerly(cls: type) -> type:
-    """Keep torch.compile from tracing the functions of a class, and all that they call: class decorator.
+    """Class decorator: keep torch.compile from tracing the functions of a class and all that they call.
 
     Dynamo compiles each Python function that compiled code calls, C++ between them or not. It sees a process group as
     an opaque object, of which it refuses to read attributes, and it raises if a second pass over a function takes

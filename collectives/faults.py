@@ -33,7 +33,7 @@ POINTS: Mapping[str, tuple[str, ...]] = {
     "scheduler": (*_COMMON, *_CALLS, "view"),
     "rank": ("collective",),
 }
-"""Points of each role. All but update, close and collective are messages that the process sends or receives."""
+"""Points of each role. All but update, close and collective are messages sent or received by the process."""
 _NOT_MESSAGES = ("update", "close", "collective")
 ACTIONS = ("kill", "stop", "stop for N s", "break", "repeat", "swap")
 _FORM = re.compile(
@@ -51,13 +51,13 @@ class Fault(NamedTuple):
     """0 for the scheduler."""
     action: str
     seconds: float | None
-    """Time after which a stopped process continues; None: it does not by itself."""
+    """Seconds after which a stopped process continues; None: never."""
     point: str
     number: int
     """Number of the event, from 1."""
     text: str
     incarnation: int = 0
-    """Number of times that the process was started again before."""
+    """Number of earlier restarts of the process."""
 
 
 def parse(text: str) -> list[Fault]:
@@ -134,7 +134,7 @@ class Script:
         self._held: dict[object, Callable[[], object]] = {}  # messages to exchange with the next, by connection
 
     def reach(self, point: str) -> Fault | None:
-        """Count an event; kill or stop this process if the script wants it here, or return a fault of a message."""
+        """Count an event; kill or stop this process if the script says so, or return a fault of a message."""
         self._counts[point] += 1
         event = point, self._counts[point]
         found = None
@@ -152,7 +152,7 @@ class Script:
     def pass_on(
         self, points: Collection[str], line: object, act: Callable[[], object], cut: Callable[[], object]
     ) -> None:
-        """Send or handle a message, unless the script wants something else at one of its points.
+        """Send or handle a message, unless the script has a fault at one of its points.
 
         Args:
             points: points of the message.
@@ -174,7 +174,7 @@ class Script:
                 held()
 
     def release(self) -> None:
-        """Send or handle messages that still wait for the next one, because nothing else is left to do."""
+        """Send or handle held messages, because no other message follows."""
         while self._held:
             self._held.popitem()[1]()
 
@@ -195,7 +195,7 @@ def shut_down_connections(port: int) -> None:
 
 
 def shut_down(descriptor: int, port: int | None = None) -> None:
-    """Break the TCP connection of a descriptor, if it is one, and has this port unless that is None."""
+    """Break the TCP connection of a descriptor, if it is one and has this port (None: any)."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
             ports = one.getpeername()[1], one.getsockname()[1]  # OSError: it only listens

@@ -15,7 +15,7 @@ PROGRESS_POLL_SECONDS = 0.0002
 """Sleep between two attempts to send more to ranks of this host while waiting for a rank of another host."""
 
 FUTEX_SLEEP_SECONDS = 0.002
-"""Longest sleep of a rank that waits in shared memory; it bounds the cost of a lost wake-up."""
+"""Maximum sleep of a rank that waits in shared memory; bounds the cost of a lost wake-up."""
 
 FUTEX_SLEEP_SENDING_SECONDS = 0.0001
 """The same while outgoing messages are unfinished: a receiver that frees space in a queue does not wake the sender."""
@@ -44,10 +44,10 @@ RECONNECT_SECONDS = 1.0
 """Time for a lost membership connection to come back, or a quarter of ``heartbeat_limit`` if that is less."""
 
 MEMBERSHIP_LINGER_SECONDS = 0.5
-"""Time for the last membership messages to leave after close."""
+"""Time to send the last membership messages after close."""
 
 TRANSPORT_LINGER_SECONDS = 10.0
-"""Time for the data of completed calls to leave after close; close blocks if the receiver is that far behind."""
+"""Time to send the data of completed calls after close; close blocks if the receiver is that far behind."""
 
 CONTEXT_END_SECONDS = 15.0
 """Time for a ZeroMQ context to terminate before it is abandoned; longer than any linger time."""
@@ -58,7 +58,7 @@ PEER_LOST_SECONDS = 30.0
 """Time for membership to report why data of a peer is unreachable, before the transport raises its own error."""
 
 MISMATCH_REPORT_SECONDS = 0.5
-"""Time for the remaining ranks to report their calls after a mismatch was seen, so that the error names all of them."""
+"""Time for the other ranks to report their calls after a mismatch, so that the error names all of them."""
 
 JOIN_REPORT_SECONDS = 2.0
 """Time for the scheduler to name the processes that did not join, after a process has waited for the timeout."""
@@ -67,7 +67,7 @@ CLOSE_GRACE_SECONDS = 1.0
 """Time in which data that a rank sent before it closed its communicator may still arrive."""
 
 NCCL_CALL_SECONDS = 5.0
-"""Time for a thread to leave NCCL before another one aborts the communicator in which it may wait for a dead rank."""
+"""Time for a thread to leave NCCL before another thread aborts the communicator, in case a rank is dead."""
 
 SPAWN_CAUSE_SECONDS = 2.0
 """Time for `spawn` to learn how a rank ended after another rank reported losing it."""

@@ -50,7 +50,7 @@ class Ordered:
         self._before = {device: torch.cuda.current_stream(device).record_event() for device in list(streams)}
         self._after: dict[torch.device, torch.cuda.Event] = {}
         self._lock = lock  # the owner's, for `_after`
-        self._current: ExitStack | None = None  # of the streams of `__enter__`, if there are any
+        self._current: ExitStack | None = None  # of the streams of `__enter__`, if any
 
     def __enter__(self) -> None:
         if not self._streams:

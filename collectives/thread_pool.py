@@ -36,7 +36,7 @@ def run(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def share(call: Callable[[], None], threads: int) -> None:
-    """Run a call in this thread and in others at once; it divides its work among the ``threads`` by itself.
+    """Run a call in ``threads`` threads at once, this one included; the call itself divides its work.
 
     Raises:
         Exception: the first one that it raised.

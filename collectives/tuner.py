@@ -1,7 +1,7 @@
 """Selection of the algorithm of each collective: a table, measured by `gangline bench tune` or built in.
 
-The table is plain data. All ranks get rank 0's (`to_json`, `from_json`), and it does not change within a job, so all
-ranks choose alike and a run is bitwise reproducible.
+All ranks get rank 0's table (`to_json`, `from_json`), which does not change within a job, so all ranks choose the same
+algorithms and a run is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gangline.collectives.transports.base import SLOT_BYTES
 SHARED = "shared"
 """Shared exchange, for small tensors.
 
-Every rank copies its tensor into memory that all can access and, after one synchronisation, reads the others'. It is
-not a schedule; the engine implements it.
+Every rank copies its tensor into shared memory and, after one synchronisation, reads the other ranks' tensors. The
+engine implements it without a schedule.
 """
 SHARED_LIMIT = SLOT_BYTES
-"""Largest tensor of a rank, in bytes, for the shared exchange."""
+"""Maximum bytes of a rank's tensor for the shared exchange."""
 TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
 """Names of the transports; `connect` also accepts "auto"."""
 TUNED = tuple(algorithms.REGISTRY)
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class TableKey(NamedTuple):
-    """Conditions of a measurement: results for one key do not carry over to another."""
+    """Conditions of a measurement; results hold for one key only."""
 
     collective: str
     transport: str

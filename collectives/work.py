@@ -22,10 +22,10 @@ from gangline.collectives.eager import run_eagerly
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
-_POLL_SECONDS, _POLLING_SECONDS = 0.0005, 0.02  # between a thread's looks for calls of waiters; after the last one
+_POLL_SECONDS, _POLLING_SECONDS = 0.0005, 0.02  # polling interval of a queue's thread; duration after a call
 _BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
-_forks = 0  # between the first process and this one
+_forks = 0  # number of forks since the first process
 
 
 @run_eagerly
@@ -63,7 +63,7 @@ class Work:
         return work
 
     def after(self, earlier: Work) -> Work:
-        """Return this handle, which has the error of an earlier operation from now on if that one fails."""
+        """Make this handle fail with the error of an earlier operation if that one fails; return this handle."""
         self._earlier = earlier
         return self
 
@@ -75,7 +75,7 @@ class Work:
 
         Raises:
             TimeoutError: if the operation is still running after ``timeout``; it continues.
-            RuntimeError: if a process waits that was forked while the operation ran.
+            RuntimeError: if called in a process that was forked while the operation ran.
             Exception: the error that the operation raised.
         """
         if not self._is_over:
@@ -159,7 +159,7 @@ class WorkQueue:
         self._counter[0] = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
-        self._polls = False  # whether the thread looks for calls by itself
+        self._polls = False  # whether the thread polls for calls
         self._polls_until = 0.0
 
     @property
@@ -214,8 +214,8 @@ class WorkQueue:
     ) -> None:
         """Run an operation in the queue's thread; if called from inside another operation, run it at once.
 
-        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun. To wake
-        the queue's thread costs more than a small collective, so after such a call it looks for the next by itself.
+        With ``by_waiter``, `Work.queued` runs it in the thread that calls it, if it is ready and has not begun. Waking
+        the queue's thread costs more than a small collective, so after such a call the thread polls for the next one.
 
         Raises:
             RuntimeError: if the queue is closed.
@@ -359,5 +359,5 @@ os.register_at_fork(after_in_child=_start_in_child)
 
 
 def is_in_background() -> bool:
-    """Return whether this thread is that of a `WorkQueue`, beside which other threads of the process may compute."""
+    """Return whether this is the thread of a `WorkQueue`; other threads of the process may then compute."""
     return getattr(_thread, "is_background", False)

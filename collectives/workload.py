@@ -71,12 +71,12 @@ def _split(batch_size: int, work_load_list: tuple[float, ...], minimum: int) -> 
 def split_within(
     batch_size: int, loads: Sequence[float], caps: Sequence[int | None] | None = None, minimum: int = 1
 ) -> list[int]:
-    """Return the sizes of shares as `split_batch` has them; what exceeds the cap of a share goes to the others by load.
+    """Split as `split_batch` and return the sizes; samples beyond a share's cap go to the others by load.
 
     Args:
         batch_size: samples in the batch, at least 1.
         loads: one load per share.
-        caps: maximum of each share, None where there is no limit. Caps that do not hold the batch are its proportions.
+        caps: maximum of each share; None: no limit. If all caps together are below ``batch_size``, they are scaled up.
         minimum: smallest share that is not empty.
     """
     limits = holding(caps or [None] * len(loads), batch_size)
@@ -93,7 +93,7 @@ def split_within(
 
 
 def holding(caps: Sequence[int | None], batch_size: int) -> list[int | None]:
-    """Return the caps of shares, raised in proportion if together they do not hold the batch."""
+    """Return the caps, scaled up in proportion if their sum is below ``batch_size``."""
     known = [cap for cap in caps if cap is not None]
     if len(known) < len(caps) or sum(known) >= batch_size:
         return list(caps)

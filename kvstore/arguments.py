@@ -23,18 +23,18 @@ Value = torch.Tensor | RowSparse
 Pairs = Sequence[tuple[Key, list[torch.Tensor]]]
 """Keys with their tensors, one tensor per device."""
 Pushed = Sequence[tuple[Key, list[Value]]]
-"""Keys with their values to push, one value per device; no value for a key that this worker leaves out."""
+"""Keys with their values to push, one value per device; no values for a key that this worker leaves out."""
 RowPulls = list[tuple[Key, list[tuple[Value, torch.Tensor]]]]
 """Keys with (output, row numbers)."""
 
 
 class ByPosition(Sequence[tuple[Key, list[torch.Tensor]]]):
-    """Keys with as many dense tensors each, kept by position: the first tensor of every key, then the second, ..."""
+    """Keys with equal numbers of dense tensors, stored by position: the first tensor of every key, the second, ..."""
 
     def __init__(self, keys: list[Key], tensors: Sequence[tuple[torch.Tensor, ...]]) -> None:
         self.key_list = keys  # not ``keys``, which dict() would call
         self.tensors = tensors
-        """One tuple per position, of one tensor per key; autograd may record them."""
+        """One tuple per position, with one tensor per key; the tensors may require grad."""
 
     def __len__(self) -> int:
         return len(self.key_list)
@@ -53,7 +53,7 @@ def keys_of(pairs: Sequence[tuple[Key, Any]]) -> list[Key]:
 
 
 def single(key: Any, value: Any) -> Pairs:
-    """Return keys with exactly one tensor each; as in MXNet, that of one key may be in a list."""
+    """Return keys with exactly one tensor each; as in MXNet, a single key's tensor may be in a list."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(key, (list, tuple)):
         value = value[0]
     return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in _zipped(key, value)]
@@ -78,7 +78,7 @@ def outs(key: Any, out: Any) -> Pairs:
 def by_position(
     key: Any, value: Any, layout: Mapping[Key, tuple[torch.Size, torch.dtype]], *, written: bool
 ) -> ByPosition | None:
-    """Return a list of keys with their tensors if all are dense and as in the layout, as many for each; None otherwise.
+    """Return a list of keys with equal numbers of tensors, if all are dense and match the layout; None otherwise.
 
     It does what `pushed`, `outs` and `check_like` do, for many keys in a fraction of their time: no Python code runs
     for each tensor. Tensors that are ``written`` must be contiguous, so that none is expanded.
@@ -112,7 +112,7 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
 
 
 def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> Iterator[torch.Tensor]:
-    """Yield all tensors of the values of keys, which for a row-sparse value are its row numbers and its rows."""
+    """Yield all tensors of the values of keys: for a row-sparse value, its row numbers and its rows."""
     for _, values in pairs:
         for value in values:
             yield from (value.indices, value.values) if type(value) is RowSparse else (value,)
@@ -160,13 +160,13 @@ def check_flat(bucket: Bucket, flats: BucketValues) -> None:
 
 
 def by_key(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:
-    """Return the values of ``keys`` in a bucket, one per device that has one."""
+    """Return the values of ``keys`` in a bucket, one per device that has a value."""
     views = [value if isinstance(value, Mapping) else bucket.views(value) for value in values]
     return [(key, [view[key] for view in views if key in view]) for key in keys]
 
 
 def of_only_device(values: BucketValues, keys: Sequence[Key], device: torch.device) -> dict[Key, torch.Tensor] | None:
-    """Return a bucket's values of ``keys`` if there is one device, this one, and it has all, dense; None otherwise."""
+    """Return a bucket's values of ``keys`` if ``device`` is the only one and has all values, dense; else None."""
     only = values[0] if len(values) == 1 else None
     if not isinstance(only, Mapping):
         return None
@@ -250,7 +250,7 @@ def _writable(key: Any, value: Any) -> torch.Tensor:
 
 
 def _without_grad(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor detached; itself if autograd does not record it, because `detach` costs as much as a sum."""
+    """Return the tensor without grad; skip `detach` if not needed, because it costs as much as a sum."""
     return value.detach() if value.requires_grad else value
 
 
@@ -274,7 +274,7 @@ def check_shard(shard: object, *, or_weights: bool = False) -> None:
 
 
 def check_memory(memory: object, count: int, owners: str = "workers") -> None:
-    """Raise ValueError unless memory is "auto" or a number for each of the owners, some of them above 0."""
+    """Raise ValueError unless memory is "auto" or one number per owner, with at least one above 0."""
     if memory == "auto":
         return
     numbers = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else []
@@ -287,7 +287,7 @@ def check_memory(memory: object, count: int, owners: str = "workers") -> None:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free bytes of a device; on the host, this worker's part of what is available."""
+    """Return the free bytes of a device; on the host, this worker's part of the available memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -32,12 +32,12 @@ class DeviceStore(LocalStore):
         self._memory: Sequence[float] | str | None = None
 
     def owner(self, key: Key) -> int | None:
-        """Return the position of the key's owner in its lists of tensors; None until the first list."""
+        """Return the position of the key's owner in its lists of tensors; None before the first list."""
         return self._owners.get(key)
 
     @property
     def owned_bytes(self) -> list[int]:
-        """Bytes of the weights that each device updates, by its position in the lists of tensors."""
+        """Bytes of the weights that each device updates, by position in the lists of tensors."""
         return list(self._owned_bytes)
 
     def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:
@@ -50,7 +50,7 @@ class DeviceStore(LocalStore):
         if self._owners.keys() >= {*keys_of(pairs)}:
             return
         new = {key: values for key, values in pairs if key not in self._owners and len(values) > pulled}
-        for key in [key for key, values in new.items() if len(values) == 1]:  # a bare tensor: no owner is chosen
+        for key in [key for key, values in new.items() if len(values) == 1]:  # a single tensor: no owner is chosen
             device = new.pop(key)[0].device
             if self._entries[key].stored.device != device:
                 self._move(key, device)
@@ -64,7 +64,7 @@ class DeviceStore(LocalStore):
                 self._move(one, values[self._owners[key]].device)
 
     def _own(self, keys: Sequence[Key], devices: int) -> None:
-        """Assign the keys, together, to the position that owns the fewest bytes for its memory."""
+        """Assign the keys together to the position with the fewest owned bytes relative to its memory."""
         self._owned_bytes += [0] * (devices - len(self._owned_bytes))
         size = sum(self._entries[key].stored.nbytes for key in keys)
         memory = [1.0] * devices if self._memory is None else self._memory_of(devices)

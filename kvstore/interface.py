@@ -55,8 +55,7 @@ Updater = Callable[[Key, Any, torch.Tensor], None]
 def refused_on_all_ranks(call: _Call) -> _Call:
     """Decorate a store's call: if argument checks fail on this rank, raise on every rank, so that no other rank blocks.
 
-    The store counts in ``_calls_begun`` the calls in which it has communicated with other workers; from then on an
-    error reaches the others by other ways.
+    ``_calls_begun`` counts calls that have communicated with other workers; these report later errors themselves.
     """
 
     @wraps(call)
@@ -77,7 +76,7 @@ def refused_on_all_ranks(call: _Call) -> _Call:
 class KVStore(abc.ABC):
     """Key-value store for gradients and weights: `push` reduces gradients, `pull` returns weights.
 
-    Make one with `gangline.create`. The calls and their meaning are those of MXNet's KVStore.
+    Create one with `gangline.create`. Methods have the names and semantics of MXNet's KVStore.
 
     - A key is a str or an int; ``3`` and ``"3"`` are different keys.
     - A value is a torch tensor or a numpy array, or a list of them, one per device. `push` and `pushpull` also take
@@ -94,7 +93,7 @@ class KVStore(abc.ABC):
     a worker or server is dead, late or makes a different call.
 
     Attributes:
-        type: name that the store was created by.
+        type: name under which the store was created.
 
     For example:
 
@@ -130,15 +129,15 @@ class KVStore(abc.ABC):
 
     @property
     def is_async(self) -> bool:
-        """True if each push updates at once, without the pushes of other workers."""
+        """True if each push updates the stored value at once, without waiting for other workers."""
         return False
 
     @property
     def is_restarted(self) -> bool:
-        """True if this worker was started again alone while the others waited (`gangline launch --restart-processes`).
+        """True if only this worker was restarted while the others waited (`gangline launch --restart-processes`).
 
-        Its calls before the first push, such as `init` and `set_optimizer`, then return what they returned to the other
-        workers, and keys keep the values that they have.
+        Calls before the first push, such as `init` and `set_optimizer`, then return what they returned to the other
+        workers, and leave stored values unchanged.
         """
         return False
 
@@ -149,18 +148,18 @@ class KVStore(abc.ABC):
 
     @property
     def has_joined(self) -> bool:
-        """True if this worker came to an elastic job after its start."""
+        """True if this worker joined an elastic job after the job's start."""
         return False
 
     def has_ended(self) -> bool:
-        """Return whether an elastic job is over: worker 0 has closed its store. Ask after a DeadNodeError."""
+        """Return whether an elastic job is over: worker 0 has closed its store. Call it after a DeadNodeError."""
         return False
 
     @property
     def first_step(self) -> int:
-        """Number of pushes of each key that this worker has made before it was restarted; 0 if it was not.
+        """Number of pushes of each key before this worker's restart; 0 without a restart.
 
-        Read it after `init` and `set_optimizer`. A loop continues by it if it pushes every key once in each step:
+        Read it after `init` and `set_optimizer`. A loop that pushes every key once per step continues from it:
 
             for step in range(kv.first_step, steps):
                 kv.pushpull(keys, gradients(step), weights)
@@ -170,25 +169,25 @@ class KVStore(abc.ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """True if `keep` has an effect: `gangline launch --restart-processes` starts single workers again."""
+        """True if `keep` has an effect: under `gangline launch --restart-processes`."""
         return False
 
     def keep(self, state: Any) -> None:  # noqa: B027  stores without restarts keep nothing
-        """Keep this worker's state between two steps, for its restart; replaces the state kept before.
+        """Save this worker's state between two steps, for its restart; replaces the state saved before.
 
-        Keep all that the next step depends on: weights, random states, the position in the data. A worker that is
-        killed and started again gets it from `kept`, and repeats the step: its pushes count once, and what it computes
-        is equal, bit for bit, if it depends on the state alone.
+        The state must hold all that the next step depends on: weights, random states, the position in the data. A
+        worker that is killed and restarted gets the state from `kept` and repeats the step: its pushes count once, and
+        results that depend on the state alone are bitwise equal.
 
         Args:
             state: anything that can be pickled, of any size; it is copied.
         """
 
     def kept(self) -> Any:
-        """Return the last state of this worker's former process, and continue from there; None if there is none.
+        """Return the state that `keep` saved before this worker's restart, and continue from there; None without one.
 
-        Call it after the calls before the loop, such as `init` and `set_optimizer`, which must be the same in every
-        start; pushes and collectives then go on as they did after `keep`.
+        Call it right before the loop. Earlier calls, such as `init` and `set_optimizer`, must be the same in every
+        start; pushes and collectives then continue as after `keep`.
         """
         return None
 
@@ -196,27 +195,27 @@ class KVStore(abc.ABC):
         """Fail the job if this worker was restarted alone.
 
         Args:
-            what: what cannot go on then, for the error.
+            what: what a restarted worker cannot continue, for the error message.
 
         Raises:
-            RuntimeError: if it was; the other workers get a DeadNodeError.
+            RuntimeError: if this worker was restarted alone; the other workers get a DeadNodeError.
         """
 
     def share(self, samples: int, step: int | None = None) -> slice | None:  # noqa: ARG002
         """Begin the next step, and return this worker's share of its global batch.
 
-        In an elastic job (`gangline launch --elastic`) call it once in each step, before the pushes, and push each key
-        once in each step. The shares of the workers that take part make up the whole batch.
+        In an elastic job (`gangline launch --elastic`) call it once per step, before the pushes, and push each key once
+        per step. The shares of all active workers make up the global batch.
 
         Args:
             samples: number of samples in the global batch, the same on all workers.
-            step: number of the step from 0, which is then checked; None: not.
+            step: number of the step from 0, to be checked; None: no check.
 
         Returns:
-            Slice of the batch, maybe empty; None if this worker has left the job before this step.
+            Slice of the batch, possibly empty; None if this worker has left the job before this step.
 
         Raises:
-            RuntimeError: in an elastic job, if this worker has not pushed each key once in each step before.
+            RuntimeError: in an elastic job, if this worker did not push each key once in each earlier step.
         """
         self._check_open()
         return split_batch(samples, [1.0] * self.num_workers)[self.rank]
@@ -232,16 +231,16 @@ class KVStore(abc.ABC):
         )
 
     def barrier(self) -> None:
-        """Wait until every worker has called it; workers in `join` count as present."""
+        """Wait until every worker has called `barrier`; workers in `join` count as present."""
         self.group.barrier("barrier")
 
     _barrier = barrier  # MXNet's name
 
     def join(self) -> int:
-        """Leave the rounds until all workers have joined; then all take part again.
+        """Stop taking part in reductions until all workers have called `join`.
 
-        Until then the others' pushes are reduced without this worker, and `barrier` counts it as present. Call it when
-        this worker has run out of data before the others.
+        Until then the other workers' pushes are reduced without this worker. Call it when this worker runs out of data
+        before the others.
 
         Returns:
             The rank that joined last.
@@ -254,11 +253,11 @@ class KVStore(abc.ABC):
         return []
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:
-        """Return the number of workers and servers that are dead or, in ``dist_*`` stores, have been silent for long.
+        """Return the number of workers and servers that are dead or, in ``dist_*`` stores, silent for ``timeout``.
 
         Args:
             timeout: seconds without a sign of life. A process is dead after GANGLINE_HEARTBEAT_LIMIT, 10 s by default,
-                whatever the timeout; ``allreduce`` counts dead workers only.
+                regardless of ``timeout``; ``allreduce`` counts dead workers only.
         """
         return len({*self.dead_nodes(), *self._silent_nodes(timeout)})
 
@@ -304,12 +303,12 @@ class KVStore(abc.ABC):
         """Sum ``value`` over devices and workers, and update the stored value with the sum.
 
         An optimizer or updater, if set, runs once per key. Without one, the sum replaces the stored value
-        (``dist_async`` and ``dist_device_async`` add it instead). A key that occurs twice in one call counts as one
-        push of the sum. Of a row-sparse value only its rows are sent and updated.
+        (``dist_async`` and ``dist_device_async`` add it instead). A key that occurs twice in one call is pushed once,
+        with the sum. Only the rows of a row-sparse value are sent and updated.
 
         Args:
             key: one key or a list of keys.
-            value: tensor, `RowSparse`, or a list of them, one per device; for a list of keys a list of those.
+            value: tensor, `RowSparse`, or a list of them, one per device; for a list of keys a list of these.
             priority: calls of higher priority run first.
             async_op: return at once.
 
@@ -337,7 +336,7 @@ class KVStore(abc.ABC):
         *,
         async_op: bool = False,
     ) -> Work:
-        """Copy the stored value into ``out``, after this worker's last push of the key took effect.
+        """Copy the stored value into ``out``, after this worker's last push of the key has been applied.
 
         Args:
             key: one key or a list of keys.
@@ -392,7 +391,7 @@ class KVStore(abc.ABC):
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
         """Initialise a key and pull it into ``out``: `init` and `pull` in one call.
 
-        Collective: all workers must call it; rank 0's value is the one that is broadcast.
+        Collective: all workers must call it; rank 0's value is broadcast.
 
         Args:
             key: one key or a list of keys.
@@ -421,12 +420,12 @@ class KVStore(abc.ABC):
 
         Args:
             key: one key or a list of keys.
-            out: `RowSparse` of the key's shape, which becomes exactly these rows in ascending order; or a dense tensor
-                of the key's shape, of which only these rows are written; or a list of them.
+            out: `RowSparse` of the key's shape, replaced by these rows in ascending order; a dense tensor of the key's
+                shape, in which only these rows are written; or a list of them.
             priority: calls of higher priority run first.
             async_op: return at once.
-            row_ids: integers of any shape, in any order, repeated or not: one for all of ``out``, or a list as long as
-                ``out``. For a list of keys a list of those.
+            row_ids: row numbers, of any shape and in any order, with or without duplicates; or a list of them, one per
+                entry of ``out``. For a list of keys a list of these.
 
         Raises:
             ValueError: if a row number is outside the table.
@@ -460,11 +459,11 @@ class KVStore(abc.ABC):
         Args:
             spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
                 ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
-            shard: "optimizer": each worker of an allreduce store, or device of a device store, updates a part of the
-                keys by its memory, holds the optimizer's state of these alone, and gives the others their new weights.
-                None: every worker updates all keys, and devices equal parts.
-            memory: relative memory of the workers, or devices, by which keys are divided; "auto": their free memory at
-                this call, or of devices when they are first used.
+            shard: "optimizer": each worker of an allreduce store, or each device of a device store, owns keys in
+                proportion to its memory. It holds the optimizer's state of these keys only, updates them, and
+                broadcasts the new weights. None: every worker updates all keys, and devices update equal parts.
+            memory: relative memory of each worker or device, for sharding; "auto": free memory of workers at this call,
+                and of devices at their first use.
 
         Raises:
             ValueError: if the optimizer or an argument is unknown, or the store does not support it.
@@ -483,7 +482,7 @@ class KVStore(abc.ABC):
         self._pending.clear()
 
     def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
-        """Update stored values with a function of your own at every push; stores of one process only.
+        """Update stored values with a custom function at every push; single-process stores only.
 
         Args:
             updater: called as ``updater(key, summed, stored)`` once per push and key; it changes ``stored`` in place.
@@ -504,10 +503,10 @@ class KVStore(abc.ABC):
 
     @refused_on_all_ranks
     def update(self) -> None:
-        """Clip everything pushed since the last update by its common norm, and update; with ``clip_global_norm`` only.
+        """Clip the gradients pushed since the last update to a global norm and apply them; ``clip_global_norm`` only.
 
-        The norm is that of the sums over all workers. With any other optimizer, pushes update at once and this call
-        does nothing. Collective: all workers must call it.
+        The norm is that of the sums over all workers. Without ``clip_global_norm`` this call does nothing. Collective:
+        all workers must call it.
         """
         self._check_open()
         if self.updates_wait:
@@ -524,7 +523,7 @@ class KVStore(abc.ABC):
         raise RuntimeError(self._no_optimizer())
 
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
-        """Set the learning rate from the next push on; with several workers rank 0's counts.
+        """Set the learning rate from the next push on; with several workers, rank 0's value is used.
 
         Raises:
             TypeError: if it is not a number.
@@ -534,9 +533,9 @@ class KVStore(abc.ABC):
         raise RuntimeError(self._no_optimizer())
 
     def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the optimizer's state to a safetensors file; an existing file is replaced only when all is written.
+        """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
 
-        With ``shard="optimizer"`` all workers must call it, and rank 0 writes.
+        Collective with ``shard="optimizer"``; rank 0 writes.
 
         Raises:
             RuntimeError: without an optimizer.
@@ -547,9 +546,9 @@ class KVStore(abc.ABC):
 
     @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Replace the optimizer's state by that of a file; the learning rate does not change.
+        """Load the optimizer's state from a file; the learning rate does not change.
 
-        Collective: all workers must call it; rank 0's file counts.
+        Collective: all workers must call it; rank 0's file is used.
 
         Raises:
             FileNotFoundError: if there is no such file.
@@ -596,7 +595,7 @@ class KVStore(abc.ABC):
     # For Module, Trainer and other frameworks: weighted means, buckets, checkpoints. MXNet has none of these.
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All-gather bytes; return every worker's in rank order, and b"" for workers in `join`.
+        """All-gather bytes; return them in rank order, with b"" for workers in `join`.
 
         Collective: all workers must call it.
         """
@@ -604,12 +603,12 @@ class KVStore(abc.ABC):
 
     @property
     def group(self) -> WorkerGroup:
-        """Collective calls of all workers on plain data."""
+        """Collectives of all workers on plain data."""
         return WorkerGroup(self.rank, self.num_workers, self._exchange)
 
     @refused_on_all_ranks
     def assign(self, key: Any, value: Any) -> None:
-        """Replace the stored value by rank 0's ``value``, without an update; optimizer state stays.
+        """Overwrite the stored value with rank 0's ``value``; the optimizer does not run and keeps its state.
 
         Collective: all workers must call it. The arguments are those of `init`.
         """
@@ -622,13 +621,12 @@ class KVStore(abc.ABC):
     def push_weighted(self, key: Any, value: Any, weight: float, priority: int = 0, *, async_op: bool = False) -> Work:
         """Push this worker's part of a weighted mean over workers: sum(weight * value) / sum(weight).
 
-        As `push`, with the mean in place of the sum. A key without a value on any worker of weight above 0 is not
-        updated.
+        Like `push`, with the mean in place of the sum. A key is not updated if no worker with weight has a value.
 
         Args:
             key: one key or a list of keys; the same on all workers.
-            value: as for `push`, of floating-point numbers; None for a key that this worker has no value for.
-            weight: weight of this worker's values, 0 or more: the number of samples they are a mean over.
+            value: as for `push`, of floating-point numbers; None if this worker has no value for a key.
+            weight: weight of this worker's values, 0 or more, such as the number of samples that they average.
             priority: calls of higher priority run first.
             async_op: return at once.
 
@@ -648,14 +646,14 @@ class KVStore(abc.ABC):
 
     @refused_on_all_ranks
     def fuse(self, bucket: Bucket, flat: torch.Tensor | None = None) -> None:
-        """Store the keys of a bucket side by side, for `push_bucket` and `pull_bucket`; they also stay single keys.
+        """Store the keys of a bucket contiguously, for `push_bucket` and `pull_bucket`; each key stays usable alone.
 
         Collective: all workers must call it.
 
         Args:
             bucket: keys to store together.
-            flat: tensor of shape (bucket.numel,) that the store may hold the values in, if it stores them on that
-                device of this process; every update then changes it.
+            flat: tensor of shape (bucket.numel,) in which the store may hold the values, if it stores them in this
+                process and on this device; updates then write to it.
 
         Raises:
             KeyError: if a key was not initialised.
@@ -679,12 +677,12 @@ class KVStore(abc.ABC):
     ) -> Work:
         """Push the keys of a bucket, as `push` or, with a ``weight``, as `push_weighted`.
 
-        All workers must push the bucket; a key that some of them leave out is the sum, or mean, of the others.
+        Collective. A key that some workers leave out is reduced over the other workers.
 
         Args:
             bucket: bucket to push. Without an earlier `fuse` its keys are sent one by one.
             values: one value per device: a flat tensor of shape (bucket.numel,), or the keys' tensors. A key that a
-                device lacks is the sum of the other devices.
+                device lacks is summed over the other devices.
             keys: keys to push; None for all.
             priority: calls of higher priority run first.
             weight: weight of this worker's values, 0 or more; None for a plain sum.
@@ -707,12 +705,12 @@ class KVStore(abc.ABC):
         return self._note_pending(present, self._push_bucket(bucket, values, present, weight, priority, async_op))
 
     def refuse(self, call: str, error: Exception, bucket: Bucket | None = None) -> None:
-        """Leave out a call that the other workers make; they raise the error. Collective.
+        """Report that this worker cannot make a call; the workers that make it raise the error. Collective.
 
         Args:
             call: name of the call.
             error: reason.
-            bucket: bucket of the other workers' `push_bucket`, if it is that.
+            bucket: bucket of the call, if the call is `push_bucket`.
 
         Raises:
             MismatchError: in ``allreduce`` stores, as on the other workers.
@@ -733,7 +731,7 @@ class KVStore(abc.ABC):
 
     @property
     def updates_wait(self) -> bool:
-        """True if pushes only sum until `update`: the optimizer has ``clip_global_norm``."""
+        """True if pushed gradients wait for `update`: the optimizer has ``clip_global_norm``."""
         return False
 
     @refused_on_all_ranks
@@ -755,7 +753,7 @@ class KVStore(abc.ABC):
         return {} if self._compressed is None else self._run_exclusive(self._compressed.residuals)
 
     def load_compression_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace this worker's compression residuals by those of `compression_residuals`.
+        """Load compression residuals that `compression_residuals` returned on this worker.
 
         Raises:
             ValueError: if the store does not compress, or a key or shape does not match.
@@ -767,7 +765,7 @@ class KVStore(abc.ABC):
             raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
     def optimizer_state(self) -> OptimizerState:
-        """Return a copy of the optimizer's state on the host; with ``shard="optimizer"`` all workers must call it.
+        """Return a copy of the optimizer's state on the host. Collective with ``shard="optimizer"``.
 
         Raises:
             RuntimeError: without an optimizer.
@@ -775,10 +773,10 @@ class KVStore(abc.ABC):
         raise RuntimeError(self._no_optimizer())
 
     def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: ARG002  refused here
-        """Replace the optimizer's state. Collective: all workers must call it, and rank 0's counts.
+        """Load the optimizer's state. Collective: all workers must call it; rank 0's state is used.
 
         Raises:
-            ValueError: if it does not match the optimizer, keys or shapes.
+            ValueError: if the state does not match the optimizer, keys or shapes.
             RuntimeError: without an optimizer.
         """
         raise RuntimeError(self._no_optimizer())
@@ -800,7 +798,7 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def _assign(self, pairs: Pairs) -> None: ...
 
-    # What a store may implement: it runs an optimizer, compresses, has several workers, moves buckets whole
+    # Optional for a store: optimizer, compression, several workers, fused buckets
 
     def _exchange(self, data: bytes, name: str, root: int | None) -> list[bytes]:  # noqa: ARG002  of several workers
         """All-gather bytes, see `worker_group.Exchange`."""
@@ -812,7 +810,7 @@ class KVStore(abc.ABC):
         return operation()
 
     def _silent_nodes(self, seconds: float) -> list[str]:  # noqa: ARG002  where a scheduler watches them
-        """Return the names of processes that have given no sign of life for some time."""
+        """Return the names of processes that have been silent for ``seconds``."""
         return []
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
@@ -933,7 +931,7 @@ class KVStore(abc.ABC):
         return keys
 
     def _note_pending(self, keys: Iterable[Key], work: Work) -> Work:
-        """Return the Work of a push, whose keys wait for `update` unless it fails (clip_global_norm only)."""
+        """Mark keys as waiting for `update` unless their push fails (clip_global_norm only); return the push's Work."""
         if self.updates_wait:
             self._pending.update(dict.fromkeys(keys, work))
         return work
@@ -952,7 +950,7 @@ class KVStore(abc.ABC):
         return sorted(repr(key) for key in self._pending.keys() & set(keys) if self._pending[key].exception() is None)
 
     def _forget(self, keys: Iterable[Key]) -> None:
-        """Drop keys whose `init` has failed, so that it can be called again."""
+        """Drop keys whose `init` has failed, so that `init` can be called again."""
         with self._layout_lock:
             for key in keys:
                 self._layout.pop(key, None)

@@ -87,7 +87,7 @@ class LocalStore(KVStore):
         self._updater: Updater | None = None
         self._optimizer: KeyedOptimizer | None = None
         self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
-        self._is_shared = False  # stored values may be in memory that the user has
+        self._is_shared = False  # stored values may be in the user's memory
         self._queue = WorkQueue(in_order=in_order)
         weakref.finalize(self, self._queue.close)
         self._streams = SideStreams()
@@ -117,7 +117,7 @@ class LocalStore(KVStore):
         self._run_exclusive(self._pending_sums.clear)
 
     def _apply(self, sums: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
-        """Update with sums, or keep them until `update`; ``sums`` are in the store's own memory in that case."""
+        """Update with sums, or keep them until `update`; they must then be in the store's own memory."""
         assert self._optimizer is not None
         self._add_to_optimizer([key for key, _ in sums])
         if self.updates_wait:
@@ -244,7 +244,7 @@ class LocalStore(KVStore):
                     self._optimizer.check(key, self._entries[key].stored)
             device = self._device_of(bucket)
             flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
-            if flat.stored is given and given.is_cuda:  # its owner may drop it while a call runs
+            if flat.stored is given and given.is_cuda:  # the user may drop it while a call runs
                 given.record_stream(torch.cuda.current_stream(device))
             for key, view in bucket.views(flat.stored).items():
                 self._unfuse(key)
@@ -257,7 +257,7 @@ class LocalStore(KVStore):
         self._start("fuse", fuse, bucket.keys, (), 0, False)
 
     def _unfuse(self, key: Key) -> None:
-        """Drop the bucket of a key that gets other memory; its keys are then transferred one by one."""
+        """Drop the bucket of a key whose memory is replaced; its keys are then transferred one by one."""
         self._flats = {bucket: flat for bucket, flat in self._flats.items() if key not in bucket}
 
     def _push_bucket(
@@ -358,7 +358,7 @@ class LocalStore(KVStore):
             keys = []
         flat, optimizer = self._flats.get(bucket), self._optimizer
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        gradients: Mapping[Key, torch.Tensor] | None = None  # that the optimizer can use where they are
+        gradients: Mapping[Key, torch.Tensor] | None = None  # usable by the optimizer in place
         if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
             gradients = of_only_device(values, keys, flat.stored.device)
         if gradients:
@@ -397,9 +397,9 @@ class LocalStore(KVStore):
         move(transfers)
 
     def _moved_jointly(self, values: Pushed, outs: Pairs) -> bool:
-        """Replace values by their sums, and copy them into ``outs``, by calls for all keys; return False if not.
+        """Replace values by their sums and copy these into ``outs``, for all keys at once; return False if impossible.
 
-        Both are of the same distinct keys; without values nothing is replaced, without outputs nothing is copied.
+        Both have the same distinct keys; either may be empty.
         """
         if len(values or outs) < copies.LEAST_JOINT:
             return False

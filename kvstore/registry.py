@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.interface import KVStore
 
-# Name -> "module:class". A module is imported when its store is first created: the parameter server costs a while.
+# Name -> "module:class". Modules are imported at first use, because importing the parameter server is slow.
 _BUILT_IN = {
     "local": "local:LocalStore",
     "local_update_cpu": "local:LocalStore",
@@ -86,7 +86,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
 
 
 def _find(name: str) -> str | None:
-    """Return the place of a built-in store, whose name has these words in any order; None if there is none."""
+    """Return "module:class" of the built-in store whose name has these words in any order; None if there is none."""
     words = sorted(name.split("_"))
     return next((place for known, place in _BUILT_IN.items() if sorted(known.split("_")) == words), None)
 

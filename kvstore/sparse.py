@@ -90,7 +90,7 @@ class RowSparse:
     def to(self, device: torch.device) -> RowSparse:
         """Return the same rows on ``device``; the object itself if it is there already.
 
-        The host waits once for a copy from a GPU, and for no copy to one.
+        A copy from a GPU blocks the host once; a copy to a GPU does not block it.
         """
         if device == self.device:
             return self
@@ -131,7 +131,7 @@ def summed(parts: Sequence[RowSparse], device: torch.device) -> RowSparse:
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     indices = torch.cat([part.indices for part in parts])
     values = torch.cat([part.values.to(wide) for part in parts])
-    if values.is_cuda:  # the order is kept by coalesce on CUDA and by index_add_ on the host, not the other way round
+    if values.is_cuda:  # only coalesce keeps the order on CUDA, and only index_add_ on the host
         total = RowSparse(indices, values, parts[0].shape).to_coo().coalesce()
         rows, sums = total.indices()[0], total.values()
     else:
@@ -166,7 +166,7 @@ def checked_rows(row_ids: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """Return row numbers as an int64 tensor of their own shape.
 
     Args:
-        row_ids: whole numbers of any shape: a tensor, an array or nested lists; MXNet's are of float32.
+        row_ids: whole numbers of any shape: a tensor, an array or nested lists; MXNet passes float32.
         shape: shape of the table.
         what: name of the value in error messages.
 

@@ -28,7 +28,7 @@ _log = logging.getLogger("gangline")
 _data_ptr, _version = methodcaller("data_ptr"), attrgetter("_version")
 _REDUCTIONS = ("mean", "sum")
 _CHECKED_STEPS = 3
-"""Steps in which writes through ``.data`` are looked for, several workers only."""
+"""Number of first steps in which several workers look for in-place writes through ``.data``."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ON_STORE = (
     "the store updates the weights at each push, so gradients cannot be changed in between; expected clip_global_norm, "
@@ -43,18 +43,17 @@ Parameters = nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | I
 class Trainer(NetworkState):
     """Optimizer for plain torch loops: reduces every ``.grad`` over the workers of a store and updates the parameters.
 
-    It takes the place of a torch optimizer; the name and the calls are those of MXNet gluon's Trainer. On creation
-    rank 0's parameters are broadcast.
+    It replaces a torch optimizer and has the interface of MXNet gluon's Trainer. Creating it broadcasts rank 0's
+    parameters.
 
     Each worker's ``.grad`` is the gradient of its mean loss over the n_i samples that it passes to `step`. The update
-    uses sum(n_i * g_i) / sum(n_i), the gradient of the mean loss over all workers' samples, however unequal the n_i.
-    With one worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not
-    updated.
+    uses sum(n_i * g_i) / sum(n_i), the gradient of the mean loss over all workers' samples, for any n_i. With one
+    worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not updated.
 
     Parameters written between two steps, by ``load_state_dict`` or ``p.data = x`` for example, must be written on all
-    workers. The next `step` then takes rank 0's values. With several workers, writes in place through ``.data``, such
-    as ``p.data.clamp_()``, are seen only in loops that make them in their first steps. Those of ``with torch.no_grad():
-    p.clamp_()`` are always seen.
+    workers. The next `step` then takes rank 0's values. With several workers, in-place writes through ``.data``, such
+    as ``p.data.clamp_()``, are detected only in loops that make some in the first steps. ``with torch.no_grad():
+    p.clamp_()`` is always detected.
 
     After the first step the parameters are views of flat buckets. With one worker the store updates them in place.
 
@@ -93,9 +92,9 @@ class Trainer(NetworkState):
             kvstore: a store, or the name of one to create.
             compression_params: as for `KVStore.set_gradient_compression`; None: no compression.
             update_on_kvstore: MXNet's argument. The store updates the weights; False is refused with several workers.
-            loss_reduction: "mean", or "sum" if ``.grad`` is of a loss summed over the samples.
-            shard: "optimizer": the workers divide the optimizer's state, as for `KVStore.set_optimizer`. "weights":
-                they divide weights and gradients too, as with `DistributedOptimizer`; ``params`` is a module then.
+            loss_reduction: "mean" or "sum": reduction of the loss over the samples.
+            shard: "optimizer": shard the optimizer's state over the workers, as for `KVStore.set_optimizer`. "weights":
+                also shard weights and gradients, as with `DistributedOptimizer`; ``params`` must be a module.
             memory: relative memory of the workers, as for `KVStore.set_optimizer`.
 
         Raises:
@@ -170,7 +169,7 @@ class Trainer(NetworkState):
             sparse=() if network is None else sparse_tables(network),
             in_place=self.kvstore.num_workers == 1,
         )
-        try:  # last what cannot be undone: the keys
+        try:  # last, because keys cannot be removed from the store
             self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
             self.kvstore.broadcast(list(self._parameters), weights, weights)
         except BaseException:  # raised again
@@ -180,13 +179,13 @@ class Trainer(NetworkState):
         self._reducer.begin([0], push_early=False)
 
     def backward(self, loss: torch.Tensor, batch_size: float) -> None:
-        """Run ``loss.backward()`` and send gradients to the other workers meanwhile; `step` must follow directly.
+        """Run ``loss.backward()`` and reduce gradients while it runs; `step` must follow directly.
 
-        If it fails after some gradients have left, the step is an error on all workers: call `zero_grad` and go on with
-        the next step. ``loss.backward()`` sends nothing before `step`, and may be run again or skipped.
+        If it fails after it has sent some gradients, the step fails on all workers: call `zero_grad` and continue with
+        the next step. Plain ``loss.backward()`` sends nothing before `step` and may be repeated or skipped.
 
-        The gradients must not be changed before `step`. After it, ``.grad`` is that of the mean over the samples, also
-        with ``loss_reduction="sum"``.
+        The gradients must not be changed before `step`. After `step`, ``.grad`` is the gradient of the mean over the
+        samples, also with ``loss_reduction="sum"``.
 
         Collective: all workers must call it, or ``step(0)`` alone if they have no samples.
 
@@ -195,7 +194,8 @@ class Trainer(NetworkState):
             batch_size: as for `step`, which must get the same number.
 
         Raises:
-            RuntimeError: if the last one was not followed by `step`, or failed and was not followed by `zero_grad`.
+            RuntimeError: if the last `backward` was not followed by `step`, or failed and was not followed by
+                `zero_grad`.
 
         For example:
 
@@ -243,8 +243,8 @@ class Trainer(NetworkState):
         Args:
             batch_size: number of samples that ``.grad`` is the mean over (or the sum, by ``loss_reduction``); may be
                 fractional. With 0 this worker has no samples in this step, and its gradients are ignored.
-            ignore_stale_grad: leave out gradients that nothing has written since the last step, as MXNet does; after
-                `zero_grad` there are none.
+            ignore_stale_grad: ignore gradients that were not written since the last step, as MXNet does; without effect
+                after `zero_grad`.
 
         Raises:
             TypeError: if ``batch_size`` is not a number.
@@ -292,21 +292,21 @@ class Trainer(NetworkState):
         self._note_weights()
 
     def keep(self, state: Any = None) -> None:
-        """Keep this worker's weights, and a state of the loop, between two steps, for the restart of this worker alone.
+        """Save this worker's weights and the loop's state between two steps, for a restart of this worker alone.
 
-        Without `gangline launch --restart-processes`, and a dist_sync store, it has no effect.
+        It has an effect only with a dist_sync store under `gangline launch --restart-processes`.
 
         Args:
-            state: what else the next step depends on: its number, random states, buffers. Anything that can be pickled.
+            state: picklable state that the next step depends on: its number, random states, buffers.
         """
         if isinstance(self._reducer, Reducer):
             self._reducer.keep([state, self._steps, self._writes_data])
 
     def kept(self) -> Any:
-        """Restore the weights that this worker's former process kept, and return the state; None in the first start.
+        """Restore the weights that `keep` saved before a restart, and return the saved state; None in the first start.
 
-        Call it before the loop, which repeats the step that followed `keep`. Its gradients count once, and the weights
-        of all workers are equal, bit for bit, to those of an undisturbed job.
+        Call it before the loop, which repeats the step that followed `keep`. That step's gradients count once, and the
+        weights of all workers are bitwise equal to those of an uninterrupted job.
 
         For example:
 
@@ -336,7 +336,7 @@ class Trainer(NetworkState):
             )
 
     def skip(self) -> None:
-        """Take part in a step without gradients, where this worker's forward or backward has failed.
+        """Take part in a step without gradients, after this worker's forward or backward has failed.
 
             try:
                 loss_function(model(data), label).backward()
@@ -388,7 +388,7 @@ class Trainer(NetworkState):
                 parameter.grad.detach_().zero_()
 
     def allreduce_grads(self) -> None:
-        """Do nothing with one worker, whose gradients are the sums already, for MXNet's loop of this call and `update`.
+        """Do nothing; for MXNet's loops, which call it before `update`. Single worker only.
 
         Raises:
             RuntimeError: with several workers.
@@ -397,7 +397,7 @@ class Trainer(NetworkState):
             raise RuntimeError(f"allreduce_grads() is for one worker: {_ON_STORE}")
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Call `step`, with one worker, as MXNet's loop does after `allreduce_grads`.
+        """Call `step`; for MXNet's loops, which call it after `allreduce_grads`. Single worker only.
 
         Raises:
             RuntimeError: with several workers.
@@ -407,10 +407,10 @@ class Trainer(NetworkState):
         self.step(batch_size, ignore_stale_grad)
 
     def join(self) -> int:
-        """Leave the updates until all workers have joined, then pull the weights.
+        """Stop taking part in updates until all workers have called `join`, then pull the weights.
 
-        Call it when this worker has run out of data before the others.
-        A worker without samples in the very first step must call ``step(0)`` first.
+        Call it when this worker runs out of data before the others. A worker without samples in the first step must
+        call ``step(0)`` first.
 
         Returns:
             The rank that joined last.
@@ -437,7 +437,7 @@ class Trainer(NetworkState):
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate from the next step on; rank 0's counts.
+        """Set the learning rate from the next step on; rank 0's value is used.
 
         Raises:
             TypeError: if it is not a number.
@@ -451,7 +451,7 @@ class Trainer(NetworkState):
             self._optimizer.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:
-        """Replace the optimizer's state by that of rank 0's file. Collective: all workers must call it.
+        """Load the optimizer's state from rank 0's file. Collective: all workers must call it.
 
         Raises:
             FileNotFoundError: if there is no such file.
@@ -469,7 +469,7 @@ class Trainer(NetworkState):
 
     @torch.no_grad()
     def _set_means(self, batch_size: float) -> dict[Key, torch.Tensor | None]:
-        """Make each ``.grad`` that of the mean over the samples since the last update; return those replaced."""
+        """Set each ``.grad`` to that of the mean over the samples since the last update; return the replaced ones."""
         samples = self._weight = self._accumulated_samples + batch_size
         if not self._accumulated_samples and not self._is_sum:
             return {}
@@ -491,11 +491,11 @@ class Trainer(NetworkState):
         return {key: of_gradient(p.grad) for key, p in self._parameters.items() if p.grad is not None}
 
     def _assign_changes(self) -> None:
-        """Assign to the store the parameters that were written since the last pull, by load_state_dict for example."""
+        """Copy parameters that were written since the last pull, by load_state_dict for example, into the store."""
         if self._has_failed:
             self.kvstore.drop_updates()
             self._has_failed = False
-        if not isinstance(self._reducer, Reducer):  # it holds the weights itself
+        if not isinstance(self._reducer, Reducer):  # sharded weights are not in the store
             return
         changed = []
         places = self._places()
@@ -515,7 +515,7 @@ class Trainer(NetworkState):
         self._note_weights()
 
     def _is_stored(self, key: Key, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter that has other memory than before has the store's value still."""
+        """Return True if a parameter whose memory was replaced still has the store's value."""
         assert isinstance(self._reducer, Reducer)
         stored = self._reducer.view_of(key)
         if stored is None:
@@ -524,7 +524,7 @@ class Trainer(NetworkState):
         return is_alike and torch.equal(stored, parameter)
 
     def _note_weights(self) -> None:
-        """Remember where the parameters are and what was written there, for `_assign_changes`."""
+        """Record addresses and versions of the parameters, for `_assign_changes`."""
         if self._sharded is not None:
             return
         self._sums_bits = self.kvstore.num_workers > 1 and (self._steps < _CHECKED_STEPS or self._writes_data)
@@ -534,7 +534,7 @@ class Trainer(NetworkState):
     def _places(self) -> list[tuple[int, int, int]]:
         """Return each parameter's address, its version, and in the first steps the sum of its bits.
 
-        Writes in place through ``.data`` leave no other trace. If there are some, the bits are summed in every step.
+        Only the bits show in-place writes through ``.data``. If there are some, the bits are summed in every step.
         """
         parameters = self._parameters.values()
         sums = map(_sum_of_bits, parameters) if self._sums_bits else repeat(0, len(parameters))

@@ -1,4 +1,4 @@
-"""Checks of numbers that users give."""
+"""Checks of numeric arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_int(name: str, value: Any, minimum: int = 1) -> int:
-    """Return an argument; TypeError if it is no int, ValueError if it is below a minimum."""
+    """Return an argument; TypeError if it is not an int, ValueError if it is below a minimum."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int")
     if value < minimum:
@@ -16,7 +16,7 @@ def check_int(name: str, value: Any, minimum: int = 1) -> int:
 
 
 def check_number(name: str, value: Any, *, minimum: float = 0, excluded: bool = False) -> float:
-    """Return an argument; TypeError if it is no number, ValueError if it is not finite or too small."""
+    """Return an argument; TypeError if it is not a number, ValueError if it is not finite or too small."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not minimum <= value < math.inf or (excluded and value == minimum):

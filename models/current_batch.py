@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 NOTHING_COUNTS = 2.0**-40
-"""Weight of a share of samples in which nothing counts: with 0, what other ranks' losses give to it would be lost."""
+"""Weight of a share whose count is 0: a weight of 0 would lose gradients from other ranks' losses."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CurrentBatch:
     weight: float = 1.0
     """Factor of this rank's gradients."""
     has_samples: bool = True
-    """False: this rank's batch is one repeated sample, which does not count."""
+    """False if this rank's batch only repeats a sample with weight 0."""
     group: dist.ProcessGroup | None = None
     """The ranks that average gradients; None: all."""
 
@@ -28,12 +28,12 @@ _current = CurrentBatch()
 
 
 def current_batch() -> CurrentBatch:
-    """Return the batch that is being trained; outside of balanced batches one of weight 1."""
+    """Return the batch that is being trained; a batch of weight 1 outside of balanced batches."""
     return _current
 
 
 def set_current_batch(batch: CurrentBatch | None) -> None:
-    """Set the batch that is being trained; None: no balanced batch is."""
+    """Set the batch that is being trained; None: no balanced batch."""
     global _current
     _current = batch or CurrentBatch()
 

@@ -1,4 +1,4 @@
-"""The workers of an elastic job, in which each takes its share of a step from the store."""
+"""The workers of an elastic job; the store assigns each worker's share of a step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ElasticWorkers(Workers):
         self.rank = store.rank
         self.first_context = store.rank * num_contexts
         self.first_sample = 0
-        """Number of this worker's first sample within the batch of all workers."""
+        """Index of this worker's first sample within the global batch."""
         self.store = store
-        """Store of the job, which decides who takes part in a step."""
+        """Store of the job, which decides which workers take part in a step."""
         self._began_at = 0  # position of the job's first step
 
     @property
     def has_others(self) -> bool:
-        """True, even if this worker is the only one at present."""
+        """True, even if this is currently the only worker."""
         return True
 
     def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
-        """Begin to train. Collective; a worker that joins gets what the others gave, and can make no such call later.
+        """Begin to train. Collective; a worker that joins late gets the others' data and cannot call it again.
 
         Args:
             position: number of global batches, over all epochs, that are done; worker 0's counts.
@@ -68,7 +68,7 @@ class ElasticWorkers(Workers):
         return share
 
     def share(self, samples: int, batch: int | None = None) -> slice:  # noqa: ARG002  inherited
-        """Return all samples: of data that are not trained on, such as those of a validation."""
+        """Return all samples, because data that is not trained on, as in validation, is not shared."""
         return slice(0, samples)
 
     def run_on_first(self, action: Callable[[], object], name: str) -> None:  # noqa: ARG002  inherited
@@ -77,7 +77,7 @@ class ElasticWorkers(Workers):
             action()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask to leave the job; worker 0 ends it, as no other can go on without it.
+        """Ask to leave the job; worker 0 ends the job, because the others cannot continue without it.
 
         Raises:
             RuntimeError: if the job would have too few workers.

@@ -1,4 +1,4 @@
-"""Networks and data of the user's own, named as "package.module:attribute"."""
+"""The user's networks and data, named as "package.module:attribute"."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def resolve(name: str) -> Callable[..., Any]:
             found = pkgutil.resolve_name(name)
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists; something that it imports does not
+                raise  # the module exists, but one of its imports does not
             problem = _missing_module(str(error.name), folder)
         except AttributeError as error:
             if module_name not in sys.modules:
@@ -92,7 +92,7 @@ def image_shape_of(name: str) -> tuple[int, int, int] | None:
 
 
 def make_data(name: str, image_shape: Sequence[int] | None, dtype: torch.dtype, seed: int) -> Splits:
-    """Call the user's data function with those of the other arguments that it has parameters for.
+    """Call the user's data function with the available arguments that it accepts.
 
     It returns `Splits`, (train, validation, number of classes) or (train, validation), with parts that `Module.fit`
     accepts. The image shape is that of the network's input, None if unknown.
@@ -155,7 +155,7 @@ def _missing_attribute(module: ModuleType, error: AttributeError) -> str:
 
 @contextmanager
 def _blame(name: str, how: str) -> Iterator[None]:
-    """Re-raise errors of the user's code as RuntimeError with the line that they come from."""
+    """Re-raise errors of the user's code as RuntimeError with their source line."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -172,7 +172,7 @@ def _blame(name: str, how: str) -> Iterator[None]:
 def _call(
     name: str, function: Callable[..., Any], required: dict[str, Any], available: dict[str, Any], hint: str = ""
 ) -> Any:
-    """Call a function with all required arguments, and with those available ones that it has parameters for."""
+    """Call a function with all required arguments, and with the available arguments that it accepts."""
     signature, arguments = _signature(function), required
     if signature is not None:
         taken = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -192,7 +192,7 @@ def _call(
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some C functions have no signature
         return None
 
 

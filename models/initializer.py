@@ -91,4 +91,4 @@ _BY_NAME: dict[str, Callable[..., Fill]] = {
     "zero": lambda: nn.init.zeros_,
     "zeros": lambda: nn.init.zeros_,
 }
-"""MXNet's names and arguments; msraprelu is of He et al. 2015."""
+"""MXNet's names and arguments; msraprelu follows He et al. 2015."""

@@ -56,9 +56,9 @@ Params = Mapping[str, torch.Tensor]
 class Module:
     """A network trained on one or several contexts, with the result of training on one.
 
-    Each context with a load holds a replica. A batch is split over the replicas by ``work_load_list``, the gradients
-    of their shares are summed with the weights that make them the gradient of the whole batch, and the network's
-    weights are updated once. The user's network itself is the first replica, moved to its context.
+    Each context with a load holds a replica. A batch is split over the replicas by ``work_load_list``, their gradients
+    are combined into the gradient of the whole batch, and the weights are updated once. The first replica is the user's
+    network itself, moved to its context.
 
     Life cycle: `bind` (done by the first batch), `init_params` (optional), `init_optimizer`, then `forward`,
     `backward` and `update` in a loop. `fit`, `score` and `predict` are complete loops.
@@ -89,31 +89,30 @@ class Module:
             network: network that takes a batch's data as one argument, or as several if the data is a tuple or dict.
             loss: torch loss, or function of (output, label); None: the network's output is the loss, one number (the
                 mean over samples) or one number per sample.
-            context: a context, a list of contexts, or words for `contexts`; torch's devices and their names serve as
-                well. With "parallel", the default store of `init_optimizer` and `fit` is the one that joins all
-                processes of the job in the environment. If all are GPUs and torch's current one is not among them, the
-                first becomes the current one, on which goes what names no GPU.
-            work_load_list: one number >= 0 per context, in any unit; 0 leaves a context idle; None: equal loads. "auto"
-                measures the contexts during training, splits by their speed, updates the split every epoch, and runs
-                shares that do not fit into a context's memory in micro-steps; with context "parallel" it also measures
-                the workers, unless GANGLINE_WORK_LOAD_LIST is set.
+            context: a context, a torch device, a string for `contexts`, or a list of these. With "parallel", the
+                default store of `init_optimizer` and `fit` connects all processes of the job in the environment. If all
+                contexts are GPUs and torch's current device is not among them, the first one becomes the current
+                device.
+            work_load_list: relative speed of each context, 0 or more; 0: idle; None: equal speeds. "auto" measures
+                speeds during training, updates the split every epoch, and runs shares that do not fit into a context's
+                memory in micro-steps; with context "parallel" it also measures the workers, unless
+                GANGLINE_WORK_LOAD_LIST is set.
             fixed_param_names: names of parameters that are not trained.
             compression_params: gradient compression between replicas and store, such as ``{"type": "2bit",
                 "threshold": 0.03}``; thresholds are in units of the mean over the global batch, see
                 `KVStore.set_gradient_compression`.
             sync_batchnorm: compute batch statistics over all replicas, of all workers of the job.
-            loss_normalizer: function of the label that returns the divisor of a loss of the user's own; None: number
-                of samples.
+            loss_normalizer: function from the label to the divisor of a custom loss; None: number of samples.
             logger: logger of `fit`; None: logger "gangline".
             autocast: torch.bfloat16 or torch.float16: dtype of forward under torch's autocast; parameters and gradients
-                keep theirs. With float16 the loss is scaled, and steps whose gradients overflow are skipped.
-            random: "context": each context draws random numbers of its own in each step. "sample": dropout draws them
-                for each sample of a step, so that any number and split of contexts and of workers in step, on the CPU
-                or on GPUs, gives the weights of one; see `SampleDropout`.
-            shard: "optimizer": the workers of an allreduce store, or the contexts of a device store, divide the
-                optimizer's state by their memory, see `KVStore.set_optimizer`. "weights": the workers also divide
-                weights and gradients, as with `Trainer`; each worker has one context then, and calls that read or
-                replace weights are collective. Checkpoints are as without it. None: every worker holds all of it.
+                keep their dtype. With float16 the loss is scaled, and steps whose gradients overflow are skipped.
+            random: "context": each context has its own random stream. "sample": dropout draws a mask per sample, so
+                that results do not depend on the number, split and device type of contexts and synchronous workers; see
+                `SampleDropout`.
+            shard: "optimizer": shard the optimizer's state over the workers of an allreduce store, or the contexts of a
+                device store, see `KVStore.set_optimizer`. "weights": also shard weights and gradients over the workers,
+                as with `Trainer`; each worker must have one context, and calls that read or replace weights are
+                collective. Checkpoints do not depend on it. None: no sharding.
             memory: relative memory of the workers, or contexts, or "auto", as for `KVStore.set_optimizer`.
 
         Raises:
@@ -204,9 +203,9 @@ class Module:
             label_shapes: the same for labels.
             for_training: default of ``is_train`` in `forward`.
             inputs_need_grad: compute gradients of the inputs, for `get_input_grads`.
-            grad_req: "write": each backward's gradients are those of its own batch's mean, and several of them before
-                an `update` are added. "add": several backwards before an `update` give the gradient of the mean over
-                all their batches, in which each valid element counts once.
+            grad_req: "write": several backwards before an `update` add up gradients, each of the mean over its own
+                batch. "add": they give the gradient of the mean over all their batches, in which each valid element
+                counts once.
 
         Raises:
             ValueError: if the batch sizes of the shapes differ, or ``grad_req`` is unknown.
@@ -256,21 +255,21 @@ class Module:
         allow_extra: bool = False,
         force_init: bool = False,
     ) -> None:
-        """Set the parameters from ``arg_params``, else by the initializer; the others keep the network's own values.
+        """Set parameters from ``arg_params``, else by ``initializer``; without either they keep their values.
 
         Args:
             initializer: MXNet's name ("xavier", "uniform", ...), (name, arguments), or a function that fills a tensor;
                 biases are set to 0, and normalization layers to torch's initial values.
             arg_params: tensors by state_dict name; a leading ``module.`` of all names is dropped.
-            aux_params: more of them; MXNet has buffers, such as running statistics, apart.
-            allow_missing: accept names that both lack.
+            aux_params: more tensors; MXNet passes buffers, such as running statistics, separately.
+            allow_missing: accept names that are in neither.
             allow_extra: ignore names that the network does not have.
-            force_init: initialize again; without it a second call has no effect but a warning.
+            force_init: initialize again; without it a second call only logs a warning.
 
         Raises:
-            RuntimeError: if names are missing from ``arg_params``; if an initializer comes after `init_optimizer` with
-                ``shard="weights"``.
-            ValueError: if it has extra names, or a tensor of another shape.
+            RuntimeError: if names are missing from ``arg_params``, or ``initializer`` is given after `init_optimizer`
+                with ``shard="weights"``.
+            ValueError: if ``arg_params`` has extra names, or a tensor of another shape.
         """
         if self._params_set and not force_init:
             self.logger.warning("the parameters are initialized already; init_params() is ignored (force_init=True)")
@@ -296,7 +295,7 @@ class Module:
         Running statistics are averaged over this worker's replicas; over all workers they are averaged at the end of
         each epoch, and in checkpoints.
 
-        With ``shard="weights"`` collective: rank 0 gets them, the other workers an empty dict.
+        Collective with ``shard="weights"``: rank 0 gets the tensors, the other workers an empty dict.
         """
         return self.bound.replicas.state_dict()
 
@@ -308,19 +307,19 @@ class Module:
         allow_missing: bool = False,
         allow_extra: bool = False,
     ) -> None:
-        """Replace parameters and buffers of all replicas, and of the store, by arguments as those of `init_params`.
+        """Replace parameters and buffers of all replicas and of the store; arguments are those of `init_params`.
 
-        Collective: in a job all workers must call it, and rank 0's values win.
+        Collective: in a job all workers must call it; rank 0's values are used.
 
         Raises:
-            TypeError: if ``arg_params`` or ``aux_params`` is no mapping.
+            TypeError: if ``arg_params`` or ``aux_params`` is not a mapping.
             RuntimeError: if names are missing.
             ValueError: if there are extra names, or a tensor has another shape.
         """
         self._load_state(self._matched(_joined(arg_params, aux_params), allow_missing, allow_extra))
 
     def _matched(self, params: Params, allow_missing: bool, allow_extra: bool) -> dict[str, torch.Tensor]:
-        """Return the values to load after checks; if the workers divide the weights, rank 0's. Collective then."""
+        """Return the checked values to load. With sharded weights they are rank 0's, and the call is collective."""
         replicas, found = self.bound.replicas, dict[str, torch.Tensor]()
 
         def match() -> None:
@@ -372,7 +371,7 @@ class Module:
         self._params_set = True
 
     def average_statistics(self) -> None:
-        """Average running statistics over all replicas, by samples seen; `fit` does it at the end of each epoch.
+        """Average running statistics over all replicas, weighted by samples seen; `fit` calls it after each epoch.
 
         Collective. Workers of an asynchronous store also pull the store's weights.
         """
@@ -387,11 +386,11 @@ class Module:
     ) -> None:
         """Set the store that sums gradients and the optimizer that updates weights, with fresh optimizer state.
 
-        Collective with a store of several workers; rank 0's parameters and buffers win.
+        Collective with a store of several workers; rank 0's parameters and buffers are used.
 
         Args:
-            kvstore: name of a store, a store, or None. "auto": that of the job with context "parallel", else "device"
-                if all contexts are GPUs, and "local" if not. A single context needs no store, and uses none for a name.
+            kvstore: a store, the name of one, or None. "auto": the job's store with context "parallel", else "device"
+                if all contexts are GPUs, else "local". A single context needs no store, and none is created for a name.
             optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
             optimizer_params: its arguments, by torch's names or MXNet's.
 
@@ -425,7 +424,7 @@ class Module:
         self.run_state.optimizer_set_by_fit = False
 
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
-        """Return the store asked for."""
+        """Return the store or its name; "auto" and names of single-process stores become the job's store, if any."""
         if self._job_store is None:
             if kvstore != "auto":
                 return kvstore
@@ -462,7 +461,7 @@ class Module:
 
     @property
     def divides_weights(self) -> bool:
-        """True if the workers divide the weights, so that each forward needs all workers."""
+        """True if weights are sharded over the workers, so that each forward is collective."""
         return self._step.optimizer.divides_weights
 
     @property
@@ -488,7 +487,7 @@ class Module:
     def optimizer_state(self) -> OptimizerState:
         """Return a copy of the optimizer's state, on the host; RuntimeError before `init_optimizer`.
 
-        With ``shard`` collective; with "weights" rank 0 gets all of it, the other workers their own part.
+        Collective with ``shard``; with "weights" rank 0 gets the full state, every other worker its own shard.
         """
         return self._require_optimizer("optimizer_state()").state()
 
@@ -508,9 +507,9 @@ class Module:
 
         Args:
             data: tensor, array, tuple or dict, with the batch on the first axis of each tensor; or an object with
-                attributes ``data`` and ``label``, such as MXNet's DataBatch. In a job, this worker's part of the
-                batch; None if it has no samples and only takes part.
-            label: the labels, likewise; None computes no loss (unless the output is the loss).
+                attributes ``data`` and ``label``, such as MXNet's DataBatch. In a job, this worker's share of the
+                batch; None if it has no samples.
+            label: labels, likewise; None: no loss is computed, unless the output is the loss.
             is_train: training mode with gradients, or evaluation mode without; None: ``for_training`` of `bind`.
 
         Raises:
@@ -535,8 +534,8 @@ class Module:
     def update(self) -> None:
         """Sum the gradients, run the optimizer once, and give every replica the new weights.
 
-        Parameters without a gradient are left alone. If float16 gradients overflowed, the update is skipped. After an
-        error the gradients are discarded, and store and replicas have equal weights, some of them updated.
+        Parameters without a gradient are not changed. If float16 gradients overflowed, the update is skipped. After an
+        error the gradients are discarded; store and replicas have equal weights, of which some may be updated.
 
         Raises:
             RuntimeError: before `init_optimizer` or before `backward`.
@@ -571,7 +570,7 @@ class Module:
     def labelled_outputs(self) -> list[tuple[Any, Any]]:
         """Return (labels, outputs) of the last forward for metrics that can count a batch in parts.
 
-        There is one pair on each context, or, if the outputs are small, a single pair on the first.
+        There is one pair per context, or a single pair on the first context if the outputs are small.
         """
         return self._step.labelled_outputs()
 
@@ -587,7 +586,7 @@ class Module:
         return self._step.input_grads(merge)
 
     def update_metric(self, eval_metric: EvalMetric, labels: Any) -> None:
-        """Count the last forward's outputs in a metric.
+        """Update a metric with the last forward's outputs.
 
         Args:
             eval_metric: metric made by `gangline.models.metrics.metric.create`.
@@ -606,7 +605,7 @@ class Module:
         monitor.install(self.network, reports=self.workers.is_first)
 
     def begin_epoch(self) -> None:
-        """Update measured loads, those of the contexts and those of the workers, from the last epoch's measurements.
+        """Update the measured loads of contexts and workers from the last epoch's measurements.
 
         Collective if the loads of the workers are measured (GANGLINE_WORK_LOAD_LIST=auto).
         """
@@ -683,7 +682,7 @@ class Module:
         whole job, and each worker reads its own share of each batch (loads: GANGLINE_WORK_LOAD_LIST, one number per
         worker, or "auto" to measure them); a DataLoader or iterable holds this worker's own batches, and an epoch ends
         when the last worker has no more of them. Callbacks are called on every worker; rank 0 logs and writes
-        checkpoints. If a worker fails, it leaves the job if the store was created here: the others get a DeadNodeError,
+        checkpoints. If the store was created here, a worker that fails leaves the job: the others get a DeadNodeError,
         and the job can be resumed from a checkpoint.
 
         A callback that returns True ends training after the current update or epoch, and so does a signal inside
@@ -694,36 +693,37 @@ class Module:
         If the program has not configured logging, progress is printed to stderr.
 
         Args:
-            train_data: a TUPLE of two (tensors, arrays or dicts of them) or a Dataset, which need ``batch_size``; or a
-                DataLoader or another iterable of (data, label) batches, which can be iterated once per epoch.
-            eval_data: the same, for validation as often as ``eval_frequency`` says.
+            train_data: a tuple (data, label) of tensors, arrays or dicts of them, or a Dataset, both with
+                ``batch_size``; or a DataLoader or another iterable of (data, label) batches, which is iterated once per
+                epoch.
+            eval_data: validation data, in the same forms.
             eval_metric: argument of `gangline.models.metrics.metric.create`.
             num_epoch: total number of epochs, including those of a resumed run.
             batch_size: number of samples in a batch over all contexts of all workers.
             shuffle: read arrays and datasets in a random order that depends on seed and epoch.
             seed: seed of the order and of the contexts' random streams.
             begin_epoch: number of the first epoch.
-            kvstore: argument of `init_optimizer`. An optimizer set by the user's own call of `init_optimizer` stays,
-                with a warning if another one is asked for; one set by an earlier `fit` is replaced.
+            kvstore: argument of `init_optimizer`. An optimizer that the user has set with `init_optimizer` is kept,
+                with a warning if ``optimizer`` differs; one set by an earlier `fit` is replaced.
             optimizer: argument of `init_optimizer`.
             optimizer_params: argument of `init_optimizer`; None: torch's defaults.
-            batch_end_callback: one or several, called with a `BatchEndParam` after each update, with the index of its
-                last batch and this worker's part of that (None: no samples). A callback's ``close()`` is called at the
-                end, and its ``state()`` and ``load_state(state)``, of plain data, are used for checkpoints.
-            epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers), with
-                ``shard="weights"`` empty ones but on rank 0; those that save are called last, after validation.
+            batch_end_callback: one or several, called after each update with a `BatchEndParam`: index of the update's
+                last batch, and this worker's share of that batch (None: no samples). A callback's ``close()`` is called
+                at the end; its ``state()`` and ``load_state(state)``, of plain data, are used for checkpoints.
+            epoch_end_callback: one or several, called after each epoch with (epoch, network, params, buffers); with
+                ``shard="weights"`` the last two are empty except on rank 0. Callbacks that save are called last, after
+                validation.
             eval_end_callback: one or several, called after each validation, such as `EarlyStopping`.
             validation_metric: metric for validation; None: ``eval_metric``.
-            resume: a checkpoint prefix (its newest), (prefix, epoch), or "auto": the newest of a `Checkpoint` callback
-                of this call, or a new run if there is none yet. If the launcher has started the job again after a
-                failure (`gangline launch --max-restarts`, torchrun's), the newest that an earlier start of it wrote
-                comes first, whatever this says.
-            accumulate: number of batches per update, whose gradient is that of the mean over all of them, in which
-                each valid element counts once; the last update of an epoch may have fewer batches.
+            resume: a checkpoint prefix (its newest checkpoint), (prefix, epoch), or "auto": the newest checkpoint of
+                this call's `Checkpoint` callbacks, or a new run if there is none. After a restart by `gangline launch
+                --max-restarts` or torchrun, the newest checkpoint of the job's earlier starts takes precedence.
+            accumulate: number of batches per update. The gradient is that of the mean over all their valid elements.
+                The last update of an epoch may have fewer batches.
             lr_scheduler: learning rate of each update: argument of `schedule`, such as ("cosine", {"warmup_epochs":
-                1}), or a function that makes a torch scheduler of an optimizer, which steps after each epoch
-                (``TorchScheduler(function, "batch")``: each update). None: the rate stays, or callbacks set it.
-            eval_frequency: number of epochs between validations, or (number, "batches"); one is always at the end.
+                1}), or a function from an optimizer to a torch scheduler, which steps after each epoch
+                (``TorchScheduler(function, "batch")``: after each update). None: constant, or set by callbacks.
+            eval_frequency: number of epochs between validations, or (number, "batches"); the end is always validated.
             monitor: logs statistics of outputs, weights and gradients.
             initializer: argument of `init_params`, which is called before training if this, ``arg_params`` or
                 ``aux_params`` is given.
@@ -733,7 +733,7 @@ class Module:
             force_init: argument of `init_params`.
             eval_batch_end_callback: one or several, called after each batch of a validation.
             on_nan: "stop": a loss or a weight that is not finite ends training on all workers, and no checkpoint is
-                saved. "continue": it is a warning.
+                saved. "continue": only log a warning.
 
         Returns:
             The reason for the end: "epochs" if all are done; "callback", or the ``reason`` attribute of the callback
@@ -766,8 +766,8 @@ class Module:
     ) -> list[tuple[str, float]]:
         """Evaluate a metric over data, in evaluation mode, and return a list of (name, value).
 
-        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets, and all get the value
-        over the samples of all. ``batch_end_callback`` sees the worker's own samples.
+        Collective in a job, from `init_optimizer` on: the workers split arrays and datasets, and all return the value
+        over all samples. ``batch_end_callback`` sees the worker's own samples.
 
         Args:
             eval_data: as for `fit`.
@@ -784,7 +784,7 @@ class Module:
     def predict(self, data: Any, *, batch_size: int | None = None, num_batch: int | None = None) -> Any:
         """Return the outputs for all samples, in order, on the host, in evaluation mode.
 
-        Collective in a job, from `init_optimizer` on: the workers share arrays and datasets; rank 0 gets all outputs,
+        Collective in a job, from `init_optimizer` on: the workers split arrays and datasets; rank 0 gets all outputs,
         the others None. From a DataLoader or iterable each worker gets the outputs of its own batches.
 
         Args:
@@ -802,7 +802,7 @@ class Module:
     ) -> Iterator[tuple[Any, int, Any]]:
         """Yield (outputs, batch index, data) for each batch, in order; outputs are on the first context.
 
-        In a job each worker gets its own part of each batch, and skips batches of which it has none. Arguments are
+        In a job each worker gets its share of each batch, and skips batches in which it has no samples. Arguments are
         those of `predict`. With ``shard="weights"`` all workers must iterate to the end, or to the same ``num_batch``.
         """
         return evaluation.iter_predict(self, data, batch_size, num_batch)
@@ -812,7 +812,7 @@ class Module:
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
         """Write the checkpoint files ``PREFIX-0003.*``, or ``PREFIX-best.*``.
 
-        Collective: all workers must call it; rank 0 writes, and all return when that is done.
+        Collective: all workers must call it; rank 0 writes, and all return when the files are complete.
 
         Args:
             prefix: path without the number; its folder is created.
@@ -820,7 +820,7 @@ class Module:
             save_optimizer_states: include the optimizer's state, which `resume` needs.
 
         Raises:
-            RuntimeError: if the optimizer's state is asked for before `init_optimizer`, or rank 0 could not write.
+            RuntimeError: if ``save_optimizer_states`` is set before `init_optimizer`, or rank 0 could not write.
         """
         replicas, run_state = self.bound.replicas, self.run_state
         optimizer_state = self.optimizer_state if save_optimizer_states else None
@@ -860,7 +860,7 @@ class Module:
         Args:
             prefix: as for `save_checkpoint`.
             epoch: as for `save_checkpoint`.
-            network: network of the checkpoint, which does not contain code.
+            network: network to load the parameters into; checkpoints contain no code.
             load_optimizer_states: make `init_optimizer` start from the checkpoint's optimizer state.
             options: further arguments of `Module`.
 
@@ -881,7 +881,7 @@ class Module:
         return module
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Restore the state of a checkpoint after `init_optimizer`; with equal contexts and workers, bit for bit.
+        """Restore the state of a checkpoint after `init_optimizer`; bitwise exact with equal contexts and workers.
 
         Collective, with the same checkpoint on all workers. The learning rate is restored unless this run's optimizer
         was created with another initial rate.
@@ -917,8 +917,8 @@ class Module:
         optimizer.assign_weights()
 
     def keep(self, of_loop: Any) -> None:
-        """Keep the state of this worker between two steps, with that of a loop, for its restart (`KVStore.keep`)."""
-        assert isinstance(self._step.optimizer, StoreOptimizer)  # others are not started again alone
+        """Save the state of this worker and of its loop between two steps, for a restart; see `KVStore.keep`."""
+        assert isinstance(self._step.optimizer, StoreOptimizer)  # workers of other stores are not restarted alone
         replicas, run_state = self.bound.replicas, self.run_state
         state = {
             "untrained": [replica.untrained() for replica in replicas.all],
@@ -931,7 +931,7 @@ class Module:
         self._step.optimizer.keep([state, of_loop])
 
     def kept(self) -> Any:
-        """Restore what `keep` kept in the former process of this worker; return the loop's part, None if none is."""
+        """Restore the state that `keep` saved before a restart; return the loop's state, None if there is none."""
         assert isinstance(self._step.optimizer, StoreOptimizer)
         replicas, found = self.bound.replicas, self._step.optimizer.kept()
         if found is None:
@@ -953,8 +953,8 @@ class Module:
     def close(self) -> None:
         """Stop the threads, and close the store if it was created here; the network keeps its weights.
 
-        With ``shard="weights"`` a worker keeps its own part, and the network can no longer be used: call `get_params`
-        or `save_params` before.
+        With ``shard="weights"`` a worker keeps its own shard only, and the network can no longer be used: call
+        `get_params` or `save_params` first.
         """
         self._close_store()
         self._step.close()
@@ -1008,7 +1008,7 @@ def _check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str
 
 
 def _joined(arg_params: Params | None, aux_params: Params | None) -> Params:
-    """Return both in one; TypeError if one is no mapping."""
+    """Merge both; TypeError if one is not a mapping."""
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"{name} is {params!r:.80}; expected tensors by name")

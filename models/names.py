@@ -1,4 +1,4 @@
-"""Names of parameters and buffers, which are the same whether parts of the network are compiled or not."""
+"""Names of parameters and buffers, independent of compiled parts of the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 _COMPILED = "_orig_mod"
-"""Attribute of a result of torch.compile that holds the module that was compiled."""
+"""Attribute of a compiled module that holds the original module."""
 
 
 def plain_name(name: str) -> str:

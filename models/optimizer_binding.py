@@ -39,17 +39,17 @@ class StoreOptions:
 class OptimizerBinding:
     """Sums the gradients of a module's replicas and updates their weights.
 
-    This class updates the weights of a single replica in place. Those derived from it need a store; methods that only
-    they need do nothing here.
+    This class updates the weights of a single replica in place. Subclasses need a store; methods that only subclasses
+    need do nothing here.
     """
 
     is_set = True
     """False before `init_optimizer`."""
     store: KVStore | None = None
     owns_store = False
-    """True if the store was created here, and is closed here."""
+    """True if `close` must close the store, because it was created here."""
     divides_weights = False
-    """True if each forward and backward needs all workers, and a backward ends with the gradients of all."""
+    """True if weights are sharded: forward and backward are collective, and backward reduces gradients."""
     _optimizer: KeyedOptimizer
 
     def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
@@ -65,7 +65,7 @@ class OptimizerBinding:
         self._optimizer.learning_rate = learning_rate
 
     def update(self, weight: float | None = None) -> None:
-        """Sum the replicas' gradients, weighted as by `Reducer.finish`, and update the weights of all replicas once."""
+        """Sum the replicas' gradients, weighted as in `Reducer.finish`, and update the weights of all replicas once."""
         if weight != 0:
             trained = self._replicas.first.parameters.items()
             self._optimizer.update([(name, of_gradient(one.grad)) for name, one in trained if one.grad is not None])
@@ -81,35 +81,35 @@ class OptimizerBinding:
     def begin_backward(
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        """Prepare for a backward, as `Reducer.begin`; after one that pushes early `update` must follow directly."""
+        """Prepare for a backward, as `Reducer.begin`; with ``push_early``, `update` must follow directly."""
 
     def end_forward(self, *, has_samples: bool) -> None:
         """End a forward, or take part in the other workers' without samples."""
 
     def end_backward(self, *, has_graph: bool) -> None:
-        """End a backward, or take part in the other workers' if there was nothing to compute here."""
+        """End a backward, or take part in the other workers' without samples."""
 
     def take_seconds_waiting(self) -> float:
-        """Return the seconds within forward and backward that were spent on other workers, since the last call."""
+        """Return the seconds of forward and backward spent waiting for other workers, since the last call."""
         return 0.0
 
     def refuse(self, error: Exception) -> None:
-        """After a failed forward or backward, let the workers raise that need this one in theirs."""
+        """After a failed forward or backward, raise the error on workers that need this worker in theirs."""
 
     def abandon(self, error: BaseException) -> None:
         """After a failed backward, make the weights of replicas and store equal, and add notes to the error."""
 
     def assign_weights(self) -> None:
-        """Copy the replicas' weights to the store; with several workers rank 0's win."""
+        """Copy the replicas' weights to the store; with several workers, rank 0's weights."""
 
     def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
 
     def hand_back(self) -> None:
-        """Give the parameters of the user's network memory of their own, until the next step."""
+        """Move the parameters of the user's network out of their buckets, until the next step."""
 
     def detach(self) -> None:
-        """Remove the hooks from the replicas' parameters, and hand them back."""
+        """Remove the hooks from the replicas' parameters, and call `hand_back`."""
 
     def close(self) -> None:
         """Detach, and close the store if it was created here."""
@@ -190,11 +190,11 @@ class StoreOptimizer(OptimizerBinding):
         self.store.load_optimizer_state(state)
 
     def keep(self, state: Any) -> None:
-        """Keep a state between two steps, with that of the store on this worker; see `KVStore.keep`."""
+        """Save a state and the store's state on this worker between two steps; see `KVStore.keep`."""
         self._reducer.keep(state)
 
     def kept(self) -> Any:
-        """Restore the store on this worker, and return the state of its former process; None if there is none."""
+        """Restore the store on this worker and return the state saved before a restart; None if there is none."""
         found = self._reducer.kept()
         self._continues = True
         if found is None and self.store.is_restarted and self.store.first_step:
@@ -209,7 +209,7 @@ class StoreOptimizer(OptimizerBinding):
 
 
 class ShardedOptimizer(OptimizerBinding):
-    """Optimizer over weights that the workers divide by memory; each holds and updates those that it owns."""
+    """Optimizer over weights sharded by memory; each worker holds and updates the weights that it owns."""
 
     store: KVStore
     divides_weights = True
@@ -227,7 +227,7 @@ class ShardedOptimizer(OptimizerBinding):
         self._end_pass(has_samples)
 
     def begin_backward(self, active: Sequence[int], *, weight: float | None = None, **_: bool) -> None:
-        """Prepare for a backward, which always pushes early; measured loads, which run again, are refused."""
+        """Prepare for a backward, which always pushes early; reruns, as measured loads need, are refused."""
         self._weight = 0.0 if not active else 1.0 if weight is None else weight
         self.weights.begin(active, push_early=True, weight=self._weight, is_sum=weight is None)
 
@@ -261,7 +261,7 @@ class ShardedOptimizer(OptimizerBinding):
             _note_out_of_step(self.workers, error)
 
     def state(self) -> OptimizerState:
-        """Return the optimizer's state on the host: all of it at rank 0, the owned part elsewhere. Collective."""
+        """Return the optimizer's state on the host: the full state on rank 0, the owned part elsewhere. Collective."""
         return self._keys.state()
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
@@ -273,7 +273,7 @@ class ShardedOptimizer(OptimizerBinding):
     def replace(
         self, kvstore: str | KVStore | None, spec: OptimizerSpec, state: OptimizerState | None, replicas: Replicas
     ) -> None:
-        """Update the weights, which stay divided, by another optimizer that starts from this state.
+        """Replace the optimizer, starting from ``state``; the weights stay sharded.
 
         Raises:
             ValueError: if ``kvstore`` is another store, or the state does not fit.
@@ -300,8 +300,8 @@ def bind_optimizer(
 ) -> OptimizerBinding:
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
-    Collective with a store of several workers; rank 0's weights win. On a single worker ``shard`` has no effect. The
-    optimizer starts from ``state``, and replaces that of ``previous``.
+    Collective with a store of several workers; rank 0's weights are used. On a single worker ``shard`` has no effect.
+    The optimizer starts from ``state`` and replaces the optimizer of ``previous``.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -367,7 +367,7 @@ def _init_store(
 
 
 def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:
-    """Copy weights of the first replica to the store; of several workers rank 0's win."""
+    """Copy weights of the first replica to the store; with several workers, rank 0's weights."""
     store.assign(names, [replicas.weights(name)[0] for name in names])
     if store.num_workers > 1:
         store.pull(names, [replicas.weights(name) for name in names])

@@ -23,7 +23,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def stream(device: torch.device, *seed: int) -> Iterator[list[bool]]:
-    """Run a block whose random numbers on ``device`` depend on ``seed`` only, and restore the generator after it.
+    """Seed the random numbers on ``device`` with ``seed`` in this context, and restore the generator afterwards.
 
     Yields a list that holds, after the block, one bool: True if the block drew random numbers.
     """
@@ -40,7 +40,7 @@ def stream(device: torch.device, *seed: int) -> Iterator[list[bool]]:
 
 
 def host_states(loader_generator: torch.Generator | None) -> dict[str, Any]:
-    """Return the states of torch's, Python's and numpy's generators and of a loader's own, as plain data."""
+    """Return the states of torch's, Python's, numpy's and a loader's generators, as plain data."""
     version, internal, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {

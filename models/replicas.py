@@ -34,7 +34,7 @@ class Replica:
 
     @cached_property
     def all_parameters(self) -> list[nn.Parameter]:
-        """All parameters, also those that are not trained."""
+        """All parameters, including untrained ones."""
         return list(self.network.parameters())
 
     def untrained(self) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ class Replicas:
         loads: Sequence[float],
         fixed: Iterable[str],
     ) -> None:
-        """Move the network to the first context that has a load, and copies of it to the others.
+        """Move the network to the first context with a load, and copies of the network to the others.
 
         Parameters with the names in ``fixed`` are not trained.
         """
@@ -63,7 +63,7 @@ class Replicas:
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
         self.divided: ShardedWeights | None = None
-        """The weights of the only replica if the workers divide them."""
+        """The sharded weights of the only replica; None if weights are not sharded."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
             if load:
                 own = (copy.deepcopy(network) if self.all else network).to(context.torch_device)
@@ -84,7 +84,7 @@ class Replicas:
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the present buffers and sample counts, and clears the gradients.
+        """Return a function that restores the current buffers and sample counts, and clears the gradients.
 
         The values are copied to memory that the next snapshot reuses.
         """
@@ -137,7 +137,7 @@ class Replicas:
             gradient.mul_(factor)
 
     def all_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield every gradient of every replica, for sparse ones the values; of divided weights those of the owner."""
+        """Yield every gradient of every replica: values of sparse ones, and only owned ones of sharded weights."""
         for replica in self.all:
             parameters = replica.parameters if self.divided is None else self.divided.owned()
             for parameter in parameters.values():
@@ -145,7 +145,7 @@ class Replicas:
                     yield parameter.grad if parameter.grad.layout == torch.strided else parameter.grad._values()
 
     def first_non_finite(self) -> str | None:
-        """Return the name of a trained parameter that holds inf or nan, of those this worker has; None: none does."""
+        """Return the name of a trained parameter on this worker that holds inf or nan; None: all are finite."""
         parameters = self.first.parameters if self.divided is None else self.divided.owned()
         held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.numel()}
         if not held:
@@ -184,7 +184,7 @@ class Replicas:
             _copy(state, state_of(replica.network))
 
     def untrained(self) -> dict[str, torch.Tensor]:
-        """Return buffers and untrained parameters on the host; without those that the workers divide."""
+        """Return buffers and untrained parameters on the host, without sharded ones."""
         if self.divided is not None:
             return {name: tensor.detach().cpu().clone() for name, tensor in self._undivided().items()}
         return {name: tensor for name, tensor in self.state_dict().items() if name not in self.first.parameters}
@@ -195,7 +195,7 @@ class Replicas:
             _copy(state, state_of(replica.network) if self.divided is None else self._undivided())
 
     def _undivided(self) -> dict[str, torch.Tensor]:
-        """Return persistent buffers, and parameters that have no owner, which hold no real numbers."""
+        """Return persistent buffers, and parameters that are not real numbers and so have no owner."""
         assert self.divided is not None
         owners = self.divided.owners
         with self.state_names():
@@ -203,7 +203,7 @@ class Replicas:
         return {name: one for name, one in state.items() if one not in owners}
 
     def state_names(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the network's state_dict may be read for names and shapes."""
+        """Return a context manager that allows reading names and shapes of the network's state_dict."""
         return contextlib.nullcontext() if self.divided is None else self.divided.allow_state_dict()
 
     def average_buffers(self, workers: Workers) -> None:

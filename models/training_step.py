@@ -24,17 +24,17 @@ from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
 from gangline.models.run_state import RunState
 
 _SMALL_OUTPUTS = 1 << 18
-"""Elements of outputs that are joined for metrics: counting a share takes some 0.2 ms, joining a few numbers 2 us."""
+"""Maximum elements of outputs to concatenate for metrics: counting one more share takes 0.2 ms, concatenating 2 us."""
 _SKIPPED_STEPS = 20
-"""Skipped steps in a row after which a warning is logged."""
+"""Number of consecutive skipped steps after which a warning is logged."""
 
 
 class TrainingStep:
     """Runs batches forward and backward over the replicas, and updates the weights from their gradients.
 
     Each share's loss is summed and divided by the normalizer of this worker's batch, so that the sum of the replicas'
-    gradients is that of the worker's mean loss. The store weights it by the normalizer, which gives the gradient of the
-    mean over all workers.
+    gradients is that of the worker's mean loss. The store weights this gradient by the normalizer, to get the gradient
+    of the mean over all workers.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class TrainingStep:
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
         self._weight: float | None = None
-        """Samples behind this worker's mean gradient; None if gradients are to be summed over the workers."""
+        """Number of samples of this worker's mean gradient; None if gradients are summed over the workers."""
 
     def set_optimizer(self, optimizer: OptimizerBinding) -> None:
-        """Set what `update` runs, and take part in its workers' steps."""
+        """Set the optimizer of `update`, and join its workers' steps."""
         self.optimizer, self.workers = optimizer, optimizer.workers
         self.workers.minimum = self._minimum
         self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
@@ -92,7 +92,7 @@ class TrainingStep:
         self._run_state.step += train
 
     def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
-        """Run a batch, or take part without samples, in one pass; in evaluation in parts that fit into memory."""
+        """Run a batch in one pass, or take part without samples; in evaluation, run parts that fit into memory."""
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
             slices = self._slices(data)
@@ -114,7 +114,7 @@ class TrainingStep:
         return split_batch(num_samples(data, "data"), self.loads, self._minimum)
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
-        """Return data and label as batches, for bound replicas; data may be None on one of several workers."""
+        """Bind the replicas and return data and label as batches; data may be None on one of several workers."""
         self._has_no_samples = data is None and self.workers.has_others
         data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
         self._executor.bind(data)
@@ -130,7 +130,7 @@ class TrainingStep:
         if self._gradients_used:
             self._executor.replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
-        self._executor.take_times()  # of a batch that has failed
+        self._executor.take_times()  # drops the times of a failed batch
         if self._load_balancer is not None:
             self._load_balancer.begin_batch()
 
@@ -204,7 +204,7 @@ class TrainingStep:
         self._set_input_factor(divisor)
 
     def _record_times(self) -> None:
-        """Record samples and time of each replica in this batch, whose backward has run."""
+        """Record samples and time of each replica in this batch, after backward."""
         if self._load_balancer is None and self.workers.count == 1:
             return
         replicas, times = self._executor.replicas.all, self._executor.take_times()
@@ -237,7 +237,7 @@ class TrainingStep:
         return self._timed(self.workers.total, self.normalizer) or 1.0
 
     def _joint_divisor(self) -> float:
-        """Return the divisor of all workers, whose gradients are summed as they are. Collective."""
+        """Return the divisor over all workers, whose gradients are summed without weights. Collective."""
         total = self._timed(self.workers.total, self.normalizer)
         divisor: float = total or 1.0
         if self.grad_req == "add":
@@ -248,9 +248,7 @@ class TrainingStep:
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
-        if (
-            self._weight is not None and not self.optimizer.divides_weights
-        ):  # whose gradients are the mean over all workers
+        if self._weight is not None and not self.optimizer.divides_weights:  # gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
                 self._executor.replicas.scale_gradients(factor)
@@ -270,7 +268,7 @@ class TrainingStep:
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
-        """After an error, let the workers raise that need this one in their forward or backward."""
+        """After an error, let workers that need this worker in forward or backward raise it."""
         try:
             yield
         except Exception as error:
@@ -351,8 +349,8 @@ class TrainingStep:
     def forward_backward_update(self, data: Any, label: Any) -> None:
         """Run a whole step; see `Module.forward_backward_update`."""
         data, label = self._checked(data, label)
-        # With a loss scale no bucket is pushed early. A store updates the weights of a bucket as soon as it is summed,
-        # and could not take that back when the gradient of an earlier layer, which comes later, overflows.
+        # With a loss scale no bucket is pushed early. A store updates the weights of a bucket once it is summed, and
+        # cannot undo the update if the gradient of an earlier layer overflows afterwards.
         push_early = (
             self.optimizer.is_set
             and self._loss_scale is None
@@ -382,7 +380,7 @@ class TrainingStep:
         self._record_times()
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
-        """Run a batch forward and backward, in one task per replica if its normalizer is known before."""
+        """Run a batch forward and backward, in one task per replica if the normalizer is known in advance."""
         if push_early and data is not None and self.grad_req == "write" and self._executor.can_fuse_backward:
             normalizer = self._loss.known_normalizer(label, num_samples(data, "data"))
             if normalizer is not None:
@@ -392,7 +390,7 @@ class TrainingStep:
         self._backward_from_loss(push_early=push_early)
 
     def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
-        """Run a batch whole, or in micro-steps for which memory suffices; repeat in smaller ones if it does not."""
+        """Run a batch whole or in micro-steps that fit into memory; after an out-of-memory error, in smaller ones."""
         replicas = self._executor.replicas
         if self.grad_req == "write" and not self._gradients_used:
             self._turn_mean_into_sum()
@@ -425,8 +423,8 @@ class TrainingStep:
     ) -> list[Share]:
         """Run a batch in micro-steps that fit into each context's memory; return the shares, ordered by context.
 
-        If they do not fit, ``restore`` undoes the failed attempt, and the next one has half the limits; other errors,
-        and those of parts that cannot be made smaller, are raised.
+        If they do not fit, ``restore`` undoes the failed attempt, and the next attempt has half the limits. Other
+        errors, and errors of parts that cannot be made smaller, are raised.
         """
         while True:
             micro_steps = limits.micro_steps(slices)
@@ -434,7 +432,7 @@ class TrainingStep:
                 return sorted(run(micro_steps), key=lambda share: share.replica.context_index)
             except Exception as error:
                 restore()
-                self._executor.take_times()  # the times of a failed attempt are no measure of speed
+                self._executor.take_times()  # drops the times of the failed attempt
                 if not is_out_of_memory(error) or not limits.lower(self._executor.out_of_memory, micro_steps):
                     raise
             torch.cuda.empty_cache()  # outside the handler: the exception's frames hold tensors
@@ -444,8 +442,8 @@ class TrainingStep:
     ) -> None:
         """Run a batch in parts, and free the graph of each.
 
-        With ``rerun`` the batch has failed before. If that was in backward, divisor and weight are set, and buckets may
-        have been pushed with their gradients of the whole batch: the others follow with gradients of the same sum.
+        With ``rerun`` the batch has failed before. If backward had failed, divisor and weight are set, and buckets may
+        have been pushed with gradients of the whole batch: the other buckets follow with gradients of the same sum.
         """
         samples = 1.0 if self._loss.is_sum else float(num_samples(data, "data"))
         divisor = self._divisor or samples

@@ -55,7 +55,7 @@ def measure(cluster: Cluster, collective: str, nbytes: int) -> list[Row]:
     Args:
         cluster: the simulated cluster.
         collective: name of the collective; its root, if it has one, is rank 0.
-        nbytes: bytes of the tensor, with all its rows where it has one for each rank.
+        nbytes: bytes of the tensor, including all rows if it has one per rank.
 
     Raises:
         ValueError: if there is no such collective.
@@ -85,7 +85,7 @@ def _row(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> Row:
 
 
 def _best(cluster: Cluster, collective: str, algorithm: str, nbytes: int) -> tuple[int, Schedule, float]:
-    """Return segments, schedule and seconds; the segments double while that makes it faster."""
+    """Return segments, schedule and seconds; double the segments while that is faster."""
     best: tuple[int, Schedule, float] | None = None
     for power in count():
         schedule = _schedule(cluster, collective, algorithm, segments=1 << power)

@@ -1,10 +1,10 @@
 """Cost of rounds of messages: the alpha-beta-gamma model with ports.
 
-Each rank has one outgoing and one incoming port and runs its program in order. A message of n bytes takes
-alpha + n * beta seconds and occupies its sender's outgoing and its receiver's incoming port for that time; it starts
-when both ports are free and its sender has reached the round. Combining n received bytes takes the receiver n * gamma
-seconds and overlaps the next message. A rank reaches the next round when all its messages of this one have arrived and
-have been combined. Ports of one host are independent of each other: links shared by several ranks are not modelled.
+Each rank has one outgoing and one incoming port and runs its program in order. A message of n bytes takes alpha + n *
+beta seconds and occupies its sender's outgoing and its receiver's incoming port for that time; it starts when both
+ports are free and its sender has reached the round. Combining n received bytes takes the receiver n * gamma seconds and
+overlaps the next message. A rank reaches the next round when all its messages of this round have arrived and are
+combined. Ports of one host are independent of each other: links shared by several ranks are not modelled.
 
 After R. W. Hockney, "The communication challenge for MPP" (1994), and R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of collective communication operations in MPICH" (2005).

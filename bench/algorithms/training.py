@@ -2,7 +2,7 @@
 
 Layers are computed one after the other, backward takes twice as long as forward, and a layer's gradients are exchanged
 while the layers before it compute; the next forward waits for the weights of each layer when it needs them. A transfer
-takes bytes / rate, and one link carries one at a time. The slowest device ends a step.
+takes bytes / rate, and a link carries one transfer at a time. The slowest device ends a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gangline.models.zoo import registry
 STORES = ("device", "dist_sync", "allreduce")
 _BYTES = 4  # of a gradient's element
 _BACKWARD = 2.0
-"""Time of a layer's backward over that of its forward: it multiplies by the weights and by the inputs."""
+"""Ratio of a layer's backward time to its forward time: backward multiplies by weights and by inputs."""
 _DRAWS = 200
 _SEED = 0
 
@@ -45,7 +45,7 @@ class Machines:
     devices: int
     """Devices of each host."""
     device_gbs: float
-    """Rate in GB/s at which a device exchanges data with others of its host."""
+    """Rate in GB/s at which a device exchanges data with other devices of its host."""
     host_gbs: float
     """Rate in GB/s at which a host sends, and receives at the same time."""
     variation: float = 0.0
@@ -53,7 +53,7 @@ class Machines:
 
 
 def predict(network: str, batch_size: int, speed: float, machines: Machines, hosts: Sequence[int]) -> list[Row]:
-    """Return a row for each store and number of hosts like the one of ``machines``; device is a store of one host."""
+    """Return a row for each store and number of ``machines``; the device store needs a single host."""
     layers = layers_of(network)
     return [
         row_of(layers, batch_size, speed, replace(machines, hosts=number), store)
@@ -107,11 +107,11 @@ def step_seconds(layers: Sequence[Layer], compute: float, machines: Machines, st
 
 
 def _stages(layers: Sequence[Layer], machines: Machines, store: str) -> list[list[tuple[str, float]]]:
-    """Return for each layer the links that its exchange uses one after the other, and for how long."""
+    """Return for each layer the (link, seconds) of its exchange, in order."""
     own, hosts = machines.devices, machines.hosts
     if store == "allreduce":
         return [_all_reduce(layer.nbytes, machines) for layer in layers]
-    load = [0.0] * own  # of the devices that sum: a key is summed by the least loaded one
+    load = [0.0] * own  # per summing device: the least loaded device sums the next key
     stages = []
     for layer in layers:
         owner = load.index(min(load))
@@ -133,9 +133,9 @@ def _all_reduce(nbytes: int, machines: Machines) -> list[tuple[str, float]]:
 
 
 def _steady_step(forward: Sequence[float], stages: Sequence[Sequence[tuple[str, float]]]) -> float:
-    """Return the length of a step after the first ones, in which nothing is pending from before."""
+    """Return the time of a step in the steady state, after the first steps."""
     free: dict[str, float] = {}
-    arrived = [0.0] * len(forward)  # when the weights of each layer are new
+    arrived = [0.0] * len(forward)  # times at which each layer's weights arrive
     now = ended = 0.0
     for _ in range(3):
         ended = now
@@ -155,7 +155,7 @@ def _exchange(
     free: dict[str, float],
     arrived: list[float],
 ) -> None:
-    """Pass the gradients of all layers through their links, each link in the order of their coming."""
+    """Pass the gradients of all layers through their links, first come, first served."""
     waiting = [(time, index, 0) for time, index in ready]
     while waiting:
         time, index, number = min(waiting)

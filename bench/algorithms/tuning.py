@@ -41,11 +41,11 @@ from gangline.collectives.tuner import (
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))
 """Bytes of a rank's input."""
 _SEGMENTS = (1, 4, 16)
-_LEAST_SEGMENT = 1 << 14  # bytes of a message: in smaller ones the latency dominates
+_LEAST_SEGMENT = 1 << 14  # bytes of a message: below, latency dominates
 _RUNS = 3
 _RUN_SECONDS = 0.03
-_ODD_COUNT = 1003  # elements: results are also checked for counts that the ranks do not divide
-_WORTH_CHANGING = 1.05  # times as fast: less may be noise
+_ODD_COUNT = 1003  # elements: results are also checked for counts not divisible by the ranks
+_WORTH_CHANGING = 1.05  # speed-up: smaller ones may be noise
 _ITEM = 4  # bytes of a float32
 
 
@@ -108,7 +108,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
             key = TableKey(collective, transport, ranks, 1)
             usual = partial(Table().choose, collective, size=ranks, transport=transport)
             found.times[key] = times = _times(group, key, sizes, found.refused)
-            if all(times.values()):  # not where every candidate was refused
+            if all(times.values()):  # not if every candidate was refused
                 found.rules[key] = rules_from(
                     {size: {choice: min(runs) for choice, runs in of_size.items()} for size, of_size in times.items()},
                     usual,
@@ -119,8 +119,7 @@ def measure(transport: str, ranks: int, collectives: Sequence[str], sizes: Seque
 def candidates(key: TableKey) -> list[Choice]:
     """Return the algorithms to measure, with several numbers of segments.
 
-    Of several with equal schedules (between two ranks most are equal) only one is returned, preferably one of the
-    built-in rules.
+    Of algorithms with equal schedules (as most have for two ranks) only one is returned, preferably a built-in choice.
     """
     usual = [rule.choice for rule in built_in(key)]
     every = [Choice(name, segments) for name in names(key.collective) for segments in _SEGMENTS if name != SHARED]
@@ -152,7 +151,7 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
 
     Returns:
         Rules with limits halfway between the sizes on a logarithmic scale. The built-in choice, then that of the next
-        smaller size, is kept unless another one is faster by more than noise.
+        smaller size, is kept unless another choice is faster by more than noise.
     """
     sizes = sorted(times)
     best: list[Choice] = []
@@ -177,7 +176,7 @@ def _seconds(group: RankGroup, key: TableKey, choice: Choice, size: int, *, is_c
     """Return the mean seconds of a step in a run.
 
     Raises:
-        GroupError: if it fails, or, with ``is_checked``, an element of a result is wrong.
+        GroupError: if the step fails, or, with ``is_checked``, an element of a result is wrong.
     """
     count = max(1, size // _ITEM // (key.ranks if key.collective in ROWS_IN else 1))
     group.prepare(tensor_options(key.collective, key.ranks, count, algorithm=f"{key.collective}={choice}"))
@@ -189,7 +188,7 @@ def _seconds(group: RankGroup, key: TableKey, choice: Choice, size: int, *, is_c
 def _times(
     group: RankGroup, key: TableKey, sizes: Sequence[int], refused: list[str]
 ) -> dict[int, dict[Choice, list[float]]]:
-    """Measure the candidates in turn, and report those that fail or return a wrong result."""
+    """Measure the candidates in turn, and report candidates that fail or return a wrong result."""
     times: dict[int, dict[Choice, list[float]]] = {size: {} for size in sizes}
     chosen = candidates(key)
     for turn in range(_RUNS):

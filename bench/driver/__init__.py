@@ -1,1 +1,1 @@
-"""The driver of a bench: it starts groups of processes, asks them to run, and measures candidates in turn."""
+"""The driver of a bench: starts groups of processes, and measures candidates in turn."""

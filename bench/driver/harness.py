@@ -15,7 +15,7 @@ from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.report.rows import times_as_fast
 
 TRIALS = 2
-"""Runs of a setting that is tried; the faster one counts, because noise only adds time."""
+"""Number of runs per tried setting; the fastest run counts, because noise only adds time."""
 _Key = TypeVar("_Key")
 
 
@@ -24,7 +24,7 @@ class Entry:
     """A program before its setting is chosen."""
 
     candidates: Sequence[Candidate]
-    """The ways to run it; the fastest is measured."""
+    """Ways to run the program; the fastest is measured."""
     options: Mapping[str, Any]
     """Options for its ``prepare``."""
 
@@ -36,7 +36,7 @@ class Measured:
     who: str
     setting: str
     seconds: list[float]
-    """Of a step; run n of each candidate was next to run n of the others."""
+    """Seconds of a step per run; run n of all candidates are adjacent in time."""
     error: float | None
 
 
@@ -48,9 +48,9 @@ class Side:
     """"gangline", or the peer's short name."""
     group: RankGroup
     options: Mapping[str, Any]
-    """Options of the work that it prepared."""
+    """Options of the prepared work."""
     name: str
-    """Name under which it is prepared."""
+    """Name of the prepared work."""
     steps: int
     """Steps of a run."""
     warmup: int | None = None
@@ -64,7 +64,7 @@ class Side:
 def fastest(
     peers: Sequence[str], groups: dict[str, list[RankGroup]], prepare: Callable[[str, RankGroup], Side]
 ) -> list[Side]:
-    """Prepare work in all groups of some peers and return each peer's fastest; one that fails is removed and ended.
+    """Prepare work in all groups of some peers and return each peer's fastest group; remove and end failed groups.
 
     A peer has a group for each of its settings.
     """
@@ -82,7 +82,7 @@ def fastest(
 
 
 def ratios_to_peers(side: Side, seconds: Mapping[Side, Sequence[float]]) -> dict[str, float]:
-    """Return how many times as fast gangline's side is as each peer; nothing for a peer's side."""
+    """Return the speed-up of gangline's side over each peer; nothing for a peer's side."""
     if side.who != "gangline":
         return {}
     peers = {other.who: theirs for other, theirs in seconds.items() if other.who != "gangline"}
@@ -101,8 +101,7 @@ def in_turn(measurements: Mapping[_Key, Callable[[], float]], runs: int) -> dict
 def fastest_candidates(entries: Mapping[_Key, Entry], run_seconds: float) -> dict[_Key, Candidate]:
     """Return the fastest candidate of each entry.
 
-    One process group serves all entries that try the same program in the same environment. Raises a GroupError if a
-    candidate fails.
+    Entries with the same program and environment share a process group. Raises a GroupError if a candidate fails.
     """
     trials: dict[str, list[tuple[_Key, Candidate]]] = {}
     for key, entry in entries.items():
@@ -133,8 +132,8 @@ def measure_in_turn(
 ) -> dict[_Key, Measured]:
     """Measure a candidate of each entry, one after another, ``runs`` times over: A B A B.
 
-    All process groups exist, and are idle, while one of them runs. With ``check`` they are asked for the results' error
-    too. Raises a GroupError if a candidate fails, ends or does not answer.
+    All other process groups are idle while one of them runs. With ``check`` results are checked too. Raises a
+    GroupError if a candidate fails, ends or does not answer.
     """
     with ExitStack() as stack:
         groups = {key: stack.enter_context(RankGroup(chosen[key])) for key in entries}

@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces, to measure and test on one machine what runs between several."""
+"""Hosts made of network namespaces, to measure and test communication between hosts on one machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self
 _BURST = "128kb"
 """Size of the token bucket (tc-tbf) of a host with a bounded rate."""
 _LATENCY = "50ms"
-"""Longest time of a packet in the bucket's queue before it is dropped."""
+"""Maximum time of a packet in the bucket's queue before it is dropped."""
 _counter = itertools.count()
 
 
@@ -66,9 +66,9 @@ class Hosts:
         self.close()
 
     def inside(self, host: int) -> list[str]:
-        """Return the words that run the command which follows them on a host.
+        """Return the prefix of a command that runs it on a host.
 
-        Hosts share no core if the machine has enough of them.
+        Hosts share no core if the machine has enough cores.
         """
         cores = sorted(os.sched_getaffinity(0))
         own = cores[host :: len(self.names)] if len(cores) >= len(self.names) else cores
@@ -82,14 +82,14 @@ class Hosts:
             try:
                 _ip("netns", "delete", name)
             except RuntimeError as error:
-                if Path("/run/netns", name).exists():  # otherwise an interrupt came before it existed
+                if Path("/run/netns", name).exists():  # else an interrupt came before it existed
                     failures.append(error)
         if failures:
             raise failures[0]
 
     def _create(self) -> None:
         for name in (self._switch, *self.names):
-            self._created.append(name)  # first, so that close() also removes what an interrupted call created
+            self._created.append(name)  # before the call, so that close() also cleans up an interrupted call
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")

@@ -102,7 +102,7 @@ def single_process(who: str, bench: str, stores: Sequence[str] = ()) -> list[Can
 
 
 def ddp(ranks: int) -> list[Candidate]:
-    """Return the settings in which DDP is tried with so many ranks."""
+    """Return the settings in which DDP is tried with ``ranks`` ranks."""
     cores = os.cpu_count() or 1
     threads = [count for count in _powers_of_two(cores) if count * 2 <= max(cores, 2)]
     named = [_named(Candidate("training/torch", ranks, env={"OMP_NUM_THREADS": str(count)})) for count in threads]
@@ -114,7 +114,7 @@ def collective_ranks(who: str, ranks: int, bench: str = "ranks") -> list[Candida
 
     Args:
         who: "gangline", "gloo" or "mpi".
-        ranks: their number: with fewer cores than ranks none is bound to a core.
+        ranks: number of ranks; with fewer cores than ranks, no rank is bound to a core.
         bench: folder of bench/peers.
     """
     if who == "mpi":
@@ -128,7 +128,7 @@ def collective_ranks(who: str, ranks: int, bench: str = "ranks") -> list[Candida
 def peer_groups(
     stack: ExitStack, peer: str, ranks: int, bench: str = "ranks", hosts: Hosts | None = None
 ) -> list[RankGroup]:
-    """Start a peer's groups, one for each setting; none if it cannot be started, with the reason on stderr."""
+    """Start a peer's groups, one per setting; none, with the reason on stderr, if the peer cannot be started."""
     if hosts is not None and peer != "gloo":
         say(f"skipping {peer}: it is measured on one host only")
         return []
@@ -140,7 +140,7 @@ def peer_groups(
 def started(
     stack: ExitStack, peer: str, candidates: Sequence[Candidate], hosts: Hosts | None = None
 ) -> list[RankGroup]:
-    """Start a peer's groups; none if it cannot be started, with the reason on stderr."""
+    """Start a peer's groups; none, with the reason on stderr, if the peer cannot be started."""
     say(f"starting {peer}, {candidates[0].ranks} ranks")
     try:
         return [stack.enter_context(RankGroup(candidate, hosts)) for candidate in candidates]
@@ -150,9 +150,9 @@ def started(
 
 
 def _mpi(ranks: int) -> list[Candidate]:
-    """Return Open MPI, MPICH and Intel MPI, where they are installed, bound to cores and not.
+    """Return the installed ones of Open MPI, MPICH and Intel MPI, with and without binding to cores.
 
-    With more ranks than cores Intel MPI is tried with waiting ranks that yield their core and with such that do not.
+    With more ranks than cores, Intel MPI is tried with and without yielding the core in waits.
     """
     found, file = [], "ranks/mpi"
     crowded = ranks > (os.cpu_count() or 1)

@@ -26,13 +26,13 @@ SERVER = "from gangline.kvstore.parameter_server.roles import serve_if_assigned;
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program to measure, and one way to run it."""
+    """A program to measure, with a setting."""
 
     file: str
     """A file of bench/peers without ``.py``, such as "ranks/gloo", or the path of any other file."""
     ranks: int = 1
     servers: int = 0
-    """Servers of a parameter-server job, which then has a scheduler too; 0: neither."""
+    """Number of servers of a parameter-server job, in addition to a scheduler; 0: neither."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all processes."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Candidate:
     setting: str = ""
     """Text for env, options and launcher in a table."""
     interpreter: Path | None = None
-    """The peer's own Python; None: the one that runs this."""
+    """The peer's Python; None: this interpreter."""
     launcher: Sequence[str] = ()
     """A command that starts all ranks, such as mpirun; "{size}" in it becomes their number. Empty: every rank is
     started by itself and gets RANK and the like, or DMLC_*, in its environment."""
@@ -53,14 +53,14 @@ class Candidate:
         return PEERS / f"{self.file}.py"  # an absolute path replaces PEERS
 
     def roles(self) -> list[tuple[str, int]]:
-        """Return the role and number of each process."""
+        """Return (role, number) of each process."""
         servers = [("scheduler", 0), *(("server", number) for number in range(self.servers))] if self.servers else []
         return [*servers, *(("rank", number) for number in range(self.ranks))]
 
 
 @dataclass(frozen=True)
 class Address:
-    """Addresses at which the processes of a group find each other and the driver."""
+    """Addresses by which the processes of a group find each other and the driver."""
 
     host: str
     port: int
@@ -89,19 +89,19 @@ class Address:
 
 
 class Processes:
-    """The processes of a group, each in a session of its own."""
+    """The processes of a group, each in a separate session."""
 
     def __init__(self, candidate: Candidate, address: Address, hosts: Hosts | None) -> None:
         """Start the processes.
 
         Args:
             candidate: what to run.
-            address: where they find each other and the driver.
+            address: addresses of the processes and the driver.
             hosts: network namespaces: the ranks are distributed over all of them in blocks; with servers, these run on
                 the first and the ranks on the second. None: on this host.
         """
         self.pids: dict[str, int] = {}
-        """By name, such as "rank 0"."""
+        """Process ids by name, such as "rank 0"."""
         self._started: list[subprocess.Popen[bytes]] = []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         try:
@@ -119,7 +119,7 @@ class Processes:
         return lines[-1] if lines else "it printed nothing"
 
     def close(self) -> None:
-        """Kill the processes that still run, with everything they started."""
+        """Kill running processes with all their descendants."""
         for process in self._started:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ class Processes:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            cwd="/",  # where `python -c` finds no package of ours
+            cwd="/",  # no package of ours is in this folder
             env=env,
             start_new_session=True,  # Ctrl-C stops the driver, which then stops these
             preexec_fn=None if ends_itself else partial(die_with_parent, os.getpid(), signal.SIGKILL),

@@ -1,4 +1,4 @@
-"""A group of ranks under measurement, as the driver sees it: requests to all ranks, answers from all."""
+"""A group of measured ranks in the driver: sends requests to all ranks and receives their answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gangline.bench.driver.processes import Address, Candidate, Processes
 
 _ANSWER_TIMEOUT = 600.0  # seconds
 _START_TIMEOUT = 120.0  # seconds until all ranks have joined
-_AFTER_A_FAILURE = 5.0  # seconds for the other ranks' answers, which may be blocked by the one that failed
+_AFTER_A_FAILURE = 5.0  # seconds for the other ranks' answers, which the failed rank may block
 _LEAVE_TIMEOUT = 10.0  # seconds for the processes to end by themselves
 _MOST_STEPS = 20_000
 
@@ -32,7 +32,7 @@ class GroupError(RuntimeError):
 class RankGroup:
     """Processes that answer as `bench/peers/serve.py` documents; a context manager that ends them.
 
-    Between requests they block in a read, so that they use no CPU time while another group is measured.
+    Between requests they block in a read, and use no CPU time while another group is measured.
     """
 
     def __init__(self, candidate: Candidate, hosts: Hosts | None = None) -> None:
@@ -43,7 +43,7 @@ class RankGroup:
             hosts: network namespaces for the processes; None: this host.
 
         Raises:
-            GroupError: if they do not join; the message says why, or holds the last line printed.
+            GroupError: if they do not join; the message has the reason, or the last printed line.
         """
         self.candidate = candidate
         self.who = ""
@@ -73,7 +73,7 @@ class RankGroup:
             raise
 
     def prepare(self, options: Mapping[str, Any], name: str = "bench") -> float:
-        """Prepare what ``name`` stands for from now on; return the seconds of one step.
+        """Prepare work under ``name``; return the seconds of one step.
 
         Raises:
             GroupError: as `ask`.
@@ -83,7 +83,7 @@ class RankGroup:
         return self._step_seconds[name]
 
     def steps_in(self, seconds: float, name: str = "bench", least: int = 3) -> int:
-        """Return how many steps take about so many seconds, by the last measurement."""
+        """Return the number of steps that take about ``seconds``, by the last measurement."""
         return min(max(math.ceil(seconds / self._step_seconds[name]), least), _MOST_STEPS)
 
     def seconds(self, steps: int, name: str = "bench", warmup: int | None = None) -> float:
@@ -91,7 +91,7 @@ class RankGroup:
 
         Args:
             steps: measured steps.
-            name: what was prepared.
+            name: name of the prepared work.
             warmup: unmeasured steps before them; None: a fifth.
         """
         before = math.ceil(steps / 5) if warmup is None else warmup
@@ -108,11 +108,11 @@ class RankGroup:
         return sum(answer["wrong"] for answer in self.ask({"check": name}))
 
     def report(self, name: str = "bench") -> list[dict[str, Any]]:
-        """Return what the program reports, by rank."""
+        """Return the program's reports, by rank."""
         return self.ask({"report": name})
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the ranks, also of those that a launcher started."""
+        """Return the process ids of the ranks, including ranks that a launcher started."""
         size = struct.calcsize("3i")
         peers = (connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size) for connection in self._ranks)
         return [int(struct.unpack("3i", peer)[0]) for peer in peers]
@@ -129,7 +129,7 @@ class RankGroup:
         """
         line = (json.dumps(request) + "\n").encode()
         for connection in self._ranks:
-            with suppress(BrokenPipeError):  # its end is reported below
+            with suppress(BrokenPipeError):  # the rank's end is reported below
                 connection.sendall(line)
         answers = self._answers()
         for rank, answer in enumerate(answers):
@@ -138,7 +138,7 @@ class RankGroup:
         return [answer for answer in answers if answer is not None]
 
     def close(self) -> None:
-        """End the processes: they get some seconds to leave, then are killed. A second call does nothing."""
+        """End the processes, and kill them after some seconds. A second call does nothing."""
         for connection in self._ranks:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -187,7 +187,7 @@ class RankGroup:
         return hello
 
     def _ready(self, sockets: Sequence[socket.socket], deadline: float) -> list[socket.socket]:
-        """Wait until one of some sockets can be read, and return those; none if the deadline has passed."""
+        """Wait until sockets are readable, and return these; none if the deadline has passed."""
         found = wait([*sockets, *self._exits], max(0.0, deadline - time.monotonic()))
         ready = [source for source in found if isinstance(source, socket.socket)]
         if found and not ready:
@@ -221,7 +221,7 @@ class RankGroup:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Read the single line that a rank sends before it is asked again."""
+    """Read the single line that a rank sends in answer to a request."""
     with connection.makefile("rb") as stream:
         return stream.readline()
 

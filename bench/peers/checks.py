@@ -12,8 +12,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 STEP_OF_CODES = 0.5
-"""Unit of the values that are pushed compressed: 2bit with this threshold, and half precision, carry them exactly."""
-_BLOCK = 1 << 20  # elements that are written or read at once
+"""Unit of the values pushed with compression: exact in 2bit with this threshold and in half precision."""
+_BLOCK = 1 << 20  # elements written or read at once
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
@@ -127,7 +127,7 @@ def _reduced(options: dict[str, Any], values: Array) -> tuple[Array, Array]:
 
 
 def _as_dtype(options: dict[str, Any], values: Array) -> Array:
-    """Return values as the dtype stores them: integers wrap."""
+    """Return values rounded to the dtype; integers wrap."""
     if options["dtype"] in (*_EPSILON, "bool"):
         return values
     return values.astype(options["dtype"]).astype(np.int64)

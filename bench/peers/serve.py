@@ -1,7 +1,7 @@
 """Main program of every measured process: `python serve.py FILE SOCKET` loads a peer's FILE and answers requests.
 
-It needs Python's standard library and numpy only, so that any interpreter can run it. Requests arrive through the unix
-socket at the path SOCKET, and answers go back, a line of JSON each; all ranks of a group get the same requests:
+It needs only Python's standard library and numpy, so that any interpreter can run it. Requests and answers are lines of
+JSON on the unix socket at the path SOCKET; all ranks of a group get the same requests:
 
     (unasked, once)                            -> {"who": "Open MPI 4.1.4", "rank": 0, "transport": null}
     {"prepare": options, "as": name}           -> {"seconds": of one step}
@@ -64,7 +64,7 @@ def serve(file: str, path: str) -> None:
 
 
 def load(path: Path) -> ModuleType:
-    """Import a Python file, whatever folder it is in."""
+    """Import a Python file from any folder."""
     spec = importlib.util.spec_from_file_location(f"bench_peer_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -77,13 +77,13 @@ class Server:
     """Answers to requests, and the clock: the same for gangline and for its peers."""
 
     def __init__(self, group: dict[str, Any]) -> None:
-        """Serve a group as a peer's ``join()`` returns it."""
+        """Serve a group that a peer's ``join()`` returned."""
         alone = {"rank": 0, "size": 1, "transport": None, "barrier": lambda: None, "leave": lambda: None}
         self._group = {**alone, **group}
         self._prepared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def hello(self) -> dict[str, Any]:
-        """Return what the driver learns first."""
+        """Return the first message to the driver."""
         return {name: self._group[name] for name in ("who", "rank", "transport")}
 
     def leave(self) -> None:
@@ -91,7 +91,7 @@ class Server:
         self._group["leave"]()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one request and return its answer."""
+        """Execute one request and return its answer."""
         if "prepare" in request:
             return {"seconds": self._prepare(request["as"], request["prepare"])}
         if "measure" in request:
@@ -107,7 +107,7 @@ class Server:
         return {}
 
     def _prepare(self, name: str, options: dict[str, Any]) -> float:
-        self._prepared.pop(name, None)  # frees memory before more is allocated
+        self._prepared.pop(name, None)  # frees memory before the next allocation
         prepared = self._group["prepare"](options)
         self._prepared[name] = options, prepared
         self._seconds(prepared, 2)  # the first steps allocate

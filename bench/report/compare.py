@@ -32,7 +32,7 @@ def compare(
 
 
 def ratios(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Row], tuple[list[Row], list[Row]]]:
-    """Match rows by what describes them and return their ratios, and the rows that only one result has.
+    """Match rows by `describing` and return their ratios, and the rows that only one result has.
 
     The ratio ``times_as_fast`` is above 1 where ``after`` is better: a higher rate or a shorter time.
     """

@@ -1,4 +1,4 @@
-"""Output of a bench: the table on stdout, and files of JSON and PNG, with the machine and command they belong to."""
+"""Output of a bench: a table on stdout, and JSON and PNG files with the machine and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gangline.doctor.inventory import device_table
 
 
 def publish(rows: Sequence[Row], json_path: Path | None) -> None:
-    """Print the rows as a table, and write them where a path is given, with the command that repeats them."""
+    """Print the rows as a table, and write them with the command to a path, if given."""
     print_table(command_line(), rows)
     if json_path is not None:
         write_json(rows, json_path)

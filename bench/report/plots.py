@@ -13,7 +13,7 @@ from gangline.bench.report.rows import RATES, Row
 from gangline.bench.report.tables import format_size, formatter
 from gangline.collectives.errors import UsageError
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers too
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers
 _TICKS = 6  # labels of an axis of sizes
 _QUANTITIES = {"time_us": "time", "busbw_gbs": "bus bandwidth in GB/s"}
 
@@ -29,8 +29,7 @@ def draw_curves(
 ) -> None:
     """Write a PNG of figures over sizes, both axes logarithmic.
 
-    A curve is the medians of a side, and the band around it reaches from the minimum to the maximum; it has a gap where
-    a size was not measured.
+    A curve shows the medians of a side, with a band from minimum to maximum and gaps at sizes that were not measured.
 
     Args:
         title: title of the figure.
@@ -75,7 +74,7 @@ def draw_curves(
 
 
 def load_matplotlib(path: Path) -> ModuleType:
-    """Return matplotlib, or raise the error of an installation without it or of a path that is no .png."""
+    """Return matplotlib; raise if it is not installed or the path does not end in .png."""
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot is {path}; expected a file that ends in .png")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 Row = dict[str, Any]
 
 NOISY = 0.3
-"""min..max over the median from which a measurement counts as noisy."""
+"""Ratio of range to median from which a measurement counts as noisy."""
 
 RATES = ("samples_per_s", "gb_per_s_per_device", "gb_per_s", "busbw_gbs", "algbw_gbs")
 """Fields for which more is better."""
@@ -34,7 +34,7 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def times_as_fast(seconds: Sequence[float], other: Sequence[float]) -> float:
-    """Return how many times as fast something is as the other: the median over pairs of neighbouring runs."""
+    """Return the speed-up over ``other``: the median over pairs of neighbouring runs."""
     return statistics.median(theirs / own for own, theirs in zip(seconds, other, strict=True))
 
 
@@ -44,7 +44,7 @@ def is_noisy(row: Row) -> bool:
 
 
 def describing(row: Row) -> Row:
-    """Return the fields that say what was measured; two results' rows are matched by them."""
+    """Return the fields that identify the measurement, by which rows of two results are matched."""
     return {
         name: value
         for name, value in row.items()
@@ -53,7 +53,7 @@ def describing(row: Row) -> Row:
 
 
 def figure(row: Row) -> tuple[str, bool]:
-    """Return the field whose median is the row's p50, or "p50" if none is known, and whether more of it is better."""
+    """Return the field whose median is the row's p50 (else "p50"), and whether higher values are better."""
     for name in (*RATES, *TIMES):
         if row.get(name) is not None and row[name] == row.get("p50"):
             return name, name in RATES

@@ -29,9 +29,9 @@ _SIZES = ("size", "payload", "bytes_a_rank")
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Print rows, a column for each field that differs; ratios to peers are left to `print_ratios`."""
+    """Print rows, with a column for each field that differs; `print_ratios` prints ratios to peers."""
     given = [name for name in dict.fromkeys(name for row in rows for name in row) if _is_shown(name, rows)]
-    fields = sorted(given, key=lambda name: name == "setting")  # the widest one is last
+    fields = sorted(given, key=lambda name: name == "setting")  # widest last
     constant = [name for name in fields if _is_constant(name, rows)]
     print(f"# {title}")
     runs = max((row.get("runs", 1) for row in rows), default=1)
@@ -55,7 +55,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
-    """Print how many times as fast gangline is as each peer, one table for all peers.
+    """Print gangline's speed-up over each peer, in one table for all peers.
 
     Args:
         rows: results; gangline's rows have ratios in fields such as ``ratio_to_mxnet``.
@@ -83,7 +83,7 @@ def print_ratios(rows: Sequence[Row], index: str, cases: Sequence[str]) -> None:
 
 
 def print_columns(columns: Iterable[tuple[str, Sequence[str], bool]]) -> None:
-    """Print columns, each a header, its cells, and whether they are text, which is aligned to the left."""
+    """Print columns, given as (header, cells, is text); text is aligned to the left."""
     given = list(columns)
     table = Table(
         *(Column(header, justify="left" if text else "right", overflow="fold") for header, _, text in given),
@@ -112,7 +112,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Return a number with so many significant digits and without an exponent."""
+    """Return a number with ``digits`` significant digits and without an exponent."""
     if value == 0 or not -1e15 < value < 1e15:
         return f"{value:g}"
     if abs(value) < 1e-4:
@@ -163,7 +163,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def _peer_rows(rows: Sequence[Row], own: Row, peer: str, index: str, cases: Sequence[str]) -> list[Row]:
-    """Return the rows of a peer that one of gangline's stands beside."""
+    """Return the rows of a peer to compare with a row of gangline's."""
     name = peer.partition("_")[0]
     fields = [index, *(case for case in cases if case in ("ranks", "in_place", "contexts", "workers"))]
     return [

@@ -54,7 +54,7 @@ def balance(
 def measure(
     slowness: Sequence[float], at_first: Sequence[float], batch_size: int, epochs: int, batches: int, runs: int
 ) -> list[Row]:
-    """Measure samples per second with "auto", after it has settled, and with the split of the shortest wait.
+    """Measure samples per second with "auto", in its steady state, and with the optimal fixed split.
 
     Args:
         slowness: factor by which a sample takes longer, for each context.

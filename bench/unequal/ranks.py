@@ -24,7 +24,7 @@ from gangline.bench.workload.sizes import factors as parse_factors
 from gangline.collectives.errors import UsageError
 
 _AT_SHARES = "the same, at balanced shares"  # a rank's speed depends on the size of its batches
-_IN_STEP = "the same, each step as long as its slowest"  # what no split can avoid where times vary
+_IN_STEP = "the same, each step as long as its slowest"  # unavoidable if times vary
 _SUM = "sum of ranks alone"
 _SETTLE_STEPS = 40  # of the balanced run, before it is measured
 
@@ -57,7 +57,7 @@ def unequal_ranks(
 def _measure(
     group: RankGroup, slow: SlowProcess, factor: float, batch_size: int, run_seconds: float, runs: int, backend: str
 ) -> list[Row]:
-    """Measure one factor, by which the last rank is slower."""
+    """Measure with the last rank slower by ``factor``."""
     size = group.candidate.ranks
     slow.slow_down(factor)
     say(f"factor {factor:g}: settling")

@@ -29,7 +29,7 @@ class QuotaProcess:
         self._pid = pid
         self._group = self._root / f"gangline-{os.getpid()}-{pid}"
         self._group.mkdir()
-        # The quota is to be the limit, not what other processes of the machine leave.
+        # The quota must be the limit, not the load of other processes.
         name, weight = ("cpu.shares", _MOST_SHARES) if self._root == _V1 else ("cpu.weight", _MOST_WEIGHT)
         (self._group / name).write_text(str(weight))
         (self._group / "cgroup.procs").write_text(str(pid))
@@ -51,7 +51,7 @@ class QuotaProcess:
 
 
 class CrowdedProcess:
-    """A process that shares its core with others that compute without end."""
+    """A process that shares its core with busy processes."""
 
     name = "competing processes"
 
@@ -82,7 +82,7 @@ class CrowdedProcess:
 
 
 SlowProcess = QuotaProcess | CrowdedProcess
-"""A process that can be left one part in a factor of its core's time."""
+"""A process that can be slowed down by a factor."""
 
 
 def slow_process(pid: int, core: int) -> SlowProcess:
@@ -91,7 +91,7 @@ def slow_process(pid: int, core: int) -> SlowProcess:
 
 
 def can_set_quota() -> bool:
-    """Return True if this user may make cgroups with CPU quotas."""
+    """Return True if this user may create cgroups with CPU quotas."""
     if (_V1 / "cpu.cfs_quota_us").is_file():
         return os.access(_V1 / "cgroup.procs", os.W_OK)
     control = _V2 / "cgroup.subtree_control"

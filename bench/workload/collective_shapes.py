@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv")
-"""The collectives with a bench; in sendrecv each rank sends to the next one and receives from the previous one."""
+"""Collectives with a bench; in sendrecv each rank sends to the next rank and receives from the previous rank."""
 IN_PLACE = {"all_reduce": (False, True), "reduce": (False, True), "broadcast": (True,)}
 """Collectives that can be in place; the others are out of place."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -26,8 +26,8 @@ def tensor_options(collective: str, ranks: int, count: int, **options: Any) -> d
     Args:
         collective: its name.
         ranks: number of ranks.
-        count: elements of a rank's tensor; where it has a row for each rank, of one row.
-        options: those that differ from a sum of float32 to rank 0, in place if possible, by the usual algorithm.
+        count: elements of a rank's tensor, or of one row if it has a row per rank.
+        options: changes of the defaults: a float32 sum to rank 0, in place if possible, by the usual algorithm.
     """
     return {
         "dtype": "float32",

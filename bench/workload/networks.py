@@ -16,7 +16,7 @@ from gangline.collectives.errors import UsageError
 from gangline.models.zoo import registry
 
 _CHANNELS = 24
-_IMAGE_SIZE = 64  # pixels, in place of 224, with which networks for ImageNet take minutes on a CPU
+_IMAGE_SIZE = 64  # pixels; with 224, networks for ImageNet take minutes on a CPU
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def context_words(counts: str | None, gpus: str | None, default: tuple[int, ...]) -> dict[int, str]:
-    """Return for each number of contexts the words that name them, such as "cpu(0),cpu(1)".
+    """Return the names of the contexts, such as "cpu(0),cpu(1)", for each number of contexts.
 
     Args:
         counts: value of ``--contexts``, such as "1,2"; None: ``default`` on the host, else all GPUs (and the first one
@@ -82,7 +82,7 @@ def distinct_devices(words: str) -> int:
 
 
 def convolutions() -> nn.Module:
-    """Return a network of ten classes whose time is in its samples, not in its parameters."""
+    """Return a network of ten classes whose time depends on samples, not on parameters."""
     layers: list[nn.Module] = []
     channels = 3
     for _ in range(4):

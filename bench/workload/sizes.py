@@ -1,4 +1,4 @@
-"""Sizes in bytes and lists of numbers, as options of a bench give them; a UsageError names the flag of a wrong one."""
+"""Parse sizes in bytes and lists of numbers in options of a bench; a UsageError names the wrong flag."""
 
 from __future__ import annotations
 

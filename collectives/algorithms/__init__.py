@@ -43,7 +43,7 @@ Algorithm = Callable[[ScheduleRequest], tuple[int, Rounds]]
 
 
 def _reversed(make: Algorithm, *, reduce: bool = True) -> Algorithm:
-    """Return the reverse of an algorithm: every message goes back, and is summed with ``reduce``."""
+    """Reverse an algorithm: every message is sent back, and summed with ``reduce``."""
 
     def reverse(request: ScheduleRequest) -> tuple[int, Rounds]:
         chunks, rounds = make(request)

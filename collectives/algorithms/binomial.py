@@ -1,4 +1,4 @@
-"""Binomial tree: in every round, each rank that has the data sends it to one that does not.
+"""Binomial tree: in every round, each rank that has the data sends it to a rank that does not.
 
 ceil(log2 p) rounds. Broadcast and reduce: the root sends (receives) n bytes in each round, so they suit small tensors
 only. Scatter and gather: a rank forwards the rows of its whole subtree, so the root sends n (p - 1) / p bytes, the

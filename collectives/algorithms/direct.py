@@ -1,4 +1,4 @@
-"""Direct: every rank sends straight to every rank that needs its data.
+"""Direct: every rank sends directly to every rank that needs its data.
 
 One round (two for "two_shot"), the minimum number of waits, but with up to p - 1 messages per rank. Best for small
 tensors, and wherever ranks can read each other's memory. Sums are rounded once, in rank order.

@@ -1,4 +1,4 @@
-"""Ring: every rank sends to the next one only, so that each link carries the minimum of bytes.
+"""Ring: every rank sends only to the next rank, so that each link carries the minimum of bytes.
 
 | collective | rounds | bytes sent per rank (p ranks, n bytes) |
 | --- | --- | --- |

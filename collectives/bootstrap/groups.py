@@ -145,7 +145,7 @@ class _ThreadResources:
 
 
 _split_groups: WeakValueDictionary[int, _ThreadResources] = WeakValueDictionary()
-"""Resources of in-process groups that are being split off, by id."""
+"""Resources of in-process groups during a split, by id."""
 
 
 def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _ThreadResources:
@@ -154,7 +154,7 @@ def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _T
     if created is not None:
         _split_groups[id(created)] = created
     shared = _split_groups[int(exchange(str(id(created)).encode())[0])]
-    exchange(b"")  # after it, all ranks have looked it up
+    exchange(b"")  # afterwards all ranks have looked it up
     return shared
 
 

@@ -21,7 +21,7 @@ class RankInfo(NamedTuple):
 
 
 def find_rank_info(rank: int | None, size: int | None, address: str | None, variables: Mapping[str, str]) -> RankInfo:
-    """Return the rank info of the arguments; arguments that are None come from the launcher's environment.
+    """Return the rank info from arguments; arguments of None come from the launcher's environment.
 
     MASTER_ADDR and MASTER_PORT override the address that the launcher's environment gives. Under MPICH, Intel MPI and
     MVAPICH the port is required, as nothing else names the job.
@@ -55,7 +55,7 @@ def find_rank_info(rank: int | None, size: int | None, address: str | None, vari
 
 
 def _hint(variables: Mapping[str, str]) -> str:
-    """Return what is missing in an environment that is almost one of a rank."""
+    """Return the missing variables of an incomplete environment of a rank."""
     if "GANGLINE_SIZE" not in variables:
         for name in ("JOB_COMPLETION_INDEX", "PMIX_RANK"):
             if name in variables:

@@ -84,13 +84,13 @@ class Rendezvous:
             raise
 
     def interface(self) -> str:
-        """Return the address by which other hosts reach this host."""
+        """Return the address of this host for other hosts."""
         if self.host == LOOPBACK:
             return LOOPBACK
         return local_address(self.host)
 
     def fail(self) -> None:
-        """Make the next rendezvous of this process at this address another attempt at the same job."""
+        """Let the next rendezvous of this process at this address retry the same job."""
         if self._all_gather is not None:
             _next_jobs[self.host, self.port] = _JobAttempt(self._job, self._all_gather.attempt + 1)
 
@@ -130,7 +130,7 @@ class _JobAttempt(NamedTuple):
 
 
 _next_jobs: dict[tuple[str, int], _JobAttempt] = {}
-"""Job that this process joins next at each address, numbered from 0."""
+"""Number, from 0, of the next job of this process at each address."""
 _served_stores: dict[tuple[str, int], _AnyStore] = {}
 _agent_stores: dict[tuple[str, int], _AnyStore] = {}
 """Connections to the stores of torchrun's agents, which outlive this process. torch 2.13 asks the DNS for the names of
@@ -181,13 +181,13 @@ def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
 
 
 def number_hosts(identities: Sequence[object]) -> tuple[int, ...]:
-    """Number the hosts of ranks, given each one's identity, from 0 in the order of their first ranks."""
+    """Number the hosts of ranks, given their identities, from 0 in the order of their first ranks."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 
 
 def host_identity() -> str:
-    """Return a text that processes have in common if they share a kernel and its network, pid and mount namespaces.
+    """Return a text that is equal for processes that share a kernel and its network, pid and mount namespaces.
 
     Between such processes, loopback, ``/proc/PID/fd`` and sockets in the file system work. A container with namespaces
     of its own is therefore a host of its own.
@@ -196,7 +196,7 @@ def host_identity() -> str:
 
 
 def time_limit(timeout: float | None) -> float:
-    """Return a time limit in seconds: ``timeout``, or that of GANGLINE_TIMEOUT if it is None.
+    """Return a time limit in seconds: ``timeout``, or GANGLINE_TIMEOUT if None.
 
     Raises:
         ValueError: if ``timeout`` is not above 0.

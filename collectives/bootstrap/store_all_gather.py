@@ -22,7 +22,7 @@ from gangline.collectives.liveness.process_state import state_of, this_process
 
 _log = logging.getLogger("gangline")
 _MARK = b"gangline-key"
-"""Beginning of a blob with a code; msgpack's lists begin otherwise."""
+"""Prefix of a blob with a code; msgpack's lists begin differently."""
 _CODE_BYTES = _NONCE_BYTES = 32
 _SAME_KEY = f"{FILE} must name a file with the same key, and GANGLINE_JOB_ID be equal, in every process of the job"
 
@@ -71,7 +71,7 @@ class StoreAllGather:
         self._rounds = itertools.count()
         self._key = key
         self._session = b""
-        """Random numbers of all ranks, which no other group has."""
+        """Random numbers of all ranks, unique to the group."""
         self._processes: list[list[str | int]] = []
 
     def __call__(self, blob: bytes) -> list[bytes]:
@@ -88,7 +88,7 @@ class StoreAllGather:
         if self._key is not None and not self._session:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             nonces = self._authentic_gather(self._key, nonce)
-            nonces[self._rank] = nonce  # not what the store holds, which may be repeated from an earlier job
+            nonces[self._rank] = nonce  # not the stored value, which may be replayed from an earlier job
             self._session = b"".join(nonces)
         if not self._processes:
             gathered = [msgpack.unpackb(one) for one in self._checked_gather(msgpack.packb([this_process(), blob]))]
@@ -135,7 +135,7 @@ class StoreAllGather:
                     if self._wait(blob_keys, begin, next_attempt=self.attempt + 1 if number == 0 else None):
                         break
                 except StallError:
-                    self._delete(blob_keys[self._rank])  # so that no late rank takes this one as present
+                    self._delete(blob_keys[self._rank])  # so that late ranks do not see this rank as present
                     raise
                 self.attempt += 1
             blobs = [bytes(one) for one in self._store.multi_get(blob_keys)]
@@ -150,7 +150,7 @@ class StoreAllGather:
         return blobs
 
     def _delete(self, key: str) -> None:
-        """Delete a key if the store can; one of a user's own may not."""
+        """Delete a key if the store supports it; a user's store may not."""
         try:
             self._store.delete_key(key)
         except DistNetworkError:
@@ -203,14 +203,14 @@ class StoreAllGather:
 
     def _check_alive(self, keys: list[str]) -> None:
         dead = {rank for rank, process in enumerate(self._processes) if not state_of(process)}
-        missing = dead.intersection(self._missing(keys) if dead else ())  # a rank may have reached it before it died
+        missing = dead.intersection(self._missing(keys) if dead else ())  # a rank may have set its key before it died
         if missing:
             raise DeadNodeError(f"{name_ranks(missing)} of {self._size} died before all had joined at {self._where}")
 
 
 @contextmanager
 def store_errors(rank: int, size: int, server: str) -> Iterator[None]:
-    """Raise DeadNodeError in place of torch's DistNetworkError."""
+    """Raise DeadNodeError instead of torch's DistNetworkError."""
     try:
         yield
     except DistNetworkError as error:

@@ -1,4 +1,4 @@
-"""Key-value store of the ranks of one host, which rank 0 serves at a Unix socket, in place of torch's TCPStore."""
+"""Key-value store for ranks of one host, served by rank 0 on a Unix socket, instead of torch's TCPStore."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServedStore:
             return all(key in self._values for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys; each must have one."""
+        """Return the values of keys; all keys must exist."""
         with self._lock:
             return [self._values[key] for key in keys]
 
@@ -72,7 +72,7 @@ class ServedStore:
         self._listener.close()
 
     def leave_to_parent(self) -> None:
-        """Close the listener in a forked process, which would keep the name in use after the parent's end."""
+        """Close the listener in a forked process, where it would keep the name in use after the parent's end."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class UnixStore:
-    """Store that another process of this host serves; methods as of `ServedStore`.
+    """Store that another process of this host serves; methods as in `ServedStore`.
 
     Args:
         name: of the Unix socket.

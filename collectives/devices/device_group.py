@@ -181,7 +181,7 @@ class DeviceGroup:
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Check that there is a tensor for each device; shape and dtype are None for those of the first one."""
+        """Check that there is a tensor for each device; a shape or dtype of None is that of the first tensor."""
         if len(tensors) != self.size:
             raise ValueError(f"{name} has {len(tensors)} entries for {self.size} devices")
         for position, (tensor, device) in enumerate(zip(tensors, self.devices, strict=True)):

@@ -1,11 +1,10 @@
 """Selection between NCCL and host memory for a communicator's collectives on GPU tensors.
 
 The ranks decide once, together, in the first call in which a rank's tensor is on a GPU. A rank whose tensor is on the
-CPU makes an ordinary call and takes no part in the decision. So ranks with a GPU tensor publish, through the
-membership, that they are at the call and propose a decision, without disturbing ordinary calls. They wait until all
-ranks have proposed, or one is seen in an ordinary call: then everything uses host memory from then on. If all have
-proposed, they exchange the data that NCCL needs. Every later call begins with a check that all tensors are on the
-agreed GPUs. The check also detects ranks that are dead or at another call before the GPUs wait for each other.
+CPU makes an ordinary call and takes no part in the decision. Ranks with a GPU tensor therefore propose NCCL through the
+membership, which does not disturb ordinary calls. If a rank makes an ordinary call instead, all later calls use host
+memory. If all ranks propose, they exchange the data that NCCL needs. Every later call first checks that all tensors are
+on the agreed GPUs, and so detects dead ranks and mismatched calls before the GPUs wait for each other.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NUMBERS = _PROPOSED - 1
 _PAUSE_SECONDS = 0.001
 _CHECK_SECONDS = 0.01
 _IDLE_SECONDS = 1.0
-"""Time without a call after which the thread that watches calls ends: to start one costs as much as a call."""
+"""Idle time after which the watching thread ends: starting a thread costs as much as a call."""
 
 
 class NcclSelection:
@@ -49,7 +48,7 @@ class NcclSelection:
 
     def __init__(self, engine: Engine, host: HostCollectives) -> None:
         self.nccl: NcclCommunicator | None = None
-        """Communicator for the calls, once the ranks have chosen NCCL."""
+        """NCCL's communicator, once the ranks have chosen NCCL."""
         self._engine = engine
         self._host = host
         self._is_decided = False
@@ -57,7 +56,7 @@ class NcclSelection:
         self._device = torch.device("cpu")
         self._binding: Binding | None = None
         self._lock = threading.Lock()  # guards _binding, _running and _thread
-        self._calling = threading.Lock()  # held in calls of the binding, of which NCCL allows one at a time
+        self._calling = threading.Lock()  # held in calls of the binding: NCCL allows one at a time
         self._running: list[tuple[torch.cuda.Event, int]] = []  # after each call that the GPU runs, and its code
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -69,8 +68,8 @@ class NcclSelection:
 
         Args:
             code: `CallSignature.code`.
-            tensors: this rank's tensor; or several, all of dtypes that NCCL knows and not empty, for calls that it
-                launches together.
+            tensors: this rank's tensor; or several that are not empty and of NCCL's dtypes, for calls launched as a
+                group.
 
         Raises:
             GanglineError: if a rank is dead, late or in another call.
@@ -96,12 +95,12 @@ class NcclSelection:
         return all(one.device == self._device and (is_alone or one.is_contiguous()) for one in tensors)
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether this rank's calls on some tensors use NCCL, if those of the others do."""
+        """Return whether this rank's calls on ``tensors`` use NCCL, provided that the other ranks' calls do."""
         return self.nccl is not None and bool(tensors) and self._all_here(tensors) and all(map(is_known, tensors))
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Make calls for which each rank has told all others that `takes` is true: they do not ask each other again."""
+        """Skip the check before each call in this context: all ranks already know that `takes` is true."""
         self._has_agreed = True
         try:
             yield
@@ -133,7 +132,7 @@ class NcclSelection:
             raise self._engine.failed(error, code) from None
 
     def _watch_call(self, code: int) -> None:
-        """Watch a call that was enqueued on the current stream, in which NCCL would wait forever for a dead rank."""
+        """Watch a call on the current stream, because NCCL would wait forever for a dead rank."""
         event = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
             self._running.append((event, code))
@@ -144,8 +143,7 @@ class NcclSelection:
     def abort(self) -> None:
         """Abort the calls that run on this rank's GPU; callable from any thread, after `Engine.end`.
 
-        A thread that is inside NCCL has 5 s to leave it. If it waits there for a rank that is gone, only the abort ends
-        its call.
+        A thread inside NCCL has 5 s to leave it; if it waits there for a rank that is gone, the abort ends its call.
         """
         with self._lock:
             binding, self._binding = self._binding, None
@@ -209,7 +207,7 @@ class NcclSelection:
             self._engine.hold()  # all calls pass `choose`
 
     def _all_on_gpus(self, code: int) -> bool:
-        """Return whether every rank is at this call with a tensor on a GPU; all ranks get the same answer."""
+        """Return whether all ranks make this call with a tensor on a GPU; the result is the same on all ranks."""
         engine = self._engine
         resources = engine.resources
         engine.check_open()
@@ -227,7 +225,7 @@ class NcclSelection:
             return is_agreed
 
     def _wait_for_proposals(self, number: int, flag: int, code: int) -> bool:
-        """Propose and wait until all ranks have; return whether none was seen in an ordinary call."""
+        """Propose NCCL and wait; return True if all ranks propose, False if a rank makes an ordinary call."""
         resources = self._engine.resources
         others = [rank for rank in range(resources.size) if rank != resources.rank]
         passed: set[int] = set()
@@ -268,7 +266,7 @@ class NcclSelection:
         return (made.result(), "") if error is None else (None, f"{type(error).__name__}: {error}")
 
     def _watch(self) -> None:
-        """Check, while the GPU runs calls, that they can end."""
+        """Check that running calls can end."""
         torch.cuda.set_device(self._device)  # a thread begins on GPU 0, where a query would take memory
         _allow_queries_during_capture()
         watchdog = self._engine.resources.watchdog.another()
@@ -315,7 +313,7 @@ _warned: set[str] = set()
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Return whether NCCL can send such a tensor: the same on all ranks."""
+    """Return whether NCCL supports the tensor; the result is the same on all ranks."""
     return tensor.dtype in NCCL_DTYPES and tensor.numel() > 0
 
 

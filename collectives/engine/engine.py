@@ -32,10 +32,10 @@ from gangline.collectives.work import Work, WorkQueue
 _GATHER_SECONDS = 0.6
 """Time for the other ranks to report their call after a message of another call has arrived."""
 _TURN_SECONDS = 0.1
-"""Additional time for each rank above 0, so that one rank reports the mismatch and the others repeat its error."""
+"""Additional time per rank number, so that one rank reports a mismatch and the others repeat its error."""
 _MOST_TURNS = 16
 _RUNNING_SECONDS = 0.0001
-"""Pause between looks at a collective of another thread."""
+"""Polling interval for a collective of another thread."""
 
 
 class GroupSettings(NamedTuple):
@@ -101,7 +101,7 @@ class Engine:
         """Held by the thread that runs a collective, unless `gangline._core` runs it."""
         self.queue = WorkQueue(counter=self._words[core.QUEUED : core.QUEUED + 1])
         self.is_inherited = False
-        """True in a process forked from the one that opened the communicator, whose sockets it must not use."""
+        """True in a fork of the process that opened the communicator; a fork must not use its sockets."""
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
         self._faults = script_of("rank", resources.rank)
@@ -152,7 +152,7 @@ class Engine:
         return work
 
     def status(self) -> Part:
-        """Return what this communicator does, for `gangline status`."""
+        """Return this communicator's state, for `gangline status`."""
         resources = self.resources
         return {
             "part": "communicator",
@@ -177,7 +177,7 @@ class Engine:
 
     @contextmanager
     def call(self, code: int) -> Iterator[MessageTag]:
-        """Begin a collective and yield its tag. An error inside the section ends the communicator on all ranks.
+        """Begin a collective and yield its tag. An error in this context ends the communicator on all ranks.
 
         Raises:
             GanglineError: if the communicator has failed before, or fails now.
@@ -224,7 +224,7 @@ class Engine:
         """Take the lock and run a collective by `call_compiled`, which has the arguments.
 
         Returns:
-            False, with nothing done, if `gangline._core` does not know such a call, or after an error.
+            False, without effect, if `gangline._core` does not support the call, or after an error.
 
         Raises:
             GanglineError: if the communicator fails now.
@@ -282,7 +282,7 @@ class Engine:
         return error
 
     def refuse(self, call: str, error: BaseException) -> None:
-        """Count a collective that this rank does not begin because of an error; ranks that wait in it raise it.
+        """Count a collective that this rank does not begin because of ``error``; ranks that wait in it raise the error.
 
         If all ranks refuse it, the communicator stays usable.
         """
@@ -344,7 +344,7 @@ class Engine:
         return mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
 
     def close(self) -> None:
-        """Finish submitted operations, tell the other ranks that this one closes, and release all resources."""
+        """Finish submitted operations, announce the end to the other ranks, and release all resources."""
         withdraw(self)
         self.queue.close()
         self.call_compiled = _decline  # which refers to this engine
@@ -354,10 +354,10 @@ class Engine:
             transport.close()
 
     def finalize(self) -> None:
-        """Close a communicator that the user did not close; if a call is still running, close only its membership.
+        """Close a communicator that the user did not close; close only its membership if a call is still running.
 
-        Pending messages are flushed, and the other ranks do not report this rank as killed. A forked process leaves all
-        of it to its parent.
+        Pending messages are flushed, and the other ranks do not report this rank as killed. A forked process does
+        nothing.
         """
         if self.is_inherited:
             return
@@ -380,8 +380,8 @@ class Engine:
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:
         """Return the error for a message of another call.
 
-        It names the calls of all ranks if they report them in time. Otherwise it is the error of another rank, or one
-        that names the message's call and this rank's.
+        The error names the calls of all ranks if they report them in time. Otherwise it is another rank's error, or
+        names the message's call and this rank's call.
         """
         until = time.monotonic() + _GATHER_SECONDS + _TURN_SECONDS * min(self.resources.rank, _MOST_TURNS)
         try:
@@ -396,7 +396,7 @@ class Engine:
 
 
 class _CallLock:
-    """Lock of an engine's collectives; those that `gangline._core` runs without it are waited for."""
+    """Lock of an engine's collectives; acquiring it waits for collectives that `gangline._core` runs without it."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -425,7 +425,7 @@ class _CallLock:
 
 
 class _RecordedLock(_CallLock):
-    """The same, which records each collective as a span of the timeline."""
+    """Call lock that records each collective as a span of the timeline."""
 
     def __init__(self, engine: Engine, timeline: Timeline, words: memoryview) -> None:
         super().__init__(words)

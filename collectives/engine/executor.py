@@ -46,7 +46,7 @@ class AllToAllChunks(Chunks):
     """Chunks of an all-to-all: chunk ``i * size + j`` is the row that rank i sends to rank j."""
 
     def __init__(self, rank: int, size: int, sent: Tensor, received: Tensor) -> None:
-        """Use two contiguous (size, n) tensors: the rows that this rank sends, and those that it receives."""
+        """Use two contiguous (size, n) tensors: the rows that this rank sends, and the rows that it receives."""
         self._rank, self._size = rank, size
         self._sent, self._received = sent, received
 
@@ -61,7 +61,7 @@ class AllToAllChunks(Chunks):
 
 
 class MisplacedMessageError(GanglineError):
-    """A message of another call than this rank's; the engine turns it into a `MismatchError`."""
+    """A message of a different call; the engine turns it into a `MismatchError`."""
 
     def __init__(self, source: int, message_tag: MessageTag) -> None:
         super().__init__(f"rank {source} sent a message of call {message_tag.sequence}")

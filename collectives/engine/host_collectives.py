@@ -29,7 +29,7 @@ from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
-_TRIAL_CALLS = 16  # of which one tries the slower way, if that is nearly as fast
+_TRIAL_CALLS = 16  # one of them tries the slower way, if that is nearly as fast
 _MOST_SLOT_VIEWS = 4096
 _NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a tensor with storage"
 
@@ -37,8 +37,8 @@ _NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a te
 class HostCollectives:
     """Collectives of one rank, on tensors of any layout on the CPU or a GPU.
 
-    The methods have the names of `NcclCommunicator`'s. They take the call's code (`encode_signature`) and then the
-    same arguments: tensors and options that have been checked.
+    Methods have the names of `NcclCommunicator`. They take the call's code (`encode_signature`) and then the same
+    arguments: checked tensors and options.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -217,7 +217,7 @@ class HostCollectives:
         write_back(result, out)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called `barrier`."""
         self._synchronize(encode_signature("barrier", 0, torch.uint8, None, None))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -249,7 +249,7 @@ class HostCollectives:
         """Reduce a tensor above a slot: in chunks through the slots, or by the schedule, as rank 0 chooses.
 
         Chunks are two to three times as fast on idle cores, and slower where ranks wait for a core after each chunk.
-        For two ranks, which add in either order, both ways have the same bits.
+        Both ways give the same bits for two ranks, because addition is commutative.
         """
         engine, slot_exchange = self._engine, self._slot_exchange
         assert isinstance(slot_exchange, CompiledSlotExchange)
@@ -315,11 +315,11 @@ class Costs:
         self._calls += 1
         if not self._seconds[best]:
             return best
-        period = _TRIAL_CALLS * self._seconds[1 - best] / self._seconds[best]  # the worse a way, the rarer its trials
+        period = _TRIAL_CALLS * self._seconds[1 - best] / self._seconds[best]  # slower ways are tried less often
         return 1 - best if self._calls % int(period) == 0 else best
 
     def note(self, way: int, seconds: float) -> None:
-        """Count a call's time; a single slow one counts little."""
+        """Record a call's time; outliers have little weight."""
         known = self._seconds[way]
         self._seconds[way] = seconds if not known or seconds < known else known + (min(seconds, 2 * known) - known) / 4
 

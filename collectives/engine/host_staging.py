@@ -18,7 +18,7 @@ _is_cuda = attrgetter("is_cuda")
 def data_of(tensor: Tensor) -> Tensor:
     """Return the tensor without its autograd history, and writable outside of inference mode.
 
-    Writing it does not change the tensor's autograd version: what backward has saved stays valid, as with gloo.
+    Writing to it does not change the tensor's autograd version, so saved tensors stay valid, as with gloo.
     """
     if tensor.is_inference():
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -46,8 +46,8 @@ def as_plain(tensor: Tensor) -> Tensor:
 def flat_values(tensor: Tensor) -> Tensor:
     """Return the values as a contiguous 1-d host tensor: a view if possible, else a copy.
 
-    For a GPU tensor the call waits for the copy, which follows the work on the GPU's current stream. Other streams are
-    not waited for.
+    For a GPU tensor the call waits for the copy, which is enqueued on the GPU's current stream. It does not wait for
+    other streams.
     """
     data = data_of(tensor)
     if not data.is_cuda:
@@ -69,8 +69,8 @@ def flat_buffer(tensor: Tensor) -> Tensor:
 def write_back(tensor: Tensor, flat: Tensor) -> None:
     """Copy the result of `flat_values` or `flat_buffer` into its tensor, unless it is a view of it.
 
-    The copy to a GPU tensor is not waited for: ``flat`` must not change, and later work on the GPU's current stream
-    sees the values.
+    The copy to a GPU tensor is asynchronous: ``flat`` must not change, and later work on the GPU's current stream sees
+    the values.
     """
     data = data_of(tensor)
     if data.is_cuda:
@@ -120,14 +120,14 @@ def overlap(read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor into one of its shape, whose memory may overlap its own."""
+    """Copy a tensor into another tensor of its shape; their memory may overlap."""
     data, values = data_of(target), data_of(source)
     is_same = data.data_ptr() == values.data_ptr() and data.stride() == values.stride()
     data.copy_(values if is_same or not overlap([values], [data]) else values.clone())
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte and that after its last one; (0, 0) if it is empty."""
+    """Return the addresses of a tensor's first byte and behind its last byte; (0, 0) if it is empty."""
     if not tensor.numel():
         return 0, 0
     begin = tensor.data_ptr()

@@ -29,7 +29,7 @@ class ReceiveWork(Work):
     """Handle of a receive."""
 
     source = -1
-    """Rank that has sent the message, once it has arrived."""
+    """Rank that sent the message; -1 until the message has arrived."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +44,7 @@ class _PendingSend:
 class _PendingReceive:
     tensor: Tensor
     sources: tuple[int, ...]
-    """Ranks any of which may send it."""
+    """Ranks that may send the message."""
     message_tag: MessageTag
     work: ReceiveWork
     recv_code: int
@@ -53,7 +53,7 @@ class _PendingReceive:
     """Section that writes a GPU tensor, ordered after the work on the caller's streams; None for a CPU tensor."""
 
     def take(self, write: Callable[[Tensor], None]) -> None:
-        """Write the tensor by a function that gets a contiguous 1-d host tensor."""
+        """Let ``write`` fill a contiguous 1-d host tensor, and store the values in the tensor."""
         with self.section or nullcontext():
             flat = flat_buffer(self.tensor)
             write(flat)
@@ -72,7 +72,7 @@ class _EarlyMessage:
 
 
 class PointToPoint:
-    """Messages of one rank. A background thread moves them while asynchronous ones are pending, else the caller."""
+    """Messages of one rank, moved by a background thread while asynchronous ones are pending, else by the caller."""
 
     def __init__(self, engine: Engine) -> None:
         resources = engine.resources
@@ -97,7 +97,7 @@ class PointToPoint:
         with self._lock:
             self._check_open()
             self._time_oldest()
-            if self._timed is None:  # the transport may find out in `send` that the other rank is gone
+            if self._timed is None:  # `send` may detect that the other rank is gone
                 self._watchdog.begin(0, code)
             with self._end_on_error(code):
                 request = self._transport.send(to, flat.view(torch.uint8), MessageTag(tag, code))
@@ -109,7 +109,7 @@ class PointToPoint:
             return work
 
     def receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> ReceiveWork:
-        """Start to receive into a tensor, from whichever of these ranks sends first."""
+        """Start to receive into a tensor, from the first of these ranks that sends."""
         self._engine.check_open()
         code = encode_signature("send", tensor.numel(), tensor.dtype, None, None)
         section = self._side_streams.behind_caller([tensor]) if tensor.is_cuda else None
@@ -138,7 +138,7 @@ class PointToPoint:
         try:
             if self._thread is None:
                 self._progress_until(work.is_completed)
-            else:  # it ends when no message is pending
+            else:  # the thread ends when no message is pending
                 work.wait()
         except GanglineError:
             raise
@@ -181,7 +181,7 @@ class PointToPoint:
                 self._thread = None
 
     def _wake_thread(self) -> None:
-        """Make a sleeping background thread look at the pending messages; the caller holds the lock."""
+        """Wake the background thread to check the pending messages; the caller holds the lock."""
         if self._thread is not None:
             self._transport.wake()
 
@@ -208,14 +208,14 @@ class PointToPoint:
         wait_until(progress, lambda _: self._pause(sleep, seconds), self._check_waits)
 
     def _pause(self, sleep: Callable[[float], None], seconds: float) -> None:
-        """Sleep; for 0 s at first, which lets another thread or process send a message."""
+        """Sleep; at first for 0 s, which yields to other threads and processes."""
         sleep(seconds)
 
     def _check_waits(self) -> None:
-        """Check that waiting makes sense."""
+        """Check that the ranks that pending messages wait for are alive."""
         with self._lock:
             peers = [one.to for one in self._sends]
-            for one in self._receives:  # of several ranks, those that have left regularly are not needed
+            for one in self._receives:  # a receive from several ranks does not need ranks that have left regularly
                 peers += [source for source in one.sources if self._gone.get(source) != CLOSED] or one.sources
             if not peers:
                 return
@@ -225,7 +225,7 @@ class PointToPoint:
 
     @contextmanager
     def _end_on_error(self, code: int) -> Iterator[None]:
-        """End the communicator on all ranks if the section, which handles the message of a call, raises any error."""
+        """End the communicator on all ranks after any error in this context, which handles a call's message."""
         try:
             yield
         except BaseException as error:  # of the system or of torch too: a message may be half read
@@ -263,7 +263,7 @@ class PointToPoint:
         for sent in [one for one in self._sends if one.request.is_done()]:
             self._sends.remove(sent)
             sent.work.complete()
-        # receives that could take the same message, by source and tag, take it in the order of their calls
+        # receives that match the same message take it in the order of their calls
         awaited: defaultdict[int, set[int]] = defaultdict(set)
         for receive in list(self._receives):
             of_tag = awaited[receive.message_tag.sequence]
@@ -274,7 +274,7 @@ class PointToPoint:
         return len(self._sends) + len(self._receives) < before
 
     def _time_oldest(self) -> None:
-        """Start timing a pending message, if the watchdog times none that is still pending."""
+        """Start timing a pending message, unless the watchdog already times a pending message."""
         if self._timed is not None and not self._timed.is_completed():
             return
         pending: list[tuple[Work, int]] = [(one.work, one.recv_code) for one in self._receives]
@@ -284,7 +284,7 @@ class PointToPoint:
             self._watchdog.begin(0, self._timed_code)
 
     def _take_message(self, receive: _PendingReceive, source: int) -> bool:
-        """End a receive if its message has come from a rank; return whether it had. Keep other messages."""
+        """Complete a receive if its message from a rank has arrived; return whether it had. Keep other messages."""
         early = self._early.setdefault(source, deque())
         for message in early:
             if message.message_tag.sequence == receive.message_tag.sequence:

@@ -60,9 +60,9 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def as_sent(own: Tensor, op: str) -> Tensor:
-    """Return a rank's values in the dtype in which partial results are sent on: float32 for a mean of float16.
+    """Return a rank's values in the dtype of partial results: float32 for a mean of float16.
 
-    A partial sum above 65,504 would be infinite in float16. Other dtypes have the range to divide the sum.
+    A partial sum above 65,504 would overflow float16 before the division. Other dtypes have enough range.
     """
     return own.float() if op == "mean" and own.dtype == torch.float16 else own
 

@@ -15,7 +15,7 @@ from gangline.collectives.errors import MismatchError
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 
 _INLINE_BYTES = 1 << 18
-"""Bytes of a rank's rows up to which they are copied into its slot; larger rows are read from its own memory."""
+"""Maximum bytes of a rank's rows that are copied into its slot; larger rows are read from its own memory."""
 _CACHE_LINE = 64  # bytes
 _Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
@@ -48,7 +48,7 @@ class UnevenAllToAll:
         """
         rows = [flat_values(tensor) for tensor in tensors]
         outs = [flat_buffer(result) for result in results]
-        if overlap(rows, outs):  # rows arrive in any order, but are copied from new memory in that of the ranks
+        if overlap(rows, outs):  # rows arrive in any order; new memory lets them be copied in rank order
             outs = [torch.empty_like(out) for out in outs]
         counts = [row.numel() for row in rows]
         sizes = [*counts, *(out.numel() for out in outs)]
@@ -85,7 +85,7 @@ class UnevenAllToAll:
         published: Sequence[Tensor],
         message_tag: MessageTag,
     ) -> None:
-        """Copy the rows for this rank out of the slots, and exchange those that are not in slots."""
+        """Copy this rank's rows out of the slots, and exchange rows that are not in slots."""
         rank, size, transport = self._rank, self._size, self._transport
         is_published = table[:, -1].tolist()
         begins = table[:, :rank].sum(axis=1).tolist()
@@ -127,7 +127,7 @@ def _mismatch(table: _Table) -> MismatchError | None:
     """Return the error for the first row whose sender and receiver disagree about its size.
 
     Args:
-        table: for each rank, the elements that it sends to each rank, those that it expects from each, and a flag.
+        table: for each rank, the elements sent to each rank, the elements expected from each rank, and a flag.
     """
     size = len(table)
     sent, expected = table[:, :size], table[:, size : 2 * size].T

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from gangline.collectives.environments.environment import LauncherEnvironment, number, port_from
 
 _RESERVED_STEP = 0xFFFFFFF0
-"""First of the ids that Slurm gives to its own steps: batch script, interactive shell, external processes."""
+"""First id of Slurm's own steps: batch script, interactive shell, external processes."""
 _KUBERNETES_PORT = 29500
-"""Port of rank 0 in its pod, which has an address of its own; torchrun's default."""
+"""Port of rank 0 in its pod, which has a separate address; torchrun's default."""
 
 
 class Torchrun(LauncherEnvironment):
@@ -225,7 +225,7 @@ ENGINES: tuple[type[LauncherEnvironment], ...] = (
     Slurm,
     Pmi,  # srun sets PMI's variables too
     Pmix,
-    Pet,  # the rest number hosts: a launcher within a host comes before them
+    Pet,  # the others number hosts: a launcher within a host comes before them
     SkyPilot,
     Kubernetes,
 )

@@ -1,4 +1,4 @@
-"""`LauncherEnvironment`: the base class of what is read from a launcher's variables."""
+"""`LauncherEnvironment`: the base class of launcher environments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LauncherEnvironment:
         return self._optional(self.node_rank_names, least=0)
 
     def host(self) -> str | None:
-        """Return the address of rank 0 if MASTER_ADDR does not name it; None if the launcher does not tell it."""
+        """Return the address of rank 0 if MASTER_ADDR does not name it; None if the launcher does not set it."""
         return None
 
     def port(self) -> int | None:

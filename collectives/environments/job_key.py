@@ -1,4 +1,4 @@
-"""The key of a job: a secret that all its processes share, by which they admit each other's connections."""
+"""The key of a job: a secret shared by all its processes that authenticates their connections."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class JobKey:
         return self._secret.hex()
 
     def mac(self, label: str, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of a label and parts under this key, 32 bytes; each label is a use of its own."""
+        """Return the HMAC-SHA256 of a label and parts under this key, 32 bytes; labels separate uses."""
         code = hmac.new(self._secret, label.encode(), hashlib.sha256)
         for part in parts:  # with their lengths: moving a byte from one part to the next changes the code
             code.update(len(part).to_bytes(8, "big") + part)
         return code.digest()
 
     def job_id(self) -> str:
-        """Return an identifier that is the same for all processes with this key and says nothing about it."""
+        """Return an identifier that is equal for all processes with this key and does not reveal the key."""
         return self.mac("gangline job id 1").hex()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -116,7 +116,7 @@ def job_key() -> JobKey | None:
 
 
 def take_descriptor() -> None:
-    """Read and close the inherited descriptor now, if there is one; `job_key` raises what goes wrong."""
+    """Read and close the inherited descriptor now, if any; `job_key` raises errors."""
     with _Inherited.lock:
         number = os.environ.pop(DESCRIPTOR, None)
         if number is None:
@@ -150,7 +150,7 @@ def open_descriptor(key: JobKey) -> int:
 
 @contextmanager
 def inherited_key(key: JobKey | None) -> Iterator[tuple[dict[str, str], list[int]]]:
-    """Open the descriptor of a key while child processes are started; None: of no key.
+    """Open the descriptor of a key while child processes are started; None: no key.
 
     Yields:
         Environment variable of the children, and ``pass_fds`` of subprocess.

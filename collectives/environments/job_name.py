@@ -12,7 +12,7 @@ _STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WO
 
 
 def job_name(variables: Mapping[str, str] | None = None, parent: int | None = None) -> str:
-    """Return a text that the processes of a job on this host have in common, and other jobs do not.
+    """Return a text that is equal for all processes of a job on this host and differs between jobs.
 
     Args:
         variables: environment of a process; None: that of this one.

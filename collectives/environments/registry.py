@@ -35,7 +35,7 @@ def register(environment: _AnyEnvironment) -> _AnyEnvironment:
 
 
 def registered() -> Iterator[type[LauncherEnvironment]]:
-    """Yield the known environments in the order in which they are asked, the innermost launcher first.
+    """Yield the known environments in search order, the innermost launcher first.
 
     Raises:
         RuntimeError: if an entry point of the group ``gangline.environments`` cannot be imported.

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 
 RESTART = "GANGLINE_RESTART"
-"""Variable with the number of times that the job was started again."""
+"""Variable with the number of restarts of the job."""
 RUN_ID = "GANGLINE_RUN_ID"
-"""Variable with a name of the job that is the same in all its starts."""
+"""Variable with a name of the job that restarts do not change."""
 
 
 INCARNATION = "GANGLINE_INCARNATION"
-"""Variable with the number of times that this process alone was started again."""
+"""Variable with the number of restarts of this process alone."""
 PROCESS_RESTARTS = "GANGLINE_RESTART_PROCESSES"
-"""Variable with the number of processes that the launcher starts again while the job runs."""
+"""Variable with the number of processes that the launcher may restart while the job runs."""
 
 ELASTIC = "GANGLINE_ELASTIC"
-"""Variable with the least and the most workers of an elastic job, such as 1:4."""
+"""Variable with the minimum and maximum number of workers of an elastic job, such as 1:4."""
 
 LEAVING = "GANGLINE_LEAVING"
-"""Variable of a worker that was started again: 1 if it had been asked to leave."""
+"""Variable of a restarted worker: 1 if it had been asked to leave."""
 
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 """Variable of the scheduler: a pipe to which it writes a line for each process that has left, such as "worker 1", and
@@ -27,11 +27,11 @@ LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 LOST = b"!"
 
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
-"""Variable of a process that may be started again: descriptor of the memory in which its state outlives it."""
+"""Variable of a process that may be restarted: descriptor of memory in which its state outlives it."""
 
 
 def incarnation() -> int:
-    """Return how often this process was started again while its job ran on; 0 in its first start.
+    """Return the number of restarts of this process alone; 0 in its first start.
 
     Raises:
         ValueError: if the variable is not a number.
@@ -40,7 +40,7 @@ def incarnation() -> int:
 
 
 def elastic_bounds() -> tuple[int, int] | None:
-    """Return the least and the most workers of an elastic job; None if the job has always the same workers.
+    """Return the minimum and maximum number of workers of an elastic job; None if the job is not elastic.
 
     Raises:
         ValueError: if the variable is malformed.
@@ -50,7 +50,7 @@ def elastic_bounds() -> tuple[int, int] | None:
 
 
 def parse_bounds(words: str, what: str) -> tuple[int, int]:
-    """Return the least and the most workers in words such as 1:4.
+    """Parse the minimum and maximum number of workers from words such as 1:4.
 
     Raises:
         ValueError: if they are no such numbers; ``what`` names them.
@@ -62,7 +62,7 @@ def parse_bounds(words: str, what: str) -> tuple[int, int]:
 
 
 def restart_number() -> int:
-    """Return how often the job was started again, by `gangline launch` or by torchrun; 0 in its first start.
+    """Return the number of restarts of the job, by `gangline launch` or by torchrun; 0 in its first start.
 
     Raises:
         ValueError: if a variable is not a number.
@@ -78,7 +78,7 @@ def _number(name: str) -> int:
 
 
 def run_id() -> str | None:
-    """Return a name of the job that is the same in all its starts; None if its launcher gives none.
+    """Return a name of the job that restarts do not change; None if its launcher gives none.
 
     torchrun's own ids may be equal in different jobs ("none"), so this is the folder that its agent made for the
     workers' error files.

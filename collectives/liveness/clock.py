@@ -1,7 +1,7 @@
 """Clock offsets: the difference between this host's clock and that of rank 0 or of the scheduler.
 
-Method: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989. A time that another process has
-read between two of ours is that of their mean, give or take half of the time between them.
+Method: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989. A clock value that another
+process reads between two of our readings belongs to their mean, within half of the time between them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class ClockOffset:
         self._samples: deque[tuple[int, int]] = deque(maxlen=_SAMPLES)  # (error, offset)
 
     def add(self, before: int, theirs: int, after: int) -> None:
-        """Add a sample: the other process has read its clock after ``before`` and before ``after``, all in ns."""
+        """Add a sample: the other process read ``theirs`` between our ``before`` and ``after``, all in ns."""
         self._samples.append(((after - before + 1) // 2, theirs - (before + after) // 2))
         error, offset = min(self._samples)
         self._timeline.set_offset(offset, error)
 
 
 def clock_identity() -> str:
-    """Return a text that processes have in common if `time.monotonic_ns` is the same clock for them."""
+    """Return a text that is equal for processes that share the clock of `time.monotonic_ns`."""
     return kernel_identity("time")
 
 
 def measure_offsets(rank: int, exchange: BootstrapAllGather, timeline: Timeline | None) -> None:
     """Measure the offset to rank 0's clock. Collective.
 
-    Between two of its exchanges a rank knows that rank 0 has read its clock: after the first had begun, as that needs
-    all ranks, and before the second ended.
+    A rank knows that rank 0 read its clock after the rank's first exchange began, as that needs all ranks, and before
+    its second exchange ended.
     """
     clock = ClockOffset(timeline) if timeline is not None and rank else None
     before = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Membership: which ranks of a communicator are alive, and which call each one waits in."""
+"""Membership: which ranks of a communicator are alive, and which call each rank waits in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLOSED = "closed its communicator"
 """Why a rank that closed regularly is gone: an error only for ranks that still need it."""
 
 PROPOSALS = 1 << 61
-"""Announced numbers from here on are of calls that a rank only proposes to make (devices/nccl_selection.py)."""
+"""Announced numbers from here on belong to calls that a rank only proposes (devices/nccl_selection.py)."""
 
 LOST = "was killed or left: connection lost"
 _CLOSED_POLL_MS = 20
@@ -60,13 +60,13 @@ class Membership(ABC):
         """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only
         if they have to wait in it."""
         self.refusals: dict[tuple[int, int], str] = {}
-        """(rank, sequence) -> why another rank refused its call of that number; the latest `_MOST_REFUSALS`."""
+        """(rank, sequence) -> why another rank refused this call; the latest `_MOST_REFUSALS`."""
         self.failure: GanglineError | None = None
         """The first error that another rank reported, or the error that this rank aborted with."""
 
     @abstractmethod
     def poll(self, sequence: int, code: int) -> None:
-        """Announce the call that this rank waits in, if it is new, and read the others' messages. Never blocks.
+        """Announce the call that this rank waits in, if it is new, and read the other ranks' messages. Never blocks.
 
         Args:
             sequence: number of the call on its communicator; 0 for a point-to-point message, which is not announced.
@@ -75,11 +75,11 @@ class Membership(ABC):
 
     @abstractmethod
     def fail(self, error: GanglineError) -> None:
-        """Report an error to all ranks that can be reached. Never raises, never blocks."""
+        """Report an error to all reachable ranks. Never raises, never blocks."""
 
     @abstractmethod
     def refuse(self, sequence: int, reason: str) -> None:
-        """Report to all ranks that can be reached that this one does not make the call of a number. Never blocks."""
+        """Report to all reachable ranks that this rank does not make call ``sequence``. Never blocks."""
 
     def _add_refusal(self, rank: int, sequence: int, reason: str) -> None:
         self.refusals[rank, sequence] = reason
@@ -91,7 +91,7 @@ class Membership(ABC):
         return [f"rank {rank}" for rank in ranks]
 
     def process_here(self, rank: int) -> int | None:  # noqa: ARG002
-        """Return the process id of a rank that is another process of this host; None otherwise."""
+        """Return the process id of a rank in another process of this host; None for other ranks."""
         return None
 
     def abort(self, error: GanglineError) -> None:
@@ -105,7 +105,7 @@ class Membership(ABC):
 
 
 class GroupMembership(Membership):
-    """Membership of ranks that are processes, over connections that it may share with other groups.
+    """Membership of ranks in several processes, over connections that other groups may share.
 
     Args:
         connections: connections between the processes; they end when the last of their groups closes.
@@ -119,7 +119,7 @@ class GroupMembership(Membership):
         self.label = label
         self.numbers = {process: rank for rank, process in enumerate(ranks)}
         """Process -> its rank in this group."""
-        self._announced: dict[int, tuple[int, int]] = {}  # process -> the call that it was last sent
+        self._announced: dict[int, tuple[int, int]] = {}  # process -> the last call announced to it
         self._messages_again: dict[str, list[Any]] = {}  # by kind, for new connections
         connections.add(self)
 
@@ -169,18 +169,18 @@ class GroupMembership(Membership):
         with self.connections.lock:
             packed = self.packed([kind, *values])
             for connection in self.connections.of_group(self.label).values():
-                with suppress(zmq.ZMQError):  # the other peers must still be told
+                with suppress(zmq.ZMQError):  # the message must still reach the other peers
                     connection.send(packed)
 
     def close(self) -> None:  # noqa: D102
         self.connections.remove(self)
 
     def packed(self, message: list[Any]) -> bytes:
-        """Return a message of this group as it is sent."""
+        """Serialize a message of this group."""
         return bytes(msgpack.packb(["of", self.label, message] if self.label else message))
 
     def send_again(self, process: int, connection: PeerSocket) -> None:
-        """Send on a new connection again: messages on the previous one may be lost."""
+        """Repeat messages on a new connection: they may be lost on the previous one."""
         self._announced.pop(process, None)
         for message in self._messages_again.values():
             connection.send(self.packed(message))
@@ -208,7 +208,7 @@ class GroupMembership(Membership):
 
 
 class ProcessMembership(GroupMembership):
-    """Membership of all processes, which it connects; arguments and errors are those of `PeerConnections`."""
+    """Membership of all processes; opens the connections. Arguments and errors are those of `PeerConnections`."""
 
     def __init__(
         self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
@@ -221,7 +221,7 @@ class PeerConnections:
     """A socket to each peer, for the messages of a communicator and of those split from it.
 
     With tcp, ZeroMQ's I/O thread sends and expects heartbeats, so a rank that is busy in Python never counts as dead.
-    With ipc, there are none: the kernel reports dead and stopped processes of this host. Time until a rank is gone:
+    ipc needs no heartbeats: the kernel reports dead and stopped processes of this host. Time until a rank is gone:
 
     - killed, same host: at once, or after about 2 s if a forked child of it still runs
     - killed, another host: 1 s without reconnection
@@ -255,7 +255,7 @@ class PeerConnections:
         if self._has_heartbeats:
             options[int(zmq.HEARTBEAT_IVL)] = max(1, round(min(heartbeat, limit / 2) * 1000))
             options[int(zmq.HEARTBEAT_TIMEOUT)] = max(1, round(self._silence * 1000))
-        self._halted_since: dict[int, float] = {}  # peer -> when its process was first seen stopped or ended
+        self._halted_since: dict[int, float] = {}  # peer -> time at which its process was first found stopped or ended
         self.next_state_check = 0.0
         identity = msgpack.packb(this_process())
         self.peers = PeerSockets(
@@ -277,7 +277,7 @@ class PeerConnections:
         return [int(pid) for _, pid, _ in self._processes]
 
     def process_here(self, rank: int) -> int | None:
-        """Return the process id of a rank on this host; None if it is on another one."""
+        """Return the process id of a rank on this host; None if it is on another host."""
         host, process, _ = self._processes[rank]
         return int(process) if host == this_process()[0] else None
 
@@ -292,7 +292,7 @@ class PeerConnections:
                     group.gone[number] = self._lost.get(peer, CLOSED)
 
     def remove(self, group: GroupMembership) -> None:
-        """Announce that this process closes a group, and end the connections that no group needs. Idempotent."""
+        """Announce that this process closes a group, and close connections that no group needs. Idempotent."""
         with self.lock:
             if group.label not in self.groups:
                 return
@@ -309,7 +309,7 @@ class PeerConnections:
                 self.peers.close(0)
 
     def of_group(self, label: str) -> dict[int, PeerSocket]:
-        """Return the connections to the peers that have not left a group, by process; none if it is closed here."""
+        """Return the connections to the peers that have not left a group, by process; none if it is closed."""
         return {peer: one for peer, one in self.peers.sockets.items() if label in self._shared.get(peer, ())}
 
     def poll(self) -> None:
@@ -378,7 +378,7 @@ class PeerConnections:
             self._leave(peer, label)
 
     def _leave(self, peer: int, label: str) -> None:
-        """End the connection to a peer if the group was the last that is open on both sides."""
+        """Close the connection to a peer if no other group is open on both sides."""
         self._shared[peer].discard(label)
         if not self._shared[peer]:
             connection = self.peers.sockets[peer]
@@ -397,13 +397,13 @@ class PeerConnections:
                 self._drop(peer, silent if self._has_heartbeats or state in "Tt" else LOST)
 
     def _check_process(self, peer: int) -> None:
-        """Drop a peer whose process has ended, or is stopped without heartbeats that would notice it.
+        """Drop a peer whose process has ended, or is stopped where no heartbeats detect it.
 
         A forked child of a killed process keeps its connections open.
         """
         state = state_of(self._processes[peer])
         if state == "":
-            limit, why = self._reconnect_seconds, LOST  # time to read what it sent before its end
+            limit, why = self._reconnect_seconds, LOST  # time to read its last messages
         elif state in "Tt" and not self._has_heartbeats:
             limit, why = self._limit, f"gave no sign of life for {self._limit:g} s"
         else:
@@ -427,7 +427,7 @@ class PeerConnections:
 
 
 class ThreadMembership(Membership):
-    """Membership of ranks that are threads of this process: none dies alone, but ranks close, fail and mismatch.
+    """Membership of ranks in threads of this process: ranks cannot die alone, but close, fail and mismatch.
 
     `group` creates the members of all ranks.
     """

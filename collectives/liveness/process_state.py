@@ -47,7 +47,7 @@ def _host() -> str:
 
 
 def kernel_identity(*namespaces: str) -> str:
-    """Return a text that processes have in common if they share a running kernel and these namespaces of it."""
+    """Return a text that is equal for processes that share a running kernel and these namespaces."""
     words = [boot_id()]
     for kind in namespaces:
         with suppress(OSError):  # a kernel without them has one for all processes; those of times came with Linux 5.6

@@ -35,7 +35,7 @@ class ProcessStatus:
     """Status of one process."""
 
     name: str
-    """Such as "worker 1"."""
+    """Name, such as "worker 1"."""
     process: int
     """Process id."""
     state: str
@@ -43,11 +43,11 @@ class ProcessStatus:
     answers: bool
     """False if it did not answer in time: it is stopped, or a library holds its interpreter."""
     cpu_seconds: float
-    """Seconds that its threads have run."""
+    """CPU time of its threads in seconds."""
     memory_bytes: int
-    """Bytes of memory that are resident."""
+    """Resident memory in bytes."""
     job: str = ""
-    """Text that the processes of a job have in common."""
+    """Text that is equal for all processes of a job."""
     host: str = ""
     since: float = 0.0
     """Time of its start, in seconds since the epoch."""
@@ -57,21 +57,21 @@ class ProcessStatus:
 
     @property
     def doing(self) -> str:
-        """Return what its main thread does: "is at FILE:LINE in FUNCTION", without frames of libraries."""
+        """Return the position of its main thread: "is at FILE:LINE in FUNCTION", without frames of libraries."""
         own = [frame for frame in self.stack if not any(name in frame for name in _LIBRARIES)]
         if own or self.stack:
             return f"is at {(own or self.stack)[-1]}"
         return "is stopped" if self.state == "stopped" else "does not answer"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for json.dumps."""
+        """Return the status for json.dumps."""
         return asdict(self)
 
 
 def statuses(
     seconds: float = 1.0, is_wanted: Callable[[str, int], bool] = lambda _name, _process: True
 ) -> list[ProcessStatus]:
-    """Return the status of the gangline processes of this user that share this one's network, by job and name.
+    """Return the status of this user's gangline processes in this network namespace, by job and name.
 
     Args:
         seconds: time for a process to answer.
@@ -86,14 +86,14 @@ def statuses(
 
 
 def places_of_workers(ranks: Iterable[int]) -> str:
-    """Return where the workers of this process's job are that run on this host, for a warning; "" if unknown."""
+    """Return positions of this job's workers on this host, for a warning; "" if unknown."""
     names = {f"worker {rank}" for rank in ranks}
     job = job_name()
     return _places(lambda name, _: name in names, lambda status: status.job == job)
 
 
 def places_of_processes(processes: Collection[int]) -> str:
-    """Return where the main threads of processes of this host are, for an error; "" if unknown."""
+    """Return positions of the main threads of processes of this host, for an error; "" if unknown."""
     return _places(lambda _, process: process in processes)
 
 

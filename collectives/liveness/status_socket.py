@@ -32,11 +32,11 @@ class Wait(TypedDict):
     what: str
     """Name of the call, or of the round."""
     seconds: float
-    """For how long it has waited."""
+    """Time waited so far in seconds."""
     missing: list[str]
-    """Names of the processes that it waits for, such as "worker 1"."""
+    """Names of the missing processes, such as "worker 1"."""
     waiting: list[str]
-    """Names of the processes that wait."""
+    """Names of the waiting processes."""
 
 
 class Part(TypedDict):
@@ -57,7 +57,7 @@ class Source(Protocol):
     """Object with a status."""
 
     def status(self) -> Part:
-        """Return what the object does. Called in another thread; must not block."""
+        """Return the object's state. Called in another thread; must not block."""
 
 
 class _StatusSocket:
@@ -147,10 +147,10 @@ def _part_of(source: Source) -> Part | None:
 
 
 def stack_of(thread: int) -> list[str]:
-    """Return the functions that a thread is in, the outermost first, as "file:line in function".
+    """Return a thread's stack, the outermost frame first, as "file:line in function".
 
-    Python 3.11 crashes now and then where frames of a running thread become objects, as by `sys._current_frames`
-    (python/cpython issue 111363); faulthandler makes none.
+    Python 3.11 sometimes crashes if frames of a running thread become objects, as by `sys._current_frames`
+    (python/cpython issue 111363); faulthandler creates none.
     """
     descriptor = os.memfd_create("gangline")
     try:

@@ -16,9 +16,9 @@ from gangline.collectives.liveness.status_socket import Wait
 _log = logging.getLogger("gangline")
 
 CALLS_PER_POLL = 256
-"""Calls after which a rank that never waits reads the others' announcements, which would fill its memory."""
+"""Number of calls after which a rank that never waits reads announcements, which would fill its memory."""
 _WAITING_SECONDS = 0.5
-"""A thread that waits checks more often than this."""
+"""Maximum time between two checks of a waiting thread."""
 
 
 class Watchdog:
@@ -58,13 +58,13 @@ class Watchdog:
         self._checked_at = 0.0
 
     def check(self, missing: Iterable[int]) -> None:
-        """Check that waiting for the ranks ``missing`` still makes sense; to be called every 10 ms of a wait.
+        """Raise if waiting for the ranks ``missing`` cannot succeed; to be called every 10 ms of a wait.
 
         Raises:
             DeadNodeError: if any rank is dead, or one of ``missing`` has closed its communicator.
             MismatchError: if another rank is in a different call of the same number, or has refused its own.
             StallError: if the call has waited for longer than the timeout.
-            GanglineError: if another rank reported an error; it is the same error.
+            GanglineError: the error that another rank has reported.
         """
         now = time.monotonic()
         needed = set(missing)
@@ -90,7 +90,7 @@ class Watchdog:
         self._check_clock(needed, now)
 
     def waits(self) -> list[Wait]:
-        """Return the call that a thread waits in, for how long and for which ranks; none if it does not wait."""
+        """Return the call that a thread waits in, its duration and missing ranks; nothing if it does not wait."""
         now = time.monotonic()
         if not self._since or now - self._checked_at > _WAITING_SECONDS:
             return []
@@ -159,13 +159,13 @@ class Watchdog:
         return f"{call}, call {self._sequence}, has waited {waited:.3g} s: {ranks}"
 
     def _places(self, ranks: Iterable[int]) -> str:
-        """Return where ranks of this host are."""
+        """Return the positions of the main threads of ranks on this host."""
         found = [self._membership.process_here(rank) for rank in ranks]
         processes = {process for process in found if process is not None}
         return places_of_processes(processes) if processes else ""
 
     def _late_ranks(self) -> set[int]:
-        """Return the ranks that have not announced this call, nor a later one."""
+        """Return the ranks that have announced neither this call nor a later one."""
         numbers = {rank: number for rank, (number, _) in list(self._membership.at.items())}
         arrived = {rank for rank, n in numbers.items() if n % PROPOSALS >= self._sequence + (n >= PROPOSALS)}
         return set(range(self._membership.size)) - arrived - {self._membership.rank}

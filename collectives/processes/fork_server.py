@@ -1,4 +1,4 @@
-"""Fork server: a process that has imported torch, which takes seconds, and forks ranks from itself in milliseconds.
+"""Fork server: a process that has imported torch, which takes seconds, and forks ranks in milliseconds.
 
 It has no threads of its own, because the child of a process whose threads have computed may hang in its computations.
 Each `ProcessPool` has a control socket, by which it requests forks and receives notices. When that socket is closed, or
@@ -26,7 +26,7 @@ from gangline.collectives.limits import PARENT_CHECK_SECONDS
 from gangline.collectives.processes.parent_death import die_with_parent
 
 NOTICE = struct.Struct("<?ii")
-"""Notice to the pool: whether a process ended (else started), its index in the pool, its exit code (else pid)."""
+"""Notice to the pool: True if a process ended, False if it started; its index in the pool; exit code or pid."""
 
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
@@ -157,7 +157,7 @@ def _run_child(server: int, close_server: Callable[[], None], pipe: int, output:
         os.environ.update(environment)
         tempfile.tempdir = None  # modules imported by the server may have cached its directory
         os.chdir(folder)
-        if "numpy.random" in sys.modules:  # else all children share its state; Python reseeds its own after a fork
+        if "numpy.random" in sys.modules:  # else all children share numpy's state; Python reseeds after a fork
             sys.modules["numpy.random"].seed()
         module, _, name = entry.partition(":")
         getattr(import_module(module), name)(connection)

@@ -24,7 +24,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         OSError: if the kernel refuses the request.
     """
     prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)
 
 

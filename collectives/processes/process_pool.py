@@ -93,7 +93,7 @@ class ProcessPool:
         return tuple(pids)
 
     def wait(self, timeout: float | None = None) -> tuple[list[int], dict[int, int | None]]:
-        """Wait until a process has sent something, one has ended, or ``timeout`` seconds have passed.
+        """Wait until a process has sent a message or ended, or ``timeout`` seconds have passed.
 
         Returns:
             The indices of open connections that can be read or are at their end; and index -> exit code of processes
@@ -113,7 +113,7 @@ class ProcessPool:
         return [index for connection, index in still_open.items() if connection in ready], ended
 
     def close(self) -> None:
-        """Kill all processes that still run and wait for their ends."""
+        """Kill all running processes and wait for their exit."""
         try:
             with suppress(OSError):  # the server was killed
                 self._control.shutdown(socket.SHUT_WR)
@@ -143,7 +143,7 @@ _server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None  # pid
 
 
 def start() -> bool:
-    """Start the fork server unless it runs. Optional: the first pool starts it otherwise and waits for its imports.
+    """Start the fork server unless it runs. Optional: otherwise the first pool starts it and waits for its imports.
 
     Returns:
         Whether it was started.

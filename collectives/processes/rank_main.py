@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from gangline.collectives import errors
 
 importing_script = False
-"""True while a rank imports its caller's script; it must not spawn ranks meanwhile."""
+"""True while a rank imports its caller's script, which must not spawn ranks then."""
 
 
 class RankTask(NamedTuple):
@@ -102,7 +102,7 @@ class _Pickler(ForkingPickler):
 
 
 def reduce_tensor(value: object) -> Any:
-    """Return how to pickle a tensor or storage by its bytes, as `reducer_override` does; else NotImplemented."""
+    """Return the reduction of a tensor or storage to bytes, for `reducer_override`; else NotImplemented."""
     if isinstance(value, torch.UntypedStorage):
         return _storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(value).numpy().tobytes(),)
     if type(value) not in (Tensor, Parameter) or value.layout != torch.strided:  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def run(connection: Connection) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  every exception goes to the caller
-        # Before closing, which the other ranks notice: the caller must learn the cause before its consequences.
+        # Before closing, which the other ranks detect: the caller must get the cause before its consequences.
         _send(connection, "failed", RankReport.of(error))
         if comm is not None:
             with suppress(Exception):

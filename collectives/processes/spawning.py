@@ -33,8 +33,8 @@ def spawn(
 
     The first call of a program starts a fork server, which takes seconds to import torch; later calls take
     milliseconds. The ranks have this program's environment, working directory and output as of the call. They end when
-    ``spawn`` returns or raises, and when this program ends for any reason; they ignore SIGINT, so that a Ctrl-C is this
-    program's.
+    ``spawn`` returns or raises, and when this program ends for any reason; they ignore SIGINT, so that only this
+    program handles Ctrl-C.
 
     ``fn`` and ``args`` are pickled: ``fn`` must be defined at the top level of a module. Each rank imports the
     program's script under the name ``__mp_main__``, so code that must run only in the parent, such as this call,
@@ -108,7 +108,7 @@ class Ranks:
         self._pool = ProcessPool(rank_main.run, nprocs)
         try:
             for rank, connection in enumerate(self._pool.connections):
-                with suppress(BrokenPipeError, ConnectionResetError):  # it was killed; its exit code is read later
+                with suppress(BrokenPipeError, ConnectionResetError):  # was killed; its exit code is read later
                     connection.send(RankTask(rank, nprocs, threads, options, preparation))
                     connection.send_bytes(packed)
         except BaseException:
@@ -135,7 +135,7 @@ class Ranks:
         return [self._outcomes[rank] for rank in range(self._size)]
 
     def close(self) -> None:
-        """Kill all ranks that still run and wait for their ends."""
+        """Kill all running ranks and wait for their exit."""
         self._pool.close()
 
     def __enter__(self) -> Ranks:
@@ -152,7 +152,7 @@ class Ranks:
             self._receive(rank)
         self._ended |= ended.keys()
         for rank, code in ended.items():
-            while self._receive(rank):  # messages that it sent before it ended
+            while self._receive(rank):  # messages from before its exit
                 pass
             if rank not in self._outcomes:
                 self._outcomes[rank] = Outcome(error=DeadNodeError(f"rank {rank} of {self._size} {_exit_text(code)}"))
@@ -163,7 +163,7 @@ class Ranks:
         return bool(readable or ended)
 
     def _receive(self, rank: int) -> bool:
-        """Process one message of a rank; return False if there is none."""
+        """Process one message from a rank; return False if there is none."""
         connection = self._pool.connections[rank]
         try:
             if connection.closed or not connection.poll():
@@ -227,7 +227,7 @@ class _BootstrapServer:
 
         Args:
             ended: ranks that have returned or failed.
-            causes: those that did not fail because of another rank; an error names only them if there are any.
+            causes: ended ranks that did not fail because of another rank; if there are any, the error names only these.
         """
         if self._deadline is None:
             return []

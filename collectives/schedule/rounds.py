@@ -30,7 +30,7 @@ class Transfers:
     last: IntArray
     """One past the last chunk of each message."""
     reduce: bool
-    """True if a received chunk is combined with the present one; False if it replaces it."""
+    """True if a received chunk is combined with the current chunk; False if it replaces the current chunk."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -108,7 +108,7 @@ class Rounds:
         return Rounds(self.count, at)
 
     def among(self, ranks: Sequence[int], first_chunk: int = 0) -> Rounds:
-        """Return the same rounds with rank i renamed to ``ranks[i]`` and chunk 0 to ``first_chunk``."""
+        """Return these rounds with rank i renamed to ``ranks[i]`` and chunk 0 to ``first_chunk``."""
         names = np.asarray(ranks, dtype=np.int64)
 
         def at(number: int) -> Iterator[Transfers]:

@@ -23,7 +23,7 @@ from gangline.collectives.schedule.rounds import IntArray, Rounds, Transfers
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send chunks ``first`` to ``last`` (exclusive), with their values from the beginning of the round."""
+    """Send chunks ``first`` to ``last`` (exclusive), with their values at the start of the round."""
 
     to: int
     first: int
@@ -133,7 +133,7 @@ class Schedule:
 
 
 def steps_by_rank(schedule: Schedule, only: int | None = None) -> list[list[NumberedStep]]:
-    """Return the numbered steps of each rank; with ``only``, of that rank alone."""
+    """Return the numbered steps of each rank, or of rank ``only``."""
     steps: list[list[NumberedStep]] = [[] for _ in range(schedule.size)]
     last_reduced = schedule.last_reduced
     for number, tables in enumerate(schedule.rounds):

@@ -24,7 +24,7 @@ VARIABLE = "GANGLINE_TIMELINE"
 _JOB = "GANGLINE_TIMELINE_JOB"
 _WRITE_SECONDS = 1.0
 _MOST_PENDING = 1 << 20
-"""Events kept in memory; further ones are counted and dropped until the next write."""
+"""Maximum events in memory; further events are counted and dropped until the next write."""
 _END = b"\n]\n"
 _PROCESSES = 1 << 23
 """More than any process id, so that processes of several hosts get different numbers."""
@@ -66,7 +66,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Record the block as a span of the thread; yields its arguments, which may be extended inside."""
+        """Record this context as a span of the thread; yields the span's arguments, which may be extended."""
         begin = time.monotonic_ns()
         try:
             yield arguments
@@ -101,7 +101,7 @@ class Timeline:
         self._process_name = name
 
     def set_offset(self, offset: int, error: int) -> None:
-        """Set what must be added to this clock to get another host's, and how wrong that may be, in nanoseconds."""
+        """Set the offset from this clock to another host's clock, and its error, in nanoseconds."""
         self._offset, self._error = offset, error
         self._host = 1 + zlib.crc32(os.uname().nodename.encode()) % 255
 
@@ -192,7 +192,7 @@ class Timeline:
 
 
 def _job() -> str:
-    """Return a text that the processes of a job have in common, and two jobs do not."""
+    """Return a text that is equal for all processes of a job and differs between jobs."""
     return os.environ.get(RUN_ID) or os.environ[_JOB]
 
 
@@ -201,7 +201,7 @@ def _json(value: object) -> str:
 
 
 def _core_use() -> dict[str, float]:
-    """Return the seconds that all threads of this process have run, and those that they have waited for a core."""
+    """Return the seconds that all threads of this process have run, and have waited for a core."""
     ran = waited = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
@@ -211,7 +211,7 @@ def _core_use() -> dict[str, float]:
 
 
 current: Timeline | None = None
-"""The recorder of this process; None: nothing is recorded."""
+"""The recorder of this process; None: not recording."""
 
 
 def start(path: Path) -> None:

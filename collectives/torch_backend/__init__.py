@@ -26,7 +26,7 @@ __all__ = ["GanglineProcessGroup", "Samples", "replace_gloo", "weighted_hook"]
 
 
 def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:
-    """Create the process group of a backend "gangline", as torch's registry calls it."""
+    """Create a process group of backend "gangline", for torch's registry."""
     return GanglineProcessGroup(store, rank, size, timeout)
 
 

@@ -1,4 +1,4 @@
-"""The private names of torch that the backend needs, in one place: those of torch 2.11 to 2.15."""
+"""Private names of torch 2.11 to 2.15 that the backend needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ end_range: Callable[[Any], None] = _record_function_with_args_exit
 def refusing_backend(rank: int, size: int) -> Any:
     """Return a C++ backend that raises on every collective.
 
-    torch requires a backend to be registered for the CPU, to which it sends every call that a Python group lacks.
+    torch requires a registered backend for the CPU, and sends it every call that a Python group lacks.
     """
     fake: Any = FakeProcessGroup  # torch's stub declares none of its options
     options = fake.Options()
@@ -41,7 +41,7 @@ def refusing_backend(rank: int, size: int) -> Any:
 
 
 def recording_group(rank: int, size: int) -> ProcessGroup:
-    """Return a group written in C++ whose calls go to torch's dispatcher: FakeTensorMode gives their results."""
+    """Return a C++ group whose calls go through torch's dispatcher, where FakeTensorMode handles them."""
     constructor: Any = ProcessGroup  # its stub lacks the overload without a store
     group: ProcessGroup = constructor(rank, size)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
@@ -55,7 +55,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def backend_names(group: ProcessGroup | None) -> dict[str, str]:
-    """Return the backend names of a group by device type; torch knows them once the group has been made."""
+    """Return the backend names of a group by device type, known once the group exists."""
     words = dist.get_backend_config(group).split(",")
     return {kind: name for kind, _, name in (word.partition(":") for word in words)}
 
@@ -79,10 +79,10 @@ def allow_monitored_barrier(cls: Any) -> None:
 
 
 def name_groups_by_ranks() -> None:
-    """Name groups of ``new_group(use_local_synchronization=True)`` by their ranks and a number of such groups.
+    """Name groups of ``new_group(use_local_synchronization=True)`` by their ranks and a count of such groups.
 
-    torch 2.11 to 2.15 name them by the number of all groups of the process. Ranks that have made unequal numbers of
-    groups then wait for each other under different names until the timeout (pytorch issue 173608).
+    torch 2.11 to 2.15 name them by the count of all groups of the process. Ranks with different counts then wait for
+    each other under different names until the timeout (pytorch issue 173608).
     """
     numbers: Counter[tuple[int, ...]] = Counter()
 
@@ -97,7 +97,7 @@ def name_groups_by_ranks() -> None:
 
 
 def rename_backends(rename: Callable[[str, int], str]) -> None:
-    """Pass the backend and the rank of every new group through a function, in place of an earlier one.
+    """Pass the backend and the rank of every new group through ``rename``, which replaces an earlier function.
 
     ``init_process_group``, ``new_group`` and ``DeviceMesh`` all create their groups by one function.
     """

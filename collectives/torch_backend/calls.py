@@ -32,7 +32,7 @@ Tensors = Tensor | Sequence[Tensor]
 
 _UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
 _NO_TIME = timedelta(0)
-_SMALL_ELEMENTS = 1 << 14  # of an asynchronous call that need not begin before `wait` or the queue's next look
+_SMALL_ELEMENTS = 1 << 14  # of an asynchronous call that may begin in `wait` or at the queue's next poll
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -48,7 +48,7 @@ _WITH_ROOT = ("opts", "timeout", "root")
 
 
 def _exactly(tensors: Tensors, count: int) -> list[Tensor]:
-    """Return a tensor, or a list of tensors, as a list of ``count``."""
+    """Return a tensor or a list of tensors as a list of ``count`` tensors."""
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if len(found) != count:
         raise ValueError(f"{len(found)} tensors were given; expected {count}, because a rank has one device")
@@ -60,7 +60,7 @@ def _only(tensors: Tensors) -> Tensor:
 
 
 def _one_list(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the one list of tensors inside torch's list of one list per device; empty if a rank passes none."""
+    """Return the only list inside torch's list of one list per device; empty if a rank passes none."""
     if any(isinstance(one, Tensor) for one in lists):
         return [one for one in lists if isinstance(one, Tensor)]
     found = [list(one) for one in lists]
@@ -78,7 +78,6 @@ def _splits(sizes: Sequence[int] | None) -> list[int]:
 
 
 def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each output with its input."""
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
     return list(zip(outputs, inputs, strict=True))
@@ -144,7 +143,7 @@ def _collective(
                 f"{name} of {len(several)}", written, opts, timeout, partial(_in_a_row, operation, several)
             )
         except Exception as error:
-            if self._calls == counted:  # it has not come to `_call`
+            if self._calls == counted:  # `_call` was not reached
                 self._refuse(torch_name, error)
             raise
 
@@ -244,7 +243,7 @@ class GroupCollectives:
         return self._message("recv_anysource", tensors, None, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> GroupWork:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called `barrier`."""
         return self._call("barrier", [], opts, timeout, Communicator.barrier)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -341,7 +340,7 @@ class GroupCollectives:
             raise
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """Make ranks that make this call raise an error too, instead of waiting for this rank."""
+        """Raise the error also on ranks that make this call, instead of letting them wait for this rank."""
         self._calls += 1
         run = self._queue.submit if self._queue.unfinished else self._queue.run
         with suppress(RuntimeError):  # the group is closed

@@ -19,9 +19,9 @@ _log = logging.getLogger("gangline")
 def replace_gloo() -> None:
     """Create process groups of backend "gangline" wherever this process asks for gloo from now on; idempotent.
 
-    ``init_process_group`` and ``new_group`` take "gloo" for "gangline" and "cpu:gloo" for "cpu:gangline", also where
-    torch, not the caller, chooses gloo for the CPU. GPU tensors keep their backend. Rank 0 logs one line. The groups
-    give "gangline" as their backend. A `ProcessGroupGloo` that a program constructs itself stays gloo.
+    ``init_process_group`` and ``new_group`` replace "gloo" by "gangline" and "cpu:gloo" by "cpu:gangline", also where
+    torch itself chooses gloo for the CPU. GPU tensors keep their backend. Rank 0 logs one line. The groups report
+    "gangline" as their backend. A `ProcessGroupGloo` that a program constructs directly stays gloo.
     """
     rename_backends(_replaced)
 

@@ -52,15 +52,15 @@ def weighted_hook(state: Samples, bucket: GradBucket) -> Future[Tensor]:
             samples.count = len(data)
             cross_entropy(ddp(data), label).backward()
 
-    If each g_i is the gradient of this rank's MEAN loss over n_i samples, the result is the gradient of the mean over
-    the whole batch, however unequal the shares are; DDP alone takes the mean of the means. A rank without samples sets
-    ``count = 0`` and calls backward as the others do, on any data: its gradient has weight 0, even if it is NaN.
+    If each g_i is the gradient of a rank's MEAN loss over n_i samples, the result is the gradient of the mean over the
+    whole batch, for any shares; DDP alone takes the mean of the means. A rank without samples sets ``count = 0`` and
+    also calls backward, on any data: its gradient has weight 0, even if it is NaN.
 
     float16 and bfloat16 are sent as float32. Under ``no_sync()``, the count is that of the last backward alone.
 
     Raises:
-        ValueError: in backward, if a count is invalid, or 0 on all ranks. On GPUs the latter makes all gradients NaN,
-            since the host would have to wait to know.
+        ValueError: in backward, if a count is invalid, or 0 on all ranks. On GPUs the latter makes all gradients NaN
+            instead, because checking would block the host.
     """
     if bucket.index() == 0:
         state._start(bucket.buffer().device)

@@ -35,7 +35,7 @@ _OPS: dict[str, Op] = {
 }
 _SUM = ReduceOp.SUM
 _DIRECT_BYTES = 1 << 18
-"""Bytes of a tensor from which it is gathered straight into the list of outputs, without a joined tensor between."""
+"""Minimum bytes of a tensor that is gathered directly into the list of outputs, without a temporary tensor."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
 
 

@@ -34,7 +34,7 @@ class OtherDevices:
         return self._group
 
     def backend(self, device: torch.device) -> Any:
-        """Return the backend of a device; a RuntimeError says that this group has none for it."""
+        """Return the backend of a device; RuntimeError if the group has none."""
         if device.type not in self._backends:
             self._backends[device.type] = self._make(device.type)
         return self._backends[device.type]

@@ -28,12 +28,12 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     """A torch process group whose collectives on CPU tensors run on a `Communicator`. Collective over its ranks.
 
     The class defines every method of torch's Python interface, under each name that torch 2.11 to 2.15 use: torch would
-    silently send any other to the C++ backend that it requires, which raises on every call.
+    silently send a missing method to the required C++ backend, which raises on every call.
 
-    Calls of one group are matched by order on all ranks, whatever threads make them, as in gloo; they run one at a
-    time, in a thread of the group, or in the caller's if no other call is pending and the call is synchronous. Tensors
-    belong to a call until it is done. They may be non-contiguous and empty, and of any dtype if they are only moved.
-    Errors are those of `Communicator`.
+    Calls of one group are matched by order on all ranks, in any threads, as in gloo. They run one at a time, in a
+    thread of the group, or in the caller if the call is synchronous and no other call is pending. Tensors must not be
+    used until their call is done. They may be non-contiguous or empty, and of any dtype if they are only moved. Errors
+    are those of `Communicator`.
 
     Args:
         store: store shared by the group's ranks alone.
@@ -83,18 +83,18 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         return [torch.device("cpu"), *self.other_devices.devices()]
 
     def get_group_store(self) -> Store:
-        """Return the store that the group was made with."""
+        """Return the store that the group was created with."""
         return self._store
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called it, through the store: it also works while ranks wait in a collective.
+        """Wait through the store until all ranks have called it; works even while ranks wait in a collective.
 
         Args:
             timeout: time limit; None: the group's.
-            wait_all_ranks: name all ranks that are late, instead of the first.
+            wait_all_ranks: name all late ranks instead of the first.
 
         Raises:
-            StallError: if a rank does not call it in time; raised on all ranks that do. The group can still be used.
+            StallError: on all ranks that call it, if another rank does not call it in time. The group stays usable.
         """
         limit = self._timeout if timeout is None else timeout
         self._monitored_barriers += 1
@@ -123,7 +123,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: object = None,  # noqa: ARG002
     ) -> GanglineProcessGroup | None:
-        """Return a group of some of these ranks, which alone need to call it; None on the others.
+        """Return a group of some of these ranks; None on the others, which need not call it.
 
         Raises:
             ValueError: if a rank is not in the group.
@@ -152,7 +152,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self.other_devices.shutdown()
 
     def abort(self) -> None:
-        """Fail pending calls here and on all ranks, then `shutdown`."""
+        """Fail pending calls on all ranks, then `shutdown`."""
         self.communicator.abort(GanglineError(f"rank {self.rank()} aborted its process group"))
         self.shutdown()
 
@@ -188,7 +188,7 @@ def _arrives(store: Store, key: str, limit: timedelta) -> bool:
 
 
 def _monitored_text(late: list[int], limit: timedelta) -> str:
-    """Return the text of the error, which is gloo's; empty if no rank is late."""
+    """Return gloo's error text; empty if no rank is late."""
     ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
     own = "" if limit else "Rank 0 timed out in monitoredBarrier: "
     return f"{own}{ranks} failed to pass monitoredBarrier in {_ms(limit)} ms" if late else ""

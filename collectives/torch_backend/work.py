@@ -58,7 +58,7 @@ class GroupWork(TorchWork):
 
         Args:
             operation: function without arguments.
-            refuse: called with an error of the operation that the other ranks do not know of.
+            refuse: called with an error of the operation that is unknown to the other ranks.
 
         Raises:
             Exception: if the operation raises.
@@ -87,13 +87,11 @@ class GroupWork(TorchWork):
             timeout: time limit; 0: the limit given with the call, if any.
 
         Raises:
-            StallError: if the call is still running then. It continues, unless the limit was given with the call: then
-                all ranks get this error, and the group cannot be used any more.
+            StallError: if the call is still running after the limit. It continues, unless the limit was given with the
+                call: then all ranks get this error, and the group becomes unusable.
             Exception: if the call raised it.
         """
-        if (
-            self._is_over and self._runner == threading.get_ident()
-        ):  # in a callback, before which the operation has ended
+        if self._is_over and self._runner == threading.get_ident():  # in a callback, which runs after the operation
             if self._error is not None:
                 raise self._error
             return True
@@ -111,7 +109,7 @@ class GroupWork(TorchWork):
             if self._give_up is not None and not is_callers:
                 self._give_up(late)
                 with suppress(Exception):
-                    self._work.wait(_ABORT_SECONDS)  # until no rank reads the call's tensors any more
+                    self._work.wait(_ABORT_SECONDS)  # until no rank reads the call's tensors
             raise late from None
         return True
 
@@ -138,7 +136,7 @@ class GroupWork(TorchWork):
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the source rank of a receive that is over; -1 for other calls."""
+        """Return the source rank of a finished receive; -1 for other calls."""
         return getattr(self._work, "source", -1)
 
     _source_rank = source_rank
@@ -147,14 +145,14 @@ class GroupWork(TorchWork):
         """Return a future of the tensors that the call writes.
 
         Callbacks chained with ``then`` run in the thread that ran the call, before any `wait` returns. The future's
-        error is a RuntimeError whose text holds the class and text of the call's own.
+        error is a RuntimeError with the class and text of the call's error.
         """
         with self._lock:
             if self._future is None:
                 self._over = Future()
-                # Future.set_exception stores the exception as a value that only the same Future object raises:
-                # chained callbacks and DDP's reducer would take it for a result. An exception raised in a callback
-                # is propagated.
+                # Future.set_exception stores the exception as a value that only the same Future object raises; chained
+                # callbacks and DDP's reducer would treat it as a result. An exception raised in a callback is
+                # propagated.
                 self._future = self._over.then(self._outcome)
             is_over = self._is_over
         if is_over:
@@ -223,7 +221,7 @@ class FinishedWork(GroupWork):
 
 @run_eagerly
 class CoalescedWork(GroupWork):
-    """Handle of several calls, done when all are."""
+    """Handle of several calls, done when all calls are done."""
 
     def __init__(self, works: Sequence[GroupWork]) -> None:
         super().__init__(Work("coalesced calls"), [tensor for work in works for tensor in work.result()])
@@ -233,7 +231,7 @@ class CoalescedWork(GroupWork):
         """Wait for all calls and return True.
 
         Raises:
-            StallError: if one is still running after ``timeout``.
+            StallError: if a call is still running after ``timeout``.
             Exception: if a call raised it.
         """
         for work in self._works:

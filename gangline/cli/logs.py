@@ -27,9 +27,9 @@ def set_level(verbose: bool, quiet: bool) -> None:
 
 @contextmanager
 def reported_first() -> Iterator[None]:
-    """If an error ends the block, ignore SIGTERM until `main` has reported it.
+    """After an error in this context, ignore SIGTERM until `main` has reported the error.
 
-    A launcher stops the survivors of a failed worker at about the moment at which they learn of it.
+    A launcher stops other workers at about the time at which they detect that a worker has failed.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def reported_first() -> Iterator[None]:
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Log gangline's messages to stderr within the block, each with the time of day."""
+    """Log gangline's messages to stderr in this context, with the time of day."""
     log = logging.getLogger("gangline")
     level = log.level
     handler = logging.StreamHandler(sys.stderr)

@@ -1,1 +1,1 @@
-"""Start the processes of a job on this machine, relay their output, and leave none of them behind."""
+"""Start the processes of a job on this machine, relay their output, and clean them all up."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 LOCALHOST = "127.0.0.1"
 NCCL_MEMCPY = "NCCL_SHM_USE_CUDA_MEMCPY"
-"""Variable with which NCCL copies between GPUs without peer access by their copy engines, not by kernels."""
+"""Variable that makes NCCL use copy engines, not kernels, between GPUs without peer access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,22 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host of a job, and what its workers may use."""
+    """A host of a job, and the resources of its workers."""
 
     address: str = LOCALHOST
-    """Address at which the other hosts reach it."""
+    """Address of the host for the other hosts."""
     cpus: tuple[Cpu, ...] = ()
     """CPUs for workers; empty: unknown, so that workers are not bound to any."""
     gpus: tuple[Gpu, ...] = ()
     """GPUs for workers; a GPU that occurs twice is shared by two workers. Empty: workers see all GPUs of the host."""
     slots: int | None = None
-    """Largest number of workers; None: one for each GPU, and any number without `gpus`."""
+    """Maximum number of workers; None: one per GPU, and any number without `gpus`."""
     needs_memcpy: bool = False
     """Set `NCCL_MEMCPY` if the host has several workers: GPUs lack peer access."""
 
     @property
     def capacity(self) -> int | None:
-        """Number of workers that the host takes; None: any."""
+        """Maximum number of workers of the host; None: any."""
         limits = [limit for limit in (self.slots, len(self.gpus) or None) if limit is not None]
         return min(limits, default=None)
 
@@ -76,7 +76,7 @@ class Binding:
     """Number of compute threads; None: unknown."""
 
     def environment(self) -> dict[str, str]:
-        """Return CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS, where they are restricted, and what NCCL needs."""
+        """Return CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS, if restricted, and NCCL's variables."""
         found = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpu.name for gpu in self.gpus))} if self.gpus else {}
         if self.threads is not None:
             found["OMP_NUM_THREADS"] = str(self.threads)
@@ -86,12 +86,12 @@ class Binding:
 
 
 def bind(hosts: Sequence[Host], workers: int, *, idle_surplus: bool = False) -> list[Binding]:
-    """Return the places of a job's workers, by rank: the first host is filled first.
+    """Assign hosts, GPUs and cores to a job's workers, by rank; fill the first host first.
 
-    Each worker has GPUs of its own: those of a host are assigned to its workers in turn. Its cores are an equal part of
-    those on the NUMA node of its first GPU; without GPUs, or where no node is known, an equal part of the host's cores.
-    Hardware threads of one core stay together. Workers of a host with fewer CPUs than workers are not bound to any.
-    With ``idle_surplus`` workers beyond the hosts' GPUs or slots are left out; without it they are an error.
+    A host's GPUs are assigned to its workers in turn. A worker gets an equal part of the cores on the NUMA node of its
+    first GPU; without GPUs or a known node, an equal part of the host's cores. Hardware threads of one core stay
+    together. On a host with fewer CPUs than workers, workers are not bound to CPUs. Workers beyond the hosts' GPUs or
+    slots are left out with ``idle_surplus``, else an error.
     """
     if not hosts:
         raise ValueError("a job has no hosts; expected at least one")
@@ -127,9 +127,9 @@ def _counts(hosts: Sequence[Host], workers: int, *, idle_surplus: bool) -> list[
 
 
 def _parts(cpus: Sequence[Cpu], nodes: Sequence[int | None]) -> list[list[Cpu]]:
-    """Divide CPUs among workers, given the NUMA node of each worker's GPU; all parts are empty if they do not suffice.
+    """Divide CPUs among workers, given the NUMA node of each worker's GPU; all parts are empty if CPUs do not suffice.
 
-    A worker whose GPU has no known node gets CPUs of the node with the fewest workers for its size.
+    A worker whose GPU has no known node gets CPUs of the node with the fewest workers per CPU.
     """
     sizes = {node: sum(cpu.node == node for cpu in cpus) for node in sorted({cpu.node for cpu in cpus})}
     wanted = [node if node in sizes else None for node in nodes]

@@ -27,12 +27,12 @@ from gangline.launcher.supervisor import Reports, StopTimeouts
 
 try:
     import cloudpickle
-except ImportError:  # functions of notebooks are refused then
+except ImportError:  # functions of notebooks are then refused
     cloudpickle = None
 
 HAS_CLOUDPICKLE = cloudpickle is not None
 importing_script = False
-"""True while a worker imports its caller's script; it must not launch a job meanwhile."""
+"""True while a worker imports its caller's script, which must not launch a job then."""
 
 _PACKAGES = str(Path(__file__).absolute().parents[3])
 _Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
@@ -46,11 +46,11 @@ class FunctionTask(NamedTuple):
     results: tuple[str, ...]
     """Path of each worker's result."""
     preparation: dict[str, Any]
-    """Data that multiprocessing sends to its children: search path, arguments, and the script where it is needed."""
+    """Data that multiprocessing sends to its children: search path, arguments, and the script if needed."""
 
 
 class _Pickler(_Base):  # type: ignore[misc]  # one of two bases
-    """Pickler that copies tensors, and functions of ``__main__`` where cloudpickle is installed."""
+    """Pickler that copies tensors, and functions of ``__main__`` if cloudpickle is installed."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, 5)
@@ -87,10 +87,10 @@ def start_launcher(
     failure: int | None = None,
     key: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the launcher of a job as a child process, which leaves none of its processes behind and ends with this one.
+    """Start the launcher of a job as a child process, which ends with this process and kills all processes of the job.
 
     ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
-    first failure; ``key``: the job's key as hexadecimal digits, None for that of this process or a new one.
+    first failure; ``key``: the job's key as hexadecimal digits; None: this process's key or a new one.
     """
     if key is None and (inherited := job_key()) is not None:  # the launcher does not inherit its descriptor
         key = inherited.hex()
@@ -152,7 +152,7 @@ def work(task_path: str) -> None:
 
 
 def read_result(fd: int) -> Any:
-    """Return what a worker wrote to this file, as (kind, value); None if it wrote nothing or not all."""
+    """Return a worker's result as (kind, value); None if it is missing or incomplete."""
     with open(fd, "rb", closefd=False) as file:
         try:
             return unpack(file.read())

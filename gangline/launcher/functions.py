@@ -47,12 +47,12 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(*args)`` in each worker of a new job on this machine and return the results in rank order.
 
-    The job is that of `gangline launch`: a scheduler, servers and workers, each a process with the launcher's
-    variables. `create`, `Trainer` and `connect` find their place in it without arguments. Output appears here, each
-    line prefixed by its process. All processes end when ``launch`` returns or raises, and when this program ends.
+    As with `gangline launch`, the job has a scheduler, servers and workers, each a process with the launcher's
+    variables, from which `create`, `Trainer` and `connect` get rank and addresses. Output appears here, each line
+    prefixed with its process. All processes end when ``launch`` returns or raises, and when this program ends.
 
     With ``max_restarts`` a failed job starts again: ``fn`` is called in new processes, with GANGLINE_RESTART in their
-    environment. `Module.fit` then resumes from the newest checkpoint that the job wrote; other loops have to do so.
+    environment. `Module.fit` then resumes from the newest checkpoint that the job wrote; other loops must do so.
 
     ``fn`` and ``args`` are pickled. With cloudpickle installed, ``fn`` may be defined anywhere, also in a notebook.
     Without it ``fn`` must be defined at the top level of a module or script; each worker imports the script, so the
@@ -62,12 +62,12 @@ def launch(
         fn: function to run in each worker.
         *args: its arguments; each worker gets its own copy, also of tensors.
         workers: number of workers.
-        servers: number of servers, beside a scheduler; 0: none, for ``create("allreduce")`` and `connect`.
+        servers: number of servers, in addition to a scheduler; 0: none, for ``create("allreduce")`` and `connect`.
         gpus: GPUs to distribute over the workers; empty: not restricted.
         work_load_list: relative speed of each worker; "auto": measured; empty: not set.
-        env: environment variables of all processes, beside those of this program.
+        env: environment variables of all processes, in addition to those of this program.
         grace: seconds from SIGTERM until processes are killed.
-        timeout: seconds until the job is stopped, over all its starts; None: no limit.
+        timeout: seconds until the job is stopped, restarts included; None: no limit.
         max_restarts: number of times that a failed job starts again.
 
     Returns:
@@ -139,7 +139,7 @@ class _Launcher:
     def run(self, timeout: float | None, began: float, results: Sequence[int]) -> int:
         """Relay output until the job has ended; return its exit code. Stop the job on any exception.
 
-        ``timeout`` counts from the monotonic time ``began``; ``results``: the file of each worker's result.
+        ``timeout`` starts at the monotonic time ``began``; ``results``: descriptor of each worker's result.
         """
         deadline = None if timeout is None else began + timeout
         try:
@@ -159,13 +159,13 @@ class _Launcher:
 
     def _stop(self) -> None:
         while True:
-            self._popen.terminate()  # the second time, the processes are killed at once
+            self._popen.terminate()  # a second SIGTERM kills the processes at once
             with suppress(KeyboardInterrupt):
                 self._relay(None, is_stopping=True)
                 return
 
     def _relay(self, deadline: float | None, *, is_stopping: bool = False) -> bool:
-        """Relay output until the launcher has ended; return False if it has not at the deadline."""
+        """Relay output until the launcher has ended; return False if it still runs at the deadline."""
 
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -179,7 +179,7 @@ class _Launcher:
                 decoder, target = key.data
                 if not data:
                     self._selector.unregister(key.fileobj)
-                # While the job is stopped, the error that stopped it may be that nothing can be written.
+                # The error that stops the job may be that output cannot be written.
                 with suppress(*((OSError, ValueError) if is_stopping else ())):
                     target.write(decoder.decode(data, not data))
                     target.flush()
@@ -226,7 +226,7 @@ def _open_memory(stack: ExitStack, name: str) -> int:
 
 
 def _path(fd: int) -> str:
-    """Return the path by which processes of this user open a file of this process."""
+    """Return the path under which processes of this user can open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -260,7 +260,7 @@ def _check_picklable(index: int, value: Any) -> None:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return what a worker needs before it unpickles: search path, arguments, and the script without cloudpickle."""
+    """Return a worker's setup for unpickling: search path, arguments, and the script without cloudpickle."""
     data = get_preparation_data("worker")
     unwanted = {"authkey", "start_method"}
     if HAS_CLOUDPICKLE or not _is_file():
@@ -279,7 +279,7 @@ def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
         return False
     try:
         return stream.fileno() == fd
-    except (OSError, ValueError):  # it has no descriptor, or is closed
+    except (OSError, ValueError):  # no descriptor, or closed
         return False
 
 

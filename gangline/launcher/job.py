@@ -21,7 +21,7 @@ from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bin
 
 _log = logging.getLogger("gangline")
 
-_SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher notices if none start
+_SUPERVISED = {"GANGLINE_SUPERVISED": "1"}  # wait for workers without limit: the launcher detects failed starts
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
 _ATTEMPTS = 100
 _NOT_INHERITED = ("DMLC_WORKER_ID", "DMLC_SERVER_ID", INCARNATION, LEAVING, PROCESS_RESTARTS, ELASTIC, _LOADS)
@@ -45,16 +45,16 @@ class JobSpec:
     idle_surplus: bool = False
     """Leave out workers beyond the GPUs or slots of the hosts; False: they are an error."""
     restart: int = 0
-    """Number of times that the job was started again."""
+    """Number of restarts of the job."""
     restart_processes: int = 0
-    """Number of workers and servers that are started again, each alone, while the job runs."""
+    """Maximum number of restarts of single workers and servers while the job runs."""
     elastic: tuple[int, int] | None = None
-    """Least and most workers of a job whose workers may change; None: they do not."""
+    """Minimum and maximum number of workers of an elastic job; None: not elastic."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Name of the job that is the same in all its starts."""
+    """Name of the job, the same after restarts."""
 
     def loads_text(self, workers: int | None = None) -> str:
-        """Return the loads of the workers, or of the first ones, as `--work-load-list` takes them; "" if not set."""
+        """Return the loads of the first ``workers``, or of all, in the form of `--work-load-list`; "" if not set."""
         loads = self.work_load_list
         return loads if loads == "auto" else ",".join(map(repr, loads[:workers]))
 
@@ -75,12 +75,12 @@ class Process:
     cpus: tuple[int, ...] = ()
     """CPUs that the process may use; empty: not restricted."""
     document: str | None = None
-    """Line for the standard input of a supervisor on another host, which stays open; None: an empty standard input."""
+    """First line of standard input, which stays open, for a supervisor on another host; None: empty input."""
 
     stop_signal: int = signal.SIGTERM
     """Signal that asks the process to end."""
     is_spare: bool = False
-    """True for a place of an elastic job where a worker may be started later."""
+    """True for a slot of an elastic job whose worker may be started later."""
 
     @property
     def is_worker(self) -> bool:
@@ -94,11 +94,11 @@ class Process:
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Process:
-        """Return a process from what `dataclasses.asdict` gave, after its way as JSON."""
+        """Return a process from a result of `dataclasses.asdict` that was sent as JSON."""
         return cls(**{**fields, "command": tuple(fields["command"]), "cpus": tuple(fields["cpus"])})
 
     def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return all variables of the process, given those it inherits."""
+        """Return all variables of the process, including ``inherited``."""
         merged = {**inherited, **self.environment}
         return {name: value for name, value in merged.items() if value is not None}
 
@@ -116,7 +116,7 @@ def process_table(
     """Return the processes of a job: scheduler and servers if it has any, then the workers by rank.
 
     The scheduler and worker 0 are on the first host, the servers on all hosts in turn. `bind` assigns the workers'
-    hosts, GPUs and cores; OMP_NUM_THREADS and NCCL_SHM_USE_CUDA_MEMCPY stay as they are if they are set.
+    hosts, GPUs and cores; OMP_NUM_THREADS and NCCL_SHM_USE_CUDA_MEMCPY are not changed if set.
     """
     places = job.workers if job.elastic is None else job.elastic[1]
     bindings = bind(hosts, places, idle_surplus=job.idle_surplus)
@@ -126,7 +126,7 @@ def process_table(
     common = {
         **_with_own_commands(inherited),
         **_passed_on(job.passed_on, inherited),
-        # Within a torchrun job: these workers have no torchrun agent that would host their store.
+        # Within a torchrun job: no torchrun agent hosts a store for these workers.
         **{name: None for name in inherited if _belongs_to_outer_job(name, inherited)},
         "PYTHONUNBUFFERED": inherited.get("PYTHONUNBUFFERED") or "1",  # output is relayed at once
         "DMLC_PS_ROOT_URI": root,
@@ -210,14 +210,14 @@ def _passed_on(names: Sequence[str], inherited: Mapping[str, str]) -> dict[str, 
 def free_ports(count: int, address: str = LOCALHOST) -> list[int]:
     """Return ``count`` distinct TCP ports that are free now at an address of this host, and so are their Unix sockets.
 
-    On one host, nothing of a job listens at the ports themselves: they name Unix sockets.
+    On one host, a job does not listen on the ports themselves: they name Unix sockets.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             held = [stack.enter_context(socket.socket(family)) for _ in range(count)]
             for port in held:
-                port.bind(("", 0))  # of any address: a host with IPv6 alone has no 127.0.0.1
+                port.bind(("", 0))  # any address: an IPv6-only host has no 127.0.0.1
             ports: list[int] = [port.getsockname()[1] for port in held]
         if all(unix_sockets.is_free(purpose, port) for port in ports for purpose in ("scheduler", "store")):
             return ports

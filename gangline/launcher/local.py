@@ -1,4 +1,4 @@
-"""The launcher for this machine: runs a job's processes and leaves none behind, however the launcher itself ends.
+"""The launcher for this machine: runs a job's processes and kills them all, even if the launcher itself is killed.
 
 It consists of two processes. The first, which the user started, waits and forwards signals. Its child, the supervisor,
 starts the job's processes and relays their output. Both adopt orphans, so everything that a job starts, daemons
@@ -41,9 +41,9 @@ def run(
     SIGTERM and SIGHUP stop all processes; a second signal kills them at once. SIGINT and SIGHUP stay ignored if they
     were ignored before, as under nohup. Servers and the scheduler end by themselves after the last worker.
 
-    Each process gets its own session, an empty standard input, and the job's key by an inherited descriptor.
-    ``restart_processes`` workers and servers are started again, each alone, instead of ending the job. ``elastic`` is
-    the least and the most workers, if their number may change (`control_socket`).
+    Each process gets its own session, an empty standard input, and the job's key by an inherited descriptor. Up to
+    ``restart_processes`` failed workers and servers are restarted alone instead of ending the job. ``elastic`` is the
+    minimum and maximum number of workers, if their number may change (`control_socket`).
 
     Returns:
         The exit code, and whether a signal stopped the job. The code is 0 if all workers succeeded, else that of the
@@ -74,12 +74,12 @@ def run(
 
 
 def control_socket(launcher: int) -> str:
-    """Return the name of the Unix socket at which the launcher with this process id takes a number of workers."""
+    """Return the name of the Unix socket on which the launcher with this process id receives a number of workers."""
     return unix_sockets.name_of("launcher", launcher)
 
 
 def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTimeouts) -> Outcome:
-    """Forward signals until the supervisor has ended; return the end of the job."""
+    """Forward signals until the supervisor has ended; return the job's outcome."""
     received: int | None = None
     deadline = 0.0
     while True:
@@ -89,7 +89,7 @@ def _forward_signals(supervisor: int, stops: Collection[int], timeouts: StopTime
             if received is None:
                 received, deadline = info.si_signo, time.monotonic() + 2 * timeouts.stop + 1
             send(supervisor, info.si_signo)
-        elif info is None and received is not None:  # it may be blocked on output that nobody reads
+        elif info is None and received is not None:  # the supervisor may be blocked on unread output
             send(supervisor, signal.SIGKILL)
         ended, status = os.waitpid(supervisor, os.WNOHANG)
         if ended:

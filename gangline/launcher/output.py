@@ -1,4 +1,4 @@
-"""Output of many processes on one terminal or in one log: whole lines, each prefixed by the name of its process."""
+"""Output of many processes on one terminal or in one log: whole lines, each prefixed with its process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _LONGEST = 1 << 20
-"""Bytes at which a line is broken, to bound memory."""
+"""Maximum bytes of a line, to bound memory; longer lines are broken."""
 _LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\n|\Z))")  # a trailing \r may be half of \r\n
 _MESSAGE = b"\x1e"
-"""Beginning of a line that is a message for the launcher: ASCII's record separator."""
+"""Prefix of messages for the launcher: ASCII's record separator."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class Stream:
     prefix: bytes
     is_error: bool
     on_message: Callable[[str], None] | None = None
-    """Handler of the messages of a supervisor on another host, whose lines have their prefixes already."""
+    """Handler of messages from a supervisor on another host, whose lines already have prefixes."""
     pending: bytearray = field(default_factory=bytearray)
     """The incomplete last line."""
 
@@ -39,11 +39,11 @@ class Output:
         """Number of bytes that did not fit on the disk."""
 
     def stream(self, label: str, *, is_error: bool) -> Stream:
-        """Return a stream whose lines get the label as prefix, and go to standard error or standard output."""
+        """Return a stream to standard error or standard output whose lines are prefixed with the label."""
         return Stream(f"[{label}] ".encode(), is_error)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Write the lines that ``data`` completes, and buffer the rest. Each state of a progress bar is a line.
+        """Write the lines that ``data`` completes, and buffer the remainder. Each state of a progress bar is a line.
 
         Raises:
             OSError: if writing fails; BrokenPipeError if the reader of a pipe is gone.

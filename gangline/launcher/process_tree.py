@@ -21,7 +21,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(spared: Collection[int] = ()) -> set[int]:
-    """Return the process ids of running children, their children and so on, without those spared and their children."""
+    """Return the process ids of all running descendants, without ``spared`` processes and their descendants."""
     found = {process.pid for process in psutil.Process().children(recursive=True) if _is_running(process)}
     for pid in found.intersection(spared):
         found.discard(pid)
@@ -37,10 +37,10 @@ def send(pid: int, number: int) -> None:
 
 
 def send_program(leader: int, number: int) -> None:
-    """Send a signal to a process and to the others of its group, except those that Python's multiprocessing started.
+    """Send a signal to a process group, except to processes that Python's multiprocessing started.
 
-    A program ends its own workers, such as those of a DataLoader, which it needs until it has written a checkpoint.
-    The leader of the group has not been waited for.
+    A program itself ends its workers, such as those of a DataLoader, which it needs until it has written a checkpoint.
+    The group's leader must not have been waited for.
     """
     members = []
     with suppress(psutil.NoSuchProcess):
@@ -61,7 +61,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def send_group(leader: int, number: int) -> None:
-    """Send a signal to a process group whose leader has not been waited for; ignore it if the group has ended."""
+    """Send a signal to a process group; ignore it if the group has ended. Its leader must not have been waited for."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 

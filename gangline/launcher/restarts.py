@@ -1,6 +1,6 @@
-"""Restart of a whole job: after a failure everything is stopped, and all processes start again.
+"""Restart of a whole job: after a failure all processes are stopped and started again.
 
-The restart of one process while the others run on is the supervisor's.
+The supervisor restarts single processes while the others keep running.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FINAL = {
     127: "the command was not found",
     128 + signal.SIGPIPE: "nobody reads the output",
 }
-"""Exit codes after which a restart is of no use or not wanted."""
+"""Exit codes after which a restart is useless or unwanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """End of a job."""
+    """Outcome of a job."""
 
     code: int
     """Exit code."""
@@ -37,9 +37,9 @@ class Outcome:
 
 
 def run_with_restarts(attempt: Callable[[int], Outcome], max_restarts: int) -> int:
-    """Run a job, again after each failure; return the exit code of the last attempt.
+    """Run a job and restart it after failures; return the exit code of the last attempt.
 
-    A job that a signal to the launcher stopped is not started again, nor one that ended with a code of `FINAL`.
+    A job is not restarted if a signal to the launcher stopped it, or its exit code is in `FINAL`.
     """
     restart = 0
     try:

@@ -1,8 +1,8 @@
-"""Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the rest.
+"""Supervisor of a job: starts the processes, relays their output, reports the first failure, stops the others.
 
-For a job on several hosts one runs on each, and one on the launcher's host, whose processes are the ssh commands
-to the others. They exchange lines: on standard input "stop" and "workers ended" (on all hosts), on standard error the
-messages "failed CODE" and "workers ended" (on this host). The end of standard input stops a host's processes.
+A job on several hosts has a supervisor on each host, and one on the launcher's host that runs the ssh commands. They
+exchange lines: on standard input "stop" and "workers ended" (on all hosts), on standard error "failed CODE" and
+"workers ended" (on one host). The end of standard input stops a host's processes.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _PIPE = 1 << 20
 _HOST_DELAY = 5.0
 """Seconds for supervisors on other hosts to report and end, after they killed their processes."""
 _LEFT_SECONDS = 2.0
-"""Seconds for a worker that has left the job to end, if another one fails meanwhile."""
+"""Seconds for a worker that has left the job to end, if another worker fails meanwhile."""
 _STOP = "stop"
 _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
 _REQUEST = 64
 """Maximum bytes of a request for another number of workers."""
 ERROR = "error: "
-"""Beginning of the answer to a request that is refused."""
+"""Prefix of the answer to a refused request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Outputs of a supervisor beside its standard output and error."""
+    """Outputs of a supervisor in addition to standard output and error."""
 
     log_dir: Path | None = None
     """Folder for a log file of each process, such as worker-0.log."""
     host: str = ""
-    """Name of this host, if the launcher is on another one and its messages arrive on standard input."""
+    """Name of this host, if the launcher is on another host and sends messages on standard input."""
     on_failure: Callable[[str], None] | None = None
     """Called in the supervisor's process with the text that names the first failure."""
 
@@ -75,7 +75,7 @@ class StopTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ElasticWorkers:
-    """Bounds of the workers of an elastic job, and where their number is changed."""
+    """Bounds of the number of workers of an elastic job, and the socket that changes it."""
 
     least: int
     most: int
@@ -92,7 +92,7 @@ class _Child:
     streams: dict[IO[bytes], Stream] = field(default_factory=dict)
     log: IO[bytes] | None = None
     unsent: bytearray = field(default_factory=bytearray)
-    """Bytes that its standard input has not taken yet."""
+    """Bytes not yet written to its standard input."""
     is_stopping: bool = False
     """True for a supervisor on another host that has begun to stop its processes."""
     have_workers_ended: bool = False
@@ -113,7 +113,7 @@ class Supervisor:
         self._reports = reports
         self._output = Output(host=reports.host)
         self._other_hosts = bool(reports.host)
-        """True while other hosts may have workers that use servers of this one."""
+        """True while workers on other hosts may use servers on this host."""
         self._messages = bytearray()
         """Incomplete line of the launcher."""
         self._started: list[_Child] = []
@@ -125,34 +125,34 @@ class Supervisor:
         self._key: JobKey | None = None
         self._elastic: ElasticWorkers | None = None
         self._places: list[Process] = []
-        """Workers of an elastic job as `process_table` describes them, one for each place."""
+        """Workers of an elastic job from `process_table`, one per slot."""
         self._next_rank = 0
-        """Rank of the next worker that is added."""
+        """Rank of the next worker to be added."""
         self._is_job_over = False
-        """True once the scheduler has ended well: processes that still run have left the job, or came late to it."""
+        """True once the scheduler has succeeded: processes that still run have left the job, or came too late."""
         self._restarts_left = 0
-        """Number of processes that may still be started again."""
+        """Number of remaining restarts of single processes."""
         self._restarts = 0
         self._kept_memory: dict[str, int] = {}
-        """Descriptors by label: a process that starts again finds its state in this memory."""
+        """Descriptors, by label, of memory where a restarted process finds its state."""
         self._from_scheduler: int | None = None
         """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended."""
         self._scheduler_line = b""
         """Beginning of an incomplete line of the scheduler."""
         self._left: list[str] = []
-        """Labels of the processes that have left the job, in that order; nobody needs a restart of them."""
+        """Labels of the processes that have left the job, in order; they are not restarted."""
         self._failed_later: list[tuple[_Child, int]] = []
-        """Workers that failed while one that had left the job had not ended: its exit may be the cause."""
+        """Workers that failed while a worker that had left the job was still ending: its exit may be the cause."""
         self._is_lost = False
-        """True if the scheduler has said that restarts are of no use any more."""
+        """True if the scheduler has reported that restarts are useless."""
         self._late_code = 0
         """Exit code of the first process that failed after it had left the job, or after the job was over."""
         self._worker_codes: set[int] = set()
         """Exit codes of the workers that have ended."""
         self._servers_stop_last = False
-        """True while workers end: they need the servers to end cleanly, or to learn which other worker died."""
+        """True while workers end: they need servers for a clean end, or to learn which worker died."""
         self._alarm: tuple[float, Callable[[], None]] | None = None
-        """Monotonic time and what to do then."""
+        """Monotonic time of a callback, and the callback."""
         self._terminated: set[int] = set()
         """Orphans that were sent SIGTERM."""
         self._cannot_write = False
@@ -183,7 +183,7 @@ class Supervisor:
     ) -> int:
         """Run the processes until they and all their descendants have ended; return the job's exit code.
 
-        ``restart_processes`` of them, workers and servers, start again alone.
+        Up to ``restart_processes`` workers and servers are restarted alone.
         """
         self._key, self._restarts_left = key, restart_processes
         if elastic is not None:
@@ -208,7 +208,7 @@ class Supervisor:
         return self._code or self._late_code
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take the connection of a `gangline resize`."""
+        """Accept a connection from `gangline resize`."""
         with suppress(OSError):
             connection, _ = listener.accept()
             try:
@@ -220,14 +220,14 @@ class Supervisor:
             self._selector.register(connection, selectors.EVENT_READ, partial(self._answer, connection))
 
     def _answer(self, connection: socket.socket) -> None:
-        """Carry out the request of a `gangline resize`, a number of workers, and say what was done."""
+        """Change the number of workers as `gangline resize` requests, and answer with the result."""
         self._selector.unregister(connection)
         with connection, suppress(OSError):
             words = connection.recv(_REQUEST).decode(errors="replace").strip()
             connection.send(self._resize(words).encode())
 
     def _resize(self, words: str) -> str:
-        """Start workers, or ask some to leave, until there are so many; return what was done, or the error."""
+        """Start workers, or ask some to leave, to reach the number in ``words``; return the answer."""
         assert self._elastic is not None
         least, most = self._elastic.least, self._elastic.most
         running = sorted(self._workers(), key=lambda child: child.process.rank or 0)
@@ -283,13 +283,13 @@ class Supervisor:
         return self._kept_memory[process.label]
 
     def _may_restart(self, child: _Child, code: int) -> bool:
-        """Return whether a process that has ended is started again alone: others need it, and the job can go on."""
+        """Return whether a failed process is restarted alone: others need it, and the job can continue."""
         if not self._restarts_left or code in FINAL or child.process.role not in ("worker", "server", "scheduler"):
             return False
         return not self._is_lost and (self._from_scheduler is not None or child.process.role == "scheduler")
 
     def _hear_scheduler(self) -> None:
-        """Read what the scheduler has said of other processes, and whether it has ended; see `LAUNCHER_FD`."""
+        """Read the scheduler's messages about other processes, and detect its end; see `LAUNCHER_FD`."""
         while self._from_scheduler is not None:
             try:
                 data = os.read(self._from_scheduler, _READ)
@@ -304,13 +304,13 @@ class Supervisor:
                 self._from_scheduler = None
 
     def _restart(self, child: _Child, code: int) -> None:
-        """Start a process again, under its role and rank."""
+        """Restart a process with its role and rank."""
         self._restarts_left -= 1
         self._restarts += 1
         number = int(child.process.environment.get(INCARNATION) or 0) + 1
         total = self._restarts + self._restarts_left
         self._report(f"{child} {_how(code)}; it starts again (restart {self._restarts} of {total} of single processes)")
-        send_group(child.popen.pid, signal.SIGKILL)  # what it has started works for nobody
+        send_group(child.popen.pid, signal.SIGKILL)  # its own children are useless now
         changed = {INCARNATION: str(number), **({LEAVING: "1"} if child.is_leaving else {})}
         self._start_all([replace(child.process, environment={**child.process.environment, **changed})])
 
@@ -367,7 +367,7 @@ class Supervisor:
             self._alarm[1]()
 
     def _read(self, child: _Child, pipe: IO[bytes]) -> bool:
-        """Read once and write the output; return False if there is nothing more for now."""
+        """Read once and write the output; return False if the pipe is empty."""
         if pipe.closed:
             return False
         data = pipe.read(_READ)
@@ -383,7 +383,7 @@ class Supervisor:
         return bool(data)
 
     def _drain(self, child: _Child) -> None:
-        """Read what a child's pipes hold, at most one capacity each: its descendants may go on writing."""
+        """Read a child's pipes, at most one capacity each: its descendants may keep writing."""
         for pipe in list(child.streams):
             for _ in range(_PIPE // _READ):
                 if not self._read(child, pipe):
@@ -403,7 +403,7 @@ class Supervisor:
         self._lost_of_logs += write_what_fits(log.fileno(), data)
 
     def _lost(self) -> list[tuple[int, str]]:
-        """Return the bytes that full disks refused, and where they were to go."""
+        """Return the number of bytes lost to full disks, and their destinations."""
         found = (self._output.lost, "the launcher's output"), (self._lost_of_logs, str(self._reports.log_dir))
         return [(lost, where) for lost, where in found if lost]
 
@@ -430,7 +430,7 @@ class Supervisor:
             self._hear_scheduler()
 
         def order(one: tuple[_Child, int]) -> tuple[bool, bool, int]:
-            """Of several ends, a kill is the likelier cause, or the first to leave; the others need the scheduler."""
+            """Sort likely causes first: killed processes, then the first to leave."""
             (child, code), left = one, [*self._left, one[0].process.label]
             return code >= 0, child.process.role != "scheduler", left.index(child.process.label)
 
@@ -438,15 +438,15 @@ class Supervisor:
             self._ended(child, code)
 
     def _ended(self, child: _Child, code: int, *, may_wait: bool = True) -> None:
-        self._drain(child)  # its last output comes before the report
-        if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler tells the others
+        self._drain(child)  # write its last output before the report
+        if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler notifies the others
             code = 0
         self._hear_scheduler()
         self._is_job_over |= child.process.role == "scheduler" and not code
         has_left = child.process.label in self._left or (self._is_job_over and not self._is_lost)
         if code and self._code is None and has_left and (self._restarts_left or self._restarts):
             self._report(f"{child} {_how(code)} after it had left the job; the others go on")
-            if code > 0 or child.process.is_worker:  # a server that is killed then has lost nothing
+            if code > 0 or child.process.is_worker:  # a server killed now has lost nothing
                 self._late_code = self._late_code or _exit_code(code)
             code = 0
         if code and self._code is None and self._may_restart(child, code):
@@ -479,7 +479,7 @@ class Supervisor:
             self._ended(child, code, may_wait=may_wait)
 
     def _end_servers(self) -> None:
-        """If no worker is left on any host, stop the servers, or set the time by which they should have ended."""
+        """If no worker is left on any host, stop the servers, or set the deadline for their end."""
         if (self._has_workers() and not (self._elastic and self._is_job_over)) or not self._children:
             return
         if self._servers_stop_last:
@@ -495,12 +495,12 @@ class Supervisor:
         return self._other_hosts or bool(self._workers())
 
     def _tell(self, child: _Child, line: str) -> None:
-        """Send a line to the supervisor on another host; one that cannot be reached ends with its connection."""
+        """Send a line to the supervisor on another host; an unreachable supervisor ends with its connection."""
         child.unsent += f"{line}\n".encode()
         self._send_unsent(child)
 
     def _send_unsent(self, child: _Child) -> None:
-        """Write to a pipe what it takes; of many hosts, pipes of an ordinary user take a page only."""
+        """Write what fits into a pipe; with many hosts, an ordinary user's pipes hold only a page."""
         assert child.popen.stdin is not None
         pipe = child.popen.stdin.fileno()
         try:
@@ -516,7 +516,7 @@ class Supervisor:
             self._selector.unregister(pipe)
 
     def _tell_workers_ended(self) -> None:
-        """If the workers of all hosts have ended, tell the supervisors of these hosts."""
+        """If the workers of all hosts have ended, notify the supervisors of these hosts."""
         hosts = [child for child in self._started if child.process.document is not None]
         running = [child for child in hosts if child.popen.pid in self._children]
         if running and all(child.have_workers_ended for child in running):
@@ -610,7 +610,7 @@ class Supervisor:
         """Return True if descendants of the ended processes still run; send each of them SIGTERM once."""
         orphans = descendants()
         is_first = bool(orphans) and not self._terminated
-        for pid in set(orphans) - self._terminated:  # some were forked since the last look
+        for pid in set(orphans) - self._terminated:  # some were forked since the last check
             send(pid, signal.SIGTERM)
             self._terminated.add(pid)
         if is_first and (self._code is None or self._alarm is None):

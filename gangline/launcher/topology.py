@@ -29,12 +29,12 @@ def read_host(
     """Return this host.
 
     Args:
-        gpus: GPUs for workers, numbered among those visible to this process; empty: workers see all.
-        variables: environment variables; CUDA_VISIBLE_DEVICES and `NCCL_MEMCPY` count.
+        gpus: indices of GPUs for workers among those visible to this process; empty: workers see all.
+        variables: environment variables, of which CUDA_VISIBLE_DEVICES and `NCCL_MEMCPY` are used.
         addresses: PCI address of each visible GPU, as of `gpu_addresses`; empty: not read.
-        address: address at which the other hosts reach this one.
-        slots: largest number of workers; None: one for each GPU, and any number without `gpus`.
-        root: where sysfs is mounted.
+        address: address of this host for the other hosts.
+        slots: maximum number of workers; None: one per GPU, and any number without `gpus`.
+        root: mount point of sysfs.
     """
     nodes = [numa_node(where, root) for where in addresses]
     names = _visible_names(gpus, variables.get("CUDA_VISIBLE_DEVICES"))
@@ -44,7 +44,7 @@ def read_host(
 
 
 def read_cpus(allowed: Collection[int], root: Path = _SYS) -> tuple[Cpu, ...]:
-    """Return the CPUs with these numbers; one that sysfs does not describe is a core of its own on node 0."""
+    """Return the CPUs with these numbers; a CPU unknown to sysfs is a separate core on node 0."""
     return tuple(_cpu(number, root / "devices" / "system" / "cpu" / f"cpu{number}") for number in sorted(allowed))
 
 
@@ -52,13 +52,13 @@ def numa_node(address: str | None, root: Path = _SYS) -> int | None:
     """Return the NUMA node of a PCI device such as "0000:3b:00.0"; None if unknown."""
     file = root / "bus" / "pci" / "devices" / (address or "none") / "numa_node"
     node = int(file.read_text()) if file.is_file() else -1
-    return node if node >= 0 else None  # the kernel writes -1 where the firmware does not tell
+    return node if node >= 0 else None  # the kernel writes -1 for an unknown node
 
 
 def gpu_addresses() -> list[str | None]:
-    """Return the PCI address of each GPU that torch sees, in torch's order; None where NVML is not available.
+    """Return the PCI address of each GPU that torch sees, in torch's order; None without NVML.
 
-    A process of its own asks, since torch starts threads.
+    The query runs in a subprocess, because torch starts threads.
     """
     asked = subprocess.run([sys.executable, "-c", _QUERY], stdout=subprocess.PIPE, check=True, text=True)  # noqa: S603
     found: list[str | None] = json.loads(asked.stdout)
@@ -92,7 +92,7 @@ def nvml_handle(index: int) -> Any:
 def _lacks_peer_access() -> bool:
     """Return whether a GPU of this host cannot access the memory of another one; False without NVML.
 
-    All GPUs count, also those that workers do not see: NCCL uses `NCCL_MEMCPY` only between GPUs without access.
+    GPUs hidden from workers count too: NCCL uses `NCCL_MEMCPY` only between GPUs without access.
     """
     import pynvml as nvml  # which makes no CUDA context
 
@@ -116,7 +116,7 @@ def _cpu(number: int, folder: Path) -> Cpu:
 
 
 def _visible_names(gpus: Sequence[int], visible: str | None) -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES for GPUs, which are numbered among the visible ones."""
+    """Return the entries of CUDA_VISIBLE_DEVICES for GPUs, given as indices among the visible GPUs."""
     if visible is None:
         return [str(gpu) for gpu in gpus]
     available = [name.strip() for name in visible.split(",") if name.strip()]

@@ -66,14 +66,14 @@ class AllReduceStore(LocalStore):
     """Store that sums over this worker's devices, then over all workers by collectives.
 
     A key is summed and updated on the device of the value given to `init`, by NCCL where the communicator uses it. If
-    that is a GPU on some workers and the host on others, it is the host on all: their arithmetic differs in the last
-    bits, and with it the weights would.
+    that is a GPU on some workers only, all workers use the host: GPU and host arithmetic differ in the last bits, so
+    weights would diverge.
 
     Every worker must make the same calls in the same order, except pulls, learning rates and queries. If calls differ,
     or a worker's arguments are refused, all workers raise the same `MismatchError` and nothing has changed. Calls,
     asynchronous ones too, run in the order in which they are made, whatever their priority; only one thread at a time
-    may make them. After a failed collective every later call raises the same error; so it does, on all workers, after
-    an update that has failed on one of them, whose weights may differ from the others' then.
+    may make them. After a failed collective, or an update that failed on one worker and may have left different weights
+    there, every later call raises the same error on all workers.
 
     Every worker holds the weights, the optimizer's state (with ``shard="optimizer"`` a part of it) and the gradients of
     its buckets; those on the host are in memory that the workers of a host share. Compression residuals stay with the
@@ -87,7 +87,7 @@ class AllReduceStore(LocalStore):
 
         Args:
             name: the store's name.
-            communicator: communicator of all workers; `close` leaves it open. None: connect by the environment.
+            communicator: communicator of all workers; `close` leaves it open. None: connect from the environment.
 
         Raises:
             RuntimeError: if the environment describes no job.
@@ -185,7 +185,7 @@ class AllReduceStore(LocalStore):
             make_flat(bucket, flat)
             made = self._flats[bucket]
             if made.stored.is_cpu:
-                with self._workers.communicator() as communicator:  # in memory that it reduces without a copy
+                with self._workers.communicator() as communicator:  # reduced without a copy
                     made.sum = communicator.empty(bucket.numel, bucket.dtype).zero_()
             else:
                 made.sum = bucket.empty(made.stored.device)
@@ -253,7 +253,7 @@ class AllReduceStore(LocalStore):
         if owners is not None and owners.count < len(self._entries):
             owners.assign((key, entry.stored) for key, entry in self._entries.items())
         runs = owners.runs(bucket) if owners is not None and bucket is not None and part.flat is not None else None
-        reduced = None if self.updates_wait else runs  # a common norm is that of all gradients
+        reduced = None if self.updates_wait else runs  # a global norm needs all gradients
         sums = reduce_over_workers(self._workers, negotiation, part, self._compressed, is_mean=is_mean, runs=reduced)
         if self._optimizer is not None:
             self._use_rate(negotiation)
@@ -282,7 +282,7 @@ class AllReduceStore(LocalStore):
                 communicator.broadcast_each([self._entries[key].stored for key in keys], owners)
 
     def _take_part(self, negotiation: Negotiation) -> None:
-        """Take part in the others' call by its plan, without values."""
+        """Take part in the other workers' call, by its plan and without values."""
         plan = negotiation.plan
         if "exchange" in plan:
             lengths = [int(weight) for weight in negotiation.weights]
@@ -374,7 +374,7 @@ class AllReduceStore(LocalStore):
             self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
 
     def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
-        """Return the rank that is to update each tensor, equal on all workers, by their memory. Collective.
+        """Assign an owner rank to each tensor, in proportion to the workers' memory. Collective.
 
         ``memory`` is as for `set_optimizer`.
         """
@@ -387,7 +387,7 @@ class AllReduceStore(LocalStore):
     def _agreed_memory(
         self, call: str, items: Mapping[str, str], memory: Sequence[float] | str | None, device: torch.device
     ) -> Sequence[float]:
-        """Check that all workers give the same items, and return their memory: that of their devices for "auto"."""
+        """Check that all workers give the same items; return each worker's memory, that of its device for "auto"."""
 
         def agree() -> list[float]:
             self._workers.group.check_same(items, call)
@@ -426,16 +426,16 @@ class AllReduceStore(LocalStore):
         """Copy each tensor from the rank that owns it to all workers, in place. Collective.
 
         Args:
-            names: what they are; the same on all workers, else all of them raise a `MismatchError`.
+            names: description of the tensors; if it differs between workers, all raise a `MismatchError`.
             tensors: flat tensors, of equal sizes on all workers.
-            owners: owner of each.
-            missing: bit mask of at most 511 bits.
-            weight: a number.
+            owners: owner of each tensor.
+            missing: bit mask of at most 511 bits, to be combined by OR.
+            weight: number to be summed over the workers.
             numbers: numbers of the tensors, for workers in `follow_owners`.
             async_op: return before the copies are made.
 
         Returns:
-            A function that waits for the copies, and returns what the workers have said.
+            A function that waits for the copies, and returns the combined ``missing`` and ``weight``.
         """
         negotiations: list[Negotiation] = []
 
@@ -474,8 +474,8 @@ class AllReduceStore(LocalStore):
     ) -> None:
         """Take part in the other workers' `copy_from_owners` and `reduce_to_owners` until `end_following`. Collective.
 
-        ``copied`` and ``reduced`` return the tensors, and their owners, of the numbers that those calls were given; the
-        second is a context in which the tensors are reduced.
+        ``copied`` and ``reduced`` map the ``numbers`` of these calls to tensors and their owners; ``reduced`` returns a
+        context manager, inside which the tensors are reduced.
         """
 
         def follow() -> None:
@@ -502,7 +502,7 @@ class AllReduceStore(LocalStore):
             self._run_in_order("end_following", lambda: self._negotiate("end of forward or backward", _END))
 
     def _any_device(self) -> torch.device:
-        """Return the device of the first key; before there is one, the current GPU if there is one."""
+        """Return the device of the first key; without keys, the current GPU or else the host."""
         for entry in self._entries.values():
             return entry.stored.device
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _HOST
@@ -539,7 +539,7 @@ class AllReduceStore(LocalStore):
 
     @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState | None) -> None:
-        """Replace the optimizer's state by rank 0's; ``state`` is ignored on other ranks.
+        """Load rank 0's optimizer state; ``state`` is ignored on other ranks.
 
         Collective: all workers must call it.
         """

@@ -1,4 +1,4 @@
-"""Compression with error feedback: the part of a gradient that was not sent is added to the next one."""
+"""Compression with error feedback: the part of a gradient that was not sent is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gangline.kvstore.compression.codec import Codec, check_dtype
 
 
 def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> torch.Tensor:
-    """Return the payload of ``gradient``, plus the residual if there is one, which is updated to the part not sent.
+    """Return the payload of ``gradient`` plus the residual, if any; the residual becomes the part not sent.
 
     ``residual += gradient; payload = encode(residual); residual -= decode(payload)``: error feedback (Seide et al.,
     1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019). Over all calls,
@@ -39,7 +39,7 @@ def compress(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None
 
 @torch.no_grad()
 def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> None:
-    """Raise any error that `compress` would raise, so that several gradients can be compressed all or none."""
+    """Raise any error that `compress` would raise, so that either all or none of several gradients are compressed."""
     check_dtype(gradient)
     if residual is None:
         _check_finite(gradient, f"the gradient of {what}")
@@ -50,7 +50,7 @@ def check(gradient: torch.Tensor, residual: torch.Tensor | None, what: str) -> N
 
 @torch.no_grad()
 def compress_checked(codec: Codec, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the payload, as `compress`, of arguments that `check` has accepted."""
+    """Run `compress` on arguments that `check` has accepted."""
     timeline, span = recorder.current, nullcontext[dict[str, Any]]({})
     with span if timeline is None else timeline.span("compress", bytes=gradient.nbytes) as arguments:
         if residual is None:

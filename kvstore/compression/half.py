@@ -50,13 +50,13 @@ class _Half(Codec):
 
 @register("fp16")
 class Float16(_Half):
-    """Values as float16: 11 bits of precision; magnitudes above 65,504 become 65,504, with the same sign."""
+    """Values as float16: 11 bits of precision; magnitudes are clamped to 65,504."""
 
     dtype = torch.float16
 
 
 @register("bf16")
 class BFloat16(_Half):
-    """Values as bfloat16: 8 bits of precision; magnitudes above 3.39e38 become that, with the same sign."""
+    """Values as bfloat16: 8 bits of precision; magnitudes are clamped to 3.39e38."""
 
     dtype = torch.bfloat16

@@ -74,7 +74,7 @@ class TwoBit(Codec):
             out.copy_(flat.view(out.shape))
 
     def _encode(self, values: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return the payload of ``values``, or of values + gradient, in which case values keep the part not sent."""
+        """Return the payload of ``values``, or of values + gradient; then ``values`` becomes the part not sent."""
         check_dtype(values)
         threshold, below = self._bounds(values.dtype)
         numel, device = values.numel(), values.device

@@ -1,1 +1,1 @@
-"""Calls that all workers of a job make together on plain data, and the errors that they report to each other."""
+"""Collectives of all workers on plain data, and the errors that workers report to each other."""

@@ -1,4 +1,4 @@
-"""Errors that one process reports to others: names of classes, and the texts of differing or refused calls."""
+"""Errors that a process reports to others: names of classes, and texts for different or refused calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERRORS: dict[str, type[Exception]] = {
 _TRACE = "\nTraceback of the server (most recent call last):\n"
 
 _SHOWN = 300
-"""Characters of a call in an error message."""
+"""Maximum characters of a call in an error message."""
 
 _WRITES = "save_checkpoint"
 """Name of the call that users tend to make on rank 0 alone."""
@@ -40,12 +40,12 @@ def error_name(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception's text; without the quotes that ``str`` adds to that of a KeyError."""
+    """Return an exception's text, without the quotes that ``str`` adds for a KeyError."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error) or type(error).__name__
 
 
 def text_with_traceback(text: str, error: BaseException) -> str:
-    """Return the text of an error that a server did not expect, followed by its traceback, for `make_error`."""
+    """Return the text and the traceback of an unexpected error of a server, for `make_error`."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     return f"{text}{_TRACE}{frames}{type(error).__name__}: {error}"[: 1 << 16]
 
@@ -63,7 +63,7 @@ def make_error(name: str, text: str) -> Exception:
 
 
 def refusal(call: str, error: BaseException) -> str:
-    """Return the text by which a rank tells the others that it refuses a call."""
+    """Return the text of a rank that refuses a call, for the other ranks."""
     return f"{call} was refused: {error_text(error)}"
 
 
@@ -77,7 +77,7 @@ def refused(calls: Mapping[int, str], rank: int, size: int) -> str:
 
 
 def hint(*calls: str) -> str:
-    """Return what to do if one of the calls is often made on rank 0 alone; "" if none is."""
+    """Return advice if one of the calls is often made on rank 0 alone; else ""."""
     found = any(_WRITES in call for call in calls)
     return f"; call {_WRITES} on every worker, not only on rank 0: it writes on rank 0 alone" if found else ""
 

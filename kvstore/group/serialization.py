@@ -20,7 +20,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of a name such as "float32", which another process has sent; ValueError if there is none."""
+    """Return torch's dtype for a name received from another process, such as "float32"; ValueError if unknown."""
     if name not in _DTYPES:
         raise ValueError(f"received a tensor of dtype {name!r}; expected one of torch's")
     return _DTYPES[name]

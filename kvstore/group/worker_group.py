@@ -1,4 +1,4 @@
-"""Calls that all workers of a job make together on plain data: gather, broadcast, barrier, agreement."""
+"""Collectives of all workers of a job on plain data: gather, broadcast, barrier, agreement."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class WorkerGroup:
         return [_unpacked(one) for one in self._exchange(pack(data), name, root)]
 
     def broadcast(self, data: Any, name: str, root: int = 0) -> Any:
-        """Return the root's data; those of other ranks are ignored."""
+        """Return the root's data; data of other ranks is ignored."""
         return _unpacked(self._exchange(pack(data) if self.rank == root else b"", name, None)[root])
 
     def barrier(self, name: str) -> None:
-        """Wait until every worker has called it."""
+        """Wait until every worker has called `barrier`."""
         self._exchange(b"", name, None)
 
     def check_same(self, items: Mapping[str, Any], name: str) -> None:
@@ -95,7 +95,7 @@ def check_same(gathered: Sequence[Mapping[str, Any] | None], name: str) -> None:
 
 
 def _first_difference(first: list[tuple[str, Any]], other: list[tuple[str, Any]]) -> tuple[str, tuple[str, str]]:
-    """Return what differs first between two lists of items, and what each of them has there."""
+    """Return the first difference between two lists of items, with both values."""
     for index in range(max(len(first), len(other))):
         expected, found = ((items[index] if index < len(items) else None) for items in (first, other))
         if expected == found:

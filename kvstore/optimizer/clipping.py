@@ -20,7 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_thresholds(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if two thresholds are given, or one is not a finite number above 0; None counts as not given."""
+    """Raise ValueError if two thresholds are given, or one is not a finite number above 0; None: not given."""
     given = {name: arguments[name] for name in THRESHOLDS if arguments.get(name) is not None}
     for name, value in given.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -88,10 +88,10 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
-    """Write a safetensors file atomically: ``path`` holds the old content or the new. OSError if it cannot."""
+    """Write a safetensors file atomically: ``path`` has either the old or the new content. OSError on failure."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
-        if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed while it saved
+        if process.isdecimal() and not psutil.pid_exists(int(process)):  # its writer was killed
             left.unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
@@ -102,7 +102,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, A
 
 @contextmanager
 def removed_on_error(temporary: Path, path: Path, nbytes: int) -> Iterator[None]:
-    """Remove a temporary file if the block that writes it fails; DiskFullError if there was no space for it."""
+    """Remove a temporary file if writing in this context fails; DiskFullError if there was no space."""
     try:
         yield
     except BaseException as error:
@@ -126,7 +126,7 @@ def flush_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # file systems that cannot do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # not supported by the file system
             raise
     finally:
         os.close(descriptor)
@@ -160,6 +160,6 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
         if metadata.get(_CHECKSUM) != _checksum(metadata[_HEADER], tensors):
             raise ValueError("its checksum is wrong")
         header: dict[str, Any] = json.loads(metadata[_HEADER])
-    except Exception as error:  # whatever the bytes lead to
+    except Exception as error:  # any error of damaged bytes
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     return tensors, header

@@ -15,11 +15,11 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_r
 from gangline.kvstore.sparse import RowSparse
 
 _HEADER = ("initial_learning_rate", "learning_rate", "shapes", "plain")
-"""Fields of an `OptimizerState` in its header, beside the name."""
+"""Fields of an `OptimizerState` in its header, in addition to the name."""
 
 
 class KeyedOptimizer:
-    """Optimizer of a store: torch.optim over the weights of many keys; an update changes a few of them.
+    """Optimizer of a store: torch.optim over the weights of many keys, of which an update changes some.
 
     Keys with equal (lr_mult, wd_mult) share a parameter group. An update puts only its own keys into the groups, so its
     cost depends on these keys alone. State is torch's, per key. ``clip_global_norm`` takes the norm over the gradients
@@ -33,7 +33,7 @@ class KeyedOptimizer:
         self.spec = spec
         self._learning_rate = float(spec.arguments["lr"])
         self.weights: dict[Key, torch.Tensor] = {}
-        """The tensors that `add` was called with last."""
+        """Tensors from the last `add` of each key."""
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
         self._group_of: dict[Key, dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
@@ -52,7 +52,7 @@ class KeyedOptimizer:
             group["lr"] = self._learning_rate * lr_mult
 
     def add(self, key: Key, weight: torch.Tensor) -> None:
-        """Set the tensor that updates of ``key`` change; existing state of the key is kept, on the tensor's device.
+        """Set the tensor that updates of ``key`` change; keep existing state of the key, on the tensor's device.
 
         Adding the same tensor again does nothing. ValueError if the optimizer does not support it, see `check`.
         """
@@ -72,11 +72,11 @@ class KeyedOptimizer:
         self._group_of[key] = self._groups[factors]
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
-        elif weight in probe.state:  # of an optimizer that creates state when it gets a weight, as Adagrad up to 2.12
+        elif weight in probe.state:  # the optimizer creates state with the weight, as Adagrad up to 2.12
             self._optimizer.state[weight] = probe.state[weight]
 
     def state_of(self, key: Key) -> dict[str, Any]:
-        """Return the state of a key that was added, which updates change: tensors and plain values by name."""
+        """Return the live state of an added key: tensors and plain values by name."""
         assert self._optimizer is not None, "add() comes before state_of()"
         state: dict[str, Any] = self._optimizer.state[self.weights[key]]
         return state
@@ -176,7 +176,7 @@ class KeyedOptimizer:
 
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
-        """Return the rescaled and clipped gradients; of a row-sparse one its rows."""
+        """Return the rescaled and clipped gradients; rows for row-sparse gradients."""
         is_changed = self.modifies_gradient
         values = [
             (one.values.clone() if is_changed else one.values) if isinstance(one, RowSparse) else one
@@ -209,7 +209,7 @@ class KeyedOptimizer:
         return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Replace all state by one that `OptimizerState.check` accepts; the learning rate stays as it is."""
+        """Load a state that `OptimizerState.check` accepts; the learning rate does not change."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
@@ -228,7 +228,7 @@ class KeyedOptimizer:
             if isinstance(value, torch.Tensor):
                 if name == "step":
                     value = value.to(value.device if step_on_host else weight.device, copy=True)
-                else:  # as load_state_dict: elementwise state in the weight's dtype, single numbers in their own
+                else:  # as load_state_dict: elementwise state in the weight's dtype, scalars unchanged
                     elementwise = value.is_floating_point() and (value.dim() or not weight.dim())
                     dtype = weight.dtype if elementwise else value.dtype
                     value = value.to(weight.device, dtype, copy=True)
@@ -240,7 +240,7 @@ class KeyedOptimizer:
 
 
 class _Rows:
-    """Some rows of a weight and their state, copied into a tensor of their own for one update."""
+    """Some rows of a weight and their state, copied into a separate tensor for one update."""
 
     def __init__(
         self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, float]
@@ -279,7 +279,7 @@ class OptimizerState:
     plain: dict[str, Any]
 
     def check(self, name: str, shapes: Mapping[Key, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the state is of this optimizer, and all of its keys are known with their shapes."""
+        """Raise ValueError unless the state is of this optimizer and its keys and shapes are known."""
         if self.name != name:
             raise ValueError(f"the state is of optimizer {self.name!r}, but {name!r} is set here")
         for encoded, shape in self.shapes.items():
@@ -290,7 +290,7 @@ class OptimizerState:
                 raise ValueError(f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(shapes[key])}")
 
     def of_keys(self, is_wanted: Callable[[Key], bool]) -> OptimizerState:
-        """Return the state of some keys, with the shapes of all."""
+        """Return the state of some keys, with the shapes of all keys."""
 
         def part(values: dict[str, Any]) -> dict[str, Any]:
             return {place: value for place, value in values.items() if is_wanted(json.loads(place.rpartition("/")[0]))}
@@ -299,7 +299,7 @@ class OptimizerState:
 
     @classmethod
     def merged(cls, parts: Sequence[OptimizerState]) -> OptimizerState:
-        """Return the state of the keys of all parts, with the learning rates of the first."""
+        """Merge the keys of all parts, with the learning rates of the first part."""
         return replace(
             parts[0],
             shapes={key: shape for part in parts for key, shape in part.shapes.items()},
@@ -308,7 +308,7 @@ class OptimizerState:
         )
 
     def header(self) -> dict[str, Any]:
-        """Return all but the tensors, as data that JSON can hold."""
+        """Return all fields but the tensors, as JSON data."""
         return {"optimizer": self.name, **{name: getattr(self, name) for name in _HEADER}}
 
     @classmethod

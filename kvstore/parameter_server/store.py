@@ -56,7 +56,7 @@ _DEFINE_BYTES = 16 << 20
 
 
 class DistStore(KVStore):
-    """Key-value store whose keys are split into shards on servers; workers push to rounds and pull the results.
+    """Key-value store whose keys are sharded over servers; workers push to rounds and pull the results.
 
     A push returns once the caller's tensors may be overwritten. If a server rejects it later, or dies before it has
     received it, the next call raises the error. `barrier`, `exchange` and `close` return once servers have received all
@@ -75,8 +75,8 @@ class DistStore(KVStore):
 
         Args:
             name: name of the store.
-            max_staleness: for async stores: a pull blocks while this worker has pushed a key more often than the
-                slowest living worker by more than this; None: no bound.
+            max_staleness: for async stores: number of pushes of a key by which this worker may be ahead of the slowest
+                living worker; further pulls block. None: no bound.
             timeout: seconds that a call may wait for other processes; None: GANGLINE_TIMEOUT, by default 1800.
 
         Raises:
@@ -127,8 +127,8 @@ class DistStore(KVStore):
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
-        self._late_error: Exception | None = None  # error of a push that had already returned
-        self._final_error: Exception | None = None  # of all calls after a push that may be lost, or a join() given up
+        self._late_error: Exception | None = None  # of a push that had already returned
+        self._final_error: Exception | None = None  # raised by all later calls: a push may be lost, or join() failed
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
         if self._scheduler.is_elastic:
             self._scheduler.leave_on_sigterm()
@@ -151,7 +151,7 @@ class DistStore(KVStore):
         try:
             self._check_open()
             self._deliver()
-        except Exception as error:  # an error of an earlier push: the others must not wait for this call
+        except Exception as error:  # of an earlier push: the others must not wait for this call
             self._refuse(name, error)
             raise
         return self._exchange_now(data, name, root)
@@ -244,15 +244,15 @@ class DistStore(KVStore):
 
     @refused_on_all_ranks
     def join(self) -> int:
-        """Wait until all workers have called it; rounds close without this worker meanwhile.
+        """Wait until all workers have called `join`; meanwhile rounds close without this worker.
 
         Returns:
-            Rank of the worker that called it last.
+            Rank of the worker that called `join` last.
 
         Raises:
-            StallError: if a worker does not call it within the timeout. This worker then leaves the job: rounds have
-                closed without it, so all its later calls but close() raise an error.
-            DeadNodeError: if another worker has died or left; the same holds then.
+            StallError: if a worker does not call `join` within the timeout. This worker then leaves the job, and all
+                its later calls but `close` raise an error, because rounds have closed without it.
+            DeadNodeError: if another worker has died or left, with the same consequences.
         """
         self._check_open()
         if self._scheduler.is_elastic:
@@ -374,14 +374,14 @@ class DistStore(KVStore):
         self._rounds.update(rounds)
 
     def _end_after_loss(self, error: BaseException) -> None:
-        """Leave the job after a push that servers may not have: its round could never close."""
+        """Leave the job after a push that servers may have lost: its round could never close."""
         if isinstance(error, (StallError, DeadNodeError)) and self._final_error is None:
             self._final_error = error
             if isinstance(error, StallError):  # else the others have the error of that death
                 self._scheduler.leave(f"has given up a push: {error}")
 
     def _refuse_rounds(self, keys: Sequence[Key], error: Exception) -> None:
-        """Close the next rounds of keys with an error for all workers, which would wait for this worker's push."""
+        """Fail the next rounds of keys on all workers, which would otherwise wait for this worker's push."""
         keys = [key for key in dict.fromkeys(keys) if key in self._rounds]
         if self.is_async or not keys:
             return
@@ -573,12 +573,12 @@ class DistStore(KVStore):
 
     @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Replace the optimizer's state by rank 0's. Collective: all workers must call it."""
+        """Load rank 0's optimizer state. Collective: all workers must call it."""
         self._load(lambda: state)
 
     @refused_on_all_ranks
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Load the optimizer's state from rank 0's path and ignore other paths. Collective: all ranks must call it."""
+        """Load the optimizer's state from rank 0's file. Collective: all ranks must call it."""
         self._load(lambda: read_optimizer_states(path))
 
     def _load(self, state: Callable[[], OptimizerState]) -> None:
@@ -615,7 +615,7 @@ class DistStore(KVStore):
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed and os.getpid() == self._process:
             super().close()
-            is_failing = sys.exc_info()[0] is not None  # its error must not be replaced or delayed
+            is_failing = sys.exc_info()[0] is not None  # do not replace or delay the error in flight
             if is_failing:
                 self._scheduler.abandon()
             detached = self._finish.detach()

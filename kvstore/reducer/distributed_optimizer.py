@@ -25,7 +25,7 @@ from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeight
 from gangline.kvstore.registry import create
 
 _LARGE = 1 << 16
-"""Bytes from which a parameter is copied from its owner on its own."""
+"""Minimum bytes of a parameter that its owner broadcasts by itself."""
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
 
 
@@ -34,16 +34,16 @@ class DistributedOptimizer(NetworkState, Optimizer):
     """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
 
     When ``backward()`` returns, ``.grad`` is sum(w_i * g_i) / sum(w_i), where w_i is the `weight` of worker i: 1 each,
-    or the number of samples that the worker's loss is a mean over. Gradients leave in buckets while backward still
+    or the number of samples that the worker's loss is a mean over. Gradients are sent in buckets while backward still
     runs. The optimizer itself runs on every worker and is not changed: ``param_groups``, ``state_dict``, closures,
     torch's learning rate schedulers, ``GradScaler`` and ``clip_grad_norm_`` work as without gangline (the last two not
-    with ``shard="weights"``, where a worker has a part of the gradients: see `clip_grad_norm_`). On creation rank 0's
-    parameters are broadcast.
+    with ``shard="weights"``, where gradients are sharded: see `clip_grad_norm_`). Creating it broadcasts rank 0's
+    parameters.
 
-    All workers must run the same number of backwards, with the parameters in the same order. A parameter that no worker
-    has a gradient for is left alone. With a single worker nothing is changed or copied.
+    All workers must run the same number of backwards, with the parameters in the same order. A parameter without a
+    gradient on any worker is not changed. With a single worker nothing is changed or copied.
 
-    After a backward that failed, out of memory for example, call `zero_grad` and go on. If it had sent a part of the
+    After a backward that failed, out of memory for example, call `zero_grad` and continue. If it had sent some
     gradients, the other workers' backward raises a MismatchError, too.
 
     Attributes:
@@ -75,13 +75,12 @@ class DistributedOptimizer(NetworkState, Optimizer):
         Args:
             optimizer: optimizer over the same parameters, in the same order, on every worker.
             kvstore: a synchronous store without an optimizer of its own, or the name of one to create.
-            shard: "optimizer": `step` updates the parameters that this worker owns, and takes the others from their
-                owners, so each worker holds the state of its own alone. It needs an allreduce store, and `state_dict`
-                and `load_state_dict` become calls that all workers make. "weights": each worker also holds the weights
-                and gradients of its parameters alone; a layer's are whole while it computes. All workers then run the
-                same layers in every step, evaluation included, see `model_state_dict`. None: every worker has all.
-            memory: relative memory of the workers, by which parameters are owned; "auto": the free memory of each
-                worker's device.
+            shard: "optimizer": each worker owns some parameters, holds the optimizer's state of these only, updates
+                them in `step` and broadcasts them. Needs an allreduce store; `state_dict` and `load_state_dict` become
+                collective. "weights": also shard weights and gradients; a layer's weights are gathered while it
+                computes. All workers must run the same layers in every step, evaluation included; see
+                `model_state_dict`. None: no sharding.
+            memory: relative memory of the workers, for sharding; "auto": the free memory of each worker's device.
             network: the network of the parameters; needed for "weights".
 
         Raises:
@@ -190,13 +189,13 @@ class DistributedOptimizer(NetworkState, Optimizer):
             self._is_syncing = before
 
     def synchronize(self) -> None:
-        """Average gradients that no backward has averaged since the last step, assigned ones too. Collective.
+        """Average gradients that were not averaged since the last step, including assigned ones. Collective.
 
-        `step` does it, too. Call it on a worker that has no samples for a step, at the point where the others call
-        ``backward()``, if they read gradients before `step`, as ``clip_grad_norm_`` does.
+        `step` calls it. If workers read gradients before `step`, as ``clip_grad_norm_`` does, a worker without samples
+        must call it where the others call ``backward()``.
 
         Raises:
-            RuntimeError: if the last backward has failed after it had sent a part of the gradients.
+            RuntimeError: if the last backward has failed after it had sent some gradients.
         """
         if self._end_failed_backward():
             raise RuntimeError(
@@ -252,13 +251,13 @@ class DistributedOptimizer(NetworkState, Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients in place by their common 2-norm, after backward. Collective with ``shard="weights"``.
 
-        With ``shard="weights"`` it takes the place of torch's function, which sees a part of the gradients.
+        With ``shard="weights"`` it replaces torch's function, which would see only this worker's gradients.
 
         Args:
-            max_norm: the largest norm that the gradients keep.
+            max_norm: maximum norm.
 
         Returns:
-            Their norm before.
+            The norm before clipping.
         """
         if self._sharded is not None:
             return self._sharded.clip_grad_norm_(max_norm)
@@ -321,7 +320,7 @@ class DistributedOptimizer(NetworkState, Optimizer):
             self._owned.drop_others()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer; with several workers it is refused.
+        """Add a parameter group to the wrapped optimizer; single worker only.
 
         Raises:
             RuntimeError: with several workers, whose store has keys for the first parameters only.
@@ -357,7 +356,7 @@ class _OwnedParameters:
         """Update the owned parameters."""
         gradients = [one.grad for one in self._others]
         for one in self._others:
-            one.grad = None  # an optimizer leaves parameters without a gradient alone
+            one.grad = None  # optimizers skip parameters without a gradient
         try:
             self._optimizer.step()
         finally:
@@ -366,12 +365,12 @@ class _OwnedParameters:
 
     @torch.no_grad()
     def copy_from_owners(self) -> None:
-        """Give all workers the weights of all: large ones in place, small ones of an owner joined. Collective."""
+        """Broadcast all weights from their owners: large ones in place, small ones concatenated. Collective."""
         small: dict[tuple[int, torch.dtype], list[nn.Parameter]] = defaultdict(list)
         tensors, owners = [], []
         for one, owner in self._owners.items():
             if one.nbytes >= _LARGE and one.is_contiguous():
-                torch.autograd.graph.increment_version(one)  # a graph that needs the old values learns of it
+                torch.autograd.graph.increment_version(one)  # for graphs that need the old values
                 tensors.append(one.data.view(-1))
                 owners.append(owner)
             else:

@@ -44,11 +44,11 @@ class BucketState:
 
     bucket: Bucket
     priority: int
-    """Number of the bucket: the last to arrive belongs to the first layers, which the next forward needs first."""
+    """Number of the bucket: the last bucket holds the first layers, which the next forward needs first."""
     keys: list[Key]
     """The parameters' keys."""
     weights: list[torch.Tensor]
-    """Flat weights, one tensor per replica; none if the store has gradients alone."""
+    """Flat weights, one tensor per replica; none if the store only has gradients."""
     gradients: list[torch.Tensor | None]
     """Flat gradients, one per replica; None on the host, where gradients stay where autograd accumulates them."""
     is_loose: bool = False
@@ -74,14 +74,14 @@ class BucketState:
 class Reducer:
     """Pushes the gradients of all replicas to a store, and pulls the new weights.
 
-    The first backward is only recorded: the order in which its gradients arrive on rank 0 becomes that of the buckets,
-    and parameters with sparse gradients stay out of them. From then on the replicas' parameters are views of flat
-    tensors, into which the store's weights are copied whole, and hooks count the gradients of each bucket. On a GPU the
-    gradients of a bucket are copied into a flat tensor, so that it is one transfer. On the host, and with ``in_place``,
-    there is no transfer to save, and the store takes gradients where autograd accumulated them.
+    The first backward is only recorded: the order in which gradients arrive on rank 0 becomes the order of the buckets;
+    parameters with sparse gradients are in no bucket. From then on the replicas' parameters are views of flat tensors,
+    into which the store's weights are copied, and hooks count the gradients of each bucket. On a GPU the gradients of a
+    bucket are copied into a flat tensor, to need only one transfer. On the host, and with ``in_place``, the store reads
+    gradients where autograd accumulated them.
 
-    Autograd does not accumulate into the flat tensor, because it would have to be cleared and read first; one copy
-    costs half of that, and no assignment to ``.grad`` by the user can detach a bucket.
+    Autograd does not accumulate into the flat tensor, because accumulation also clears and reads it. One copy costs
+    half of that, and assigning to ``.grad`` cannot detach a bucket.
 
     Workers of a synchronous store push every bucket in every step, in one order, with their weight and the keys that
     they have gradients for. They exchange nothing else, except the bucket order after the first backward and the row
@@ -117,13 +117,13 @@ class Reducer:
         self._in_place = in_place
         self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
-        self._order: list[list[Key]] = []  # keys in the order of the buckets, repeated and sparse ones
+        self._order: list[list[Key]] = []  # keys in bucket order, repeated and sparse ones
         self._active: list[int] = []  # indices of the replicas that take part in this backward
         self._weight: float | None = None
-        self._is_rerun = False  # whether this backward computes again what a failed one may have pushed
+        self._is_rerun = False  # whether this backward repeats one that failed
         self._repeated: set[Key] = set()  # parameters whose gradient arrives more than once
         self._warned: set[Key] = set()
-        self._handed_back: set[Key] = set()  # parameters that are no views until the next step, see hand_back
+        self._handed_back: set[Key] = set()  # parameters that are not views until the next step
         self._checks_finite = checks_finite()
         self._keeps_hooks = self._checks_finite
         self._lock = threading.Lock()
@@ -163,7 +163,7 @@ class Reducer:
             self._arrivals.clear()
         elif push_early and not self._hooks:
             self._add_hooks()
-        elif not (push_early or self._is_early or self._keeps_hooks):  # a plain loop: nothing waits for gradients
+        elif not (push_early or self._is_early or self._keeps_hooks):  # in a plain loop no bucket is pushed early
             self._remove_hooks()
         self._is_early = push_early
         push_early = push_early and (self._in_step or weight != 0)
@@ -176,10 +176,11 @@ class Reducer:
             state.pending = {} if waits else {index: set(state.keys) for index in self._active}
 
     def refuse(self, error: BaseException) -> bool:
-        """After a failed backward, let the step fail on all workers if some of its buckets have been pushed.
+        """After a failed backward, fail the step on all workers if some of its buckets have been pushed.
 
         The weights become those of the store, to which the pushed buckets may have been applied. Collective: the other
-        workers are in the same step. Return False if no bucket was pushed; they then wait for this one's next step.
+        workers are in the same step. Return False if no bucket was pushed; the others then wait for this worker's next
+        step.
         """
         self._active = []
         left = [state for state in self._buckets if state.push is None]
@@ -202,7 +203,7 @@ class Reducer:
         return True
 
     def keep(self, state: Any) -> None:
-        """Keep the weights, and a state of the caller, between two steps; see `KVStore.keep`."""
+        """Save the weights and a state of the caller between two steps; see `KVStore.keep`."""
         if self._store.keeps_state:
             weights = {key: parameter.detach() for key, parameter in self._parameters[0].items()}
             residuals = self._store.compression_residuals()
@@ -210,7 +211,7 @@ class Reducer:
 
     @torch.no_grad()
     def kept(self) -> Any:
-        """Restore what a former process of this worker kept, and return the caller's part; None if there is none."""
+        """Restore the weights saved before a restart, and return the caller's state; None if there is none."""
         found = self._store.kept()
         if found is None:
             return None
@@ -226,12 +227,12 @@ class Reducer:
         return state
 
     def _drop_updates(self) -> None:
-        """After a failed push, drop those that wait for an update; other workers drop or refuse them."""
+        """After a failed push, drop the pushes that wait for an update; other workers drop or refuse them."""
         if self._store.updates_wait:
             _make_calls([self._store.drop_updates])
 
     def _reload(self) -> None:
-        """After a failed step, pull the weights of all buckets that the store gives."""
+        """After a failed step, pull the weights of all buckets, ignoring errors."""
         _make_calls(partial(self._pull, state) for state in self._buckets)
 
     def _on_gradient(self, index: int, key: Key, parameter: torch.Tensor) -> None:
@@ -301,7 +302,7 @@ class Reducer:
         *,
         async_op: bool,
     ) -> None:
-        """Push a bucket; `finish` raises an error, after all buckets: other workers wait for a push of each."""
+        """Push a bucket; errors are raised by `finish`, because other workers wait for a push of every bucket."""
         try:
             state.push = self._store.push_bucket(
                 state.bucket, values, keys, state.priority, weight=weight, async_op=async_op
@@ -327,7 +328,7 @@ class Reducer:
     def finish(self, weight: float | None = None) -> None:
         """Push what was not pushed yet, and pull all weights into the replicas.
 
-        Parameters for which no replica of any worker has a gradient are left alone.
+        Parameters without a gradient on any replica of any worker are not changed.
 
         Args:
             weight: None: gradients are summed over the workers. A number: the gradients are this worker's mean over
@@ -425,19 +426,19 @@ class Reducer:
             gradients = [rows_of(p[key].grad) for p in self._parameters if p[key].grad is not None]  # type: ignore[arg-type]
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
-                rows[key] = _distinct(self._gather_rows(numbers))  # those that any worker pushes
+                rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
                 self._store.push(key, gradients)
-                is_alone = self._store.num_workers == 1  # otherwise others push other rows
+                is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
         return rows
 
     def _gather_rows(self, own: Any) -> list[Any]:
-        """Return what the workers give of their rows, without those inside `join`. Collective."""
+        """All-gather an object about the rows, without workers inside `join`. Collective."""
         for state in self._buckets:  # keeps the workers' collective calls in one order
             if state.push is not None:
                 with suppress(Exception):  # raised after this call, which the other workers make too
@@ -465,8 +466,8 @@ class Reducer:
     def _form_buckets(self) -> None:
         """Create the buckets in the order of arrival, and make the parameters views of them.
 
-        Collective among workers in step: rank 0's order counts, then the others' for parameters that rank 0 lacks.
-        Parameters without a gradient go to buckets of their own, behind.
+        Collective among synchronous workers: rank 0's order is used, then the others' for parameters that rank 0 lacks.
+        Parameters without a gradient are in separate buckets at the end.
         """
         repeated = [key for key, count in self._arrivals.items() if count > 1]
         sparse = [key for key in self._parameters[0] if any(is_sparse(p[key].grad) for p in self._parameters)]
@@ -516,16 +517,16 @@ class Reducer:
         self._bucket_of.update(dict.fromkeys(state.keys, state))
 
     def view_of(self, key: Key) -> torch.Tensor | None:
-        """Return the first replica's view of a key in its flat weights, which last got the store's value, if any."""
+        """Return the first replica's view of a key in its flat weights, as last pulled; None without a bucket."""
         state = self._bucket_of.get(key)
         return state.weight_views[0][key] if state is not None and state.weight_views else None
 
     def expect_moved(self, key: Key) -> None:
-        """Take a parameter back into its bucket without a warning: the store has its values."""
+        """Let a parameter return to its bucket without a warning: the store has its values."""
         self._handed_back.add(key)
 
     def _restore_views(self, state: BucketState) -> None:
-        """Make parameters views of the bucket again if user code gave them other memory."""
+        """Make parameters views of the bucket again if user code replaced their memory."""
         for of_replica, views, places in zip(self._parameters, state.weight_views, state.weight_places, strict=True):
             if places_of(map(of_replica.__getitem__, views)) == places:
                 continue
@@ -548,9 +549,9 @@ class Reducer:
 
     @torch.no_grad()
     def hand_back(self) -> None:
-        """Give the parameters of the user's network memory of their own, until the next step.
+        """Move the parameters of the user's network out of their buckets, until the next step.
 
-        Saving a part of the network then does not write the whole buckets that its parameters would be views of.
+        Otherwise torch.save of some parameters would write their whole buckets.
         """
         for state in self._buckets:
             for key, view in state.weight_views[0].items() if state.weight_views else ():
@@ -572,7 +573,7 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[_Place]:
 
 
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls after an error, and ignore theirs; make no further one if a process is dead or late."""
+    """Make calls after an error and ignore their errors; stop if a process is dead or late."""
     for call in calls:
         try:
             call()
@@ -584,7 +585,7 @@ def _make_calls(calls: Iterable[Callable[[], object]]) -> None:
 
 @torch.no_grad()
 def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], keys: Sequence[Key]) -> None:
-    """Copy gradients into their views of a bucket, all in one kernel; the view of one that is missing becomes 0."""
+    """Copy gradients into their views of a bucket, in one kernel; views of missing gradients become 0."""
     trained, targets = [*map(parameters.__getitem__, keys)], [*map(views.__getitem__, keys)]
     gradients = [*map(_grad, trained)]
     if not are_dense(gradients):
@@ -597,7 +598,7 @@ def _copy_to_bucket(parameters: Parameters, views: Mapping[Key, torch.Tensor], k
     if not any(moved):
         return
     trained, targets, gradients = ([*compress(ones, moved)] for ones in (trained, targets, gradients))
-    if gradients[0].is_cuda:  # it may be of another stream, which must not use its memory before the copy
+    if gradients[0].is_cuda:  # other streams must not reuse their memory before the copy
         stream = torch.cuda.current_stream(gradients[0].device)  # all gradients are on one device
         for gradient in gradients:
             gradient.record_stream(stream)
@@ -624,7 +625,7 @@ def is_sparse(gradient: torch.Tensor | None) -> bool:
 
 
 def rows_of(gradient: torch.Tensor, count: int | None = None) -> RowSparse:
-    """Return a gradient as rows; of a dense one the first ``count`` rows (None: all)."""
+    """Return a gradient as rows; for a dense gradient the first ``count`` rows (None: all)."""
     if is_sparse(gradient):
         return RowSparse.from_coo(gradient)
     values = gradient[:count]
@@ -632,7 +633,7 @@ def rows_of(gradient: torch.Tensor, count: int | None = None) -> RowSparse:
 
 
 def _numbers_of(gradients: Sequence[RowSparse]) -> torch.Tensor:
-    """Return the numbers of the rows of any of these, ascending, on the host."""
+    """Return the distinct row numbers of all gradients, ascending, on the host."""
     return _distinct([one.indices.cpu() for one in gradients])
 
 
@@ -642,7 +643,7 @@ def _distinct(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check_frozen(parameters: Parameters, trained: Collection[Any], owner: str) -> None:
-    """Raise RuntimeError if a parameter has no hook because it was frozen when its owner was made, and is trained now.
+    """Raise RuntimeError if a parameter was frozen, and so got no hook, when its owner was created, and is trained now.
 
     Its gradients would stay on this worker.
     """

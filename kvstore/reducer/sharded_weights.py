@@ -1,6 +1,6 @@
-"""Weights divided over the workers by memory; a module's full weights exist only while it runs.
+"""Weights sharded over the workers by memory; a module's full weights exist only while it runs.
 
-As the third stage of ZeRO (Rajbhandari and others, 2020) and PyTorch's FSDP, but with unequal parts.
+Like ZeRO stage 3 (Rajbhandari et al. 2020) and PyTorch's FSDP, but with unequal shards.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
 
 _MAX_PENDING_REDUCTIONS = 2
-"""Most reductions of gradients that run at the same time."""
+"""Maximum number of concurrent gradient reductions."""
 _MAX_GRADIENT_GROUPS = 511
-"""Most groups of gradients: one bit each in the header of a copy."""
+"""Maximum number of groups of gradients: one bit each in the header of a copy."""
 
 
 @dataclass(eq=False)
@@ -38,21 +38,21 @@ class _Weight:
     own: torch.Tensor | None
     """The full weight on its owner."""
     placeholder: torch.Tensor
-    """One NaN in the weight's shape, in its place on other workers."""
+    """One NaN, expanded to the weight's shape; replaces the weight on other workers."""
     gradient_value: torch.Tensor
-    """The one value of `gradient_placeholder`."""
+    """The single element of `gradient_placeholder`."""
     gradient_placeholder: torch.Tensor
-    """One NaN in the weight's shape, in place of the gradient on other workers."""
+    """One NaN, expanded to the weight's shape; replaces the gradient on other workers."""
     full: torch.Tensor | None = None
     """The full weight while a group needs it."""
     users: int = 0
-    """Number of groups, in forward or backward, that need it now."""
+    """Number of groups in forward or backward that use the full weight."""
     version: int = 0
     """Number of updates."""
     mean: torch.Tensor | None = None
     """The gradient's mean over the workers, which is ``.grad`` on the owner after backward."""
     accumulated_mean: torch.Tensor | None = None
-    """The mean of earlier backwards, to which that of the next one is added."""
+    """Accumulated mean of earlier backwards, to which the next mean is added."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class _WeightGroup:
 
     weights: list[_Weight]
     packed: int = 0
-    """Packed tensors of these weights that backward has not unpacked yet."""
+    """Number of packed tensors of these weights that backward has not unpacked yet."""
     is_used_by_backward: bool = False
 
 
@@ -79,7 +79,7 @@ class _PackedWeight:
 
 @dataclass(frozen=True)
 class _PackedTensor:
-    """Another tensor that autograd keeps; it makes no version check of its own where there are hooks."""
+    """Another tensor that autograd keeps; with hooks, autograd itself checks no version."""
 
     tensor: torch.Tensor
     version: int
@@ -87,7 +87,7 @@ class _PackedTensor:
 
 @dataclass(frozen=True)
 class _Prefetch:
-    """A copy of weights that has begun before they are needed."""
+    """A copy of weights started before they are needed."""
 
     numbers: list[int]
     full: list[torch.Tensor]
@@ -95,11 +95,11 @@ class _Prefetch:
 
 
 _Parts = list[tuple[_Weight, torch.Tensor]]
-"""Weights, and this worker's parts of their gradients, which become the means."""
+"""Weights, and this worker's gradients, which are reduced to the means in place."""
 
 
 class _Parameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameters; one that is read while the network runs is copied from its owner, whoever reads it."""
+    """A module's parameters; reading a parameter while the network runs copies it from its owner."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], use: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)
@@ -114,24 +114,24 @@ class _Parameters(dict[str, "nn.Parameter | None"]):
 
 @run_eagerly
 class ShardedWeights:
-    """Divides the weights of a network, and their gradients, over the workers.
+    """Shards the weights of a network and their gradients over the workers.
 
-    Before a module's forward its parameters are copied from their owners, after it the copies are dropped, and backward
-    copies them again where autograd needs them. All workers must run the same modules in the same order. The copy that
-    came next in the last forward or backward begins while the module before it runs, so a forward must not change
-    weights of later modules. If another copy comes next, the one that has begun is dropped, and the pass goes on
-    without. Workers predict from passes that all of them have run, so they make the same calls in the same order; if
-    only some of them take another branch, all raise a MismatchError, as without predictions.
+    A module's parameters are copied from their owners before its forward and dropped after it; backward copies them
+    again where autograd needs them. All workers must run the same modules in the same order. The next copy is
+    prefetched while a module runs, in the order of the last forward or backward, so a forward must not change weights
+    of later modules. A wrong prefetch is dropped. Workers predict only from passes that all of them have run, so they
+    make the same calls in the same order; if only some workers take another branch, all raise a MismatchError, as
+    without prefetching.
 
-    The order of gradients may differ with the number of samples, so with each copy in backward the workers agree on the
-    gradients that all of them have, and these are reduced to their owners. Outside a forward, a worker sees NaN in
-    place of the weights and gradients that others own.
+    The order of gradients may depend on the number of samples, so with each copy in backward the workers agree on the
+    gradients that all of them have, and reduce these to their owners. Outside a forward, a worker sees NaN in place of
+    the weights and gradients that other workers own.
     """
 
     def __init__(
         self, trained: Sequence[torch.Tensor], network: nn.Module, store: KVStore, memory: Sequence[float] | str
     ) -> None:
-        """Divide the network's parameters by memory, with rank 0's values. Collective: all workers must call it."""
+        """Shard the network's parameters by memory, with rank 0's values. Collective: all workers must call it."""
         names = {one: name for name, one in network.named_parameters() if one.is_floating_point() and one.numel()}
         self._updated = [one for one in trained if isinstance(one, nn.Parameter) and one in names]
         _check_networks(names, trained, self._updated, network, store)
@@ -139,20 +139,20 @@ class ShardedWeights:
         self.owners = dict(zip(names, self._store.owners_of([one.data for one in names], memory), strict=True))
         """Rank of the owner of each parameter."""
         self._network = network
-        self._frames: list[list[_WeightGroup]] = []  # what each module whose forward runs now has copied
+        self._frames: list[list[_WeightGroup]] = []  # groups that each running forward has copied
         self._saved_tensors_hooks: Any = None
         self._weight = 0.0
         self._is_syncing = self._is_sum = self._allows_state_dict = False
         self._reductions: list[tuple[Work, _Parts]] = []
         self._by_address: dict[int, tuple[_WeightGroup, _Weight]] = {}  # full weights of the modules that run now
         self._used_by_backward: list[_WeightGroup] = []
-        self._read_in_backward: list[_WeightGroup] = []  # those that code, not autograd, has read
-        self._copies: list[list[int]] = []  # those of this forward or backward, in order, by the weights' numbers
+        self._read_in_backward: list[_WeightGroup] = []  # groups read by code, not by autograd
+        self._copies: list[list[int]] = []  # of this forward or backward, in order, as numbers of weights
         self._graph_task = -1  # autograd's number of this backward; -1 in a forward
         self._has_followers = False
         self._passes: dict[tuple[bool, int], list[list[int]]] = {}  # copies by direction and first weight, of this step
         self._expected: dict[tuple[bool, int], list[list[int]]] = {}  # of earlier steps, the same on all workers
-        self._next_copies: list[list[int]] = []  # those that are still expected in this pass, from the last to the next
+        self._next_copies: list[list[int]] = []  # copies still expected in this pass, in reverse order
         self._prefetch: _Prefetch | None = None
         self.seconds_waiting = 0.0
         """Seconds in calls that need other workers."""
@@ -181,7 +181,7 @@ class ShardedWeights:
         self._pending = [0] * len(self._gradient_groups)  # gradients of each group that are yet to arrive
         self._all_groups = (1 << len(self._gradient_groups)) - 1
         self._not_ready = self._all_groups  # bit i: group i is not to be reduced
-        self._nodes = []  # those that accumulate the gradients: they live as long as somebody holds them
+        self._nodes = []  # gradient accumulators, which live only while referenced
         for weight in with_gradient:
             node: Any = torch.autograd.graph.get_gradient_edge(weight.parameter).node
             self._nodes.append(node)
@@ -209,7 +209,7 @@ class ShardedWeights:
         nothing = [torch.full((), torch.nan, dtype=data.dtype, device=data.device) for _ in range(2)]
         own = None
         if owner == self._store.rank:
-            own = torch.empty_like(data).copy_(data)  # a storage of its own: views of it are recognised by its address
+            own = torch.empty_like(data).copy_(data)  # a separate storage, whose address identifies views
         weight = _Weight(
             name, parameter, owner, own, nothing[0].expand(data.shape), nothing[1], nothing[1].expand(data.shape)
         )
@@ -250,7 +250,7 @@ class ShardedWeights:
         returned = {_address(one) for one in _pytree.tree_leaves(output) if isinstance(one, torch.Tensor)}
         for group in self._frames.pop():
             if self._frames and any(_address(weight.parameter) in returned for weight in group.weights):
-                self._frames[-1].append(group)  # the module that called this one uses them
+                self._frames[-1].append(group)  # the calling module still uses them
                 continue
             self._drop(group.weights)
             self._release(group)
@@ -259,7 +259,7 @@ class ShardedWeights:
             self._saved_tensors_hooks = None
 
     def _drop(self, weights: Sequence[_Weight]) -> None:
-        """Put the placeholders of weights that others own back."""
+        """Replace weights that other workers own by their placeholders."""
         assigned = []
         for weight in weights:
             assert weight.full is not None
@@ -274,7 +274,7 @@ class ShardedWeights:
     def _use(self, parameter: nn.Parameter) -> None:
         if self._frames:
             self._make_full([parameter])
-        elif torch._C._current_graph_task_id() != -1:  # a checkpointed function computes again
+        elif torch._C._current_graph_task_id() != -1:  # a checkpointed function is recomputed
             self._use_until_backward_ends(parameter)
 
     def _use_until_backward_ends(self, parameter: nn.Parameter) -> None:
@@ -298,7 +298,7 @@ class ShardedWeights:
         self._frames[-1].append(group)
 
     def _use_full(self, group: _WeightGroup) -> None:
-        """Put full weights in the place of the parameters."""
+        """Point the parameters to the full weights."""
         self._take_assigned(group.weights)
         self._acquire(group)
         for weight in group.weights:
@@ -307,7 +307,7 @@ class ShardedWeights:
             self._by_address[_address(weight.full)] = group, weight
 
     def _take_assigned(self, weights: Sequence[_Weight]) -> None:
-        """Take values that were assigned to the parameters' ``data``; those on the owner count."""
+        """Take values that were assigned to the parameters' ``data``; the owner's values are used."""
         for weight in weights:
             data = weight.parameter.data
             known = weight.placeholder
@@ -370,7 +370,7 @@ class ShardedWeights:
         self._graph_task, self._has_followers = graph_task, False
 
     def _end_pass(self) -> None:
-        """Keep the copies of a pass for later steps, unless a worker that has not run it would not know of them."""
+        """Record the copies of a pass for later steps, unless some worker has not run the pass."""
         self._drop_prefetch()
         if self._copies and not self._has_followers:
             self._passes[self._graph_task != -1, self._copies[0][0]] = self._copies
@@ -381,7 +381,7 @@ class ShardedWeights:
         self._passes, self._copies, self._next_copies = {}, [], []
 
     def _begin_next_copy(self, numbers: list[int]) -> None:
-        """Record a copy, and begin the next one if it is known: one at most, so that memory holds two modules."""
+        """Record a copy, and start the next one if it is known: at most one, so that memory holds two modules."""
         if not self._copies:
             self._next_copies = self._expected.get((self._graph_task != -1, numbers[0]), [])[::-1]
         self._copies.append(numbers)
@@ -394,7 +394,7 @@ class ShardedWeights:
             self._prefetch = _Prefetch(self._next_copies[-1], full, self._copy(weights, full, async_op=True))
 
     def _take_prefetch(self, weights: Sequence[_Weight]) -> CopyResult | None:
-        """Return the result of the copy of these weights if it has begun, and use it; drop that of others."""
+        """Return the result of the prefetch if it is of these weights; drop any other prefetch."""
         prefetch = self._prefetch
         result = self._drop_prefetch()
         if prefetch is None or prefetch.numbers != self._numbers_of(weights):
@@ -404,7 +404,7 @@ class ShardedWeights:
         return result
 
     def _drop_prefetch(self) -> CopyResult | None:
-        """Wait for the copy that has begun, if there is one: an error of it is one of all workers."""
+        """Wait for the prefetch, if any: its error is raised on all workers."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is None:
             return None
@@ -475,13 +475,13 @@ class ShardedWeights:
             self._end_use(group)
 
     def begin(self, _: Iterable[int], *, push_early: bool, weight: float | None = None, is_sum: bool = False) -> None:
-        """Prepare for a backward, as `Reducer.begin`; with ``is_sum`` gradients are summed where a mean is taken."""
+        """Prepare for a backward, as `Reducer.begin`; ``is_sum``: sum gradients instead of averaging them."""
         self._is_syncing, self._is_sum, self._weight = push_early, is_sum, weight or 0.0
         self._pending = [len(group) for group in self._gradient_groups]
         self._not_ready = self._all_groups
 
     def _keep_accumulated_mean(self, weight: _Weight, _: object = None) -> None:
-        """Keep the mean of earlier backwards apart from this one's gradient, unless it was reset."""
+        """Move the mean of earlier backwards out of ``.grad`` before this one's gradient, unless it was reset."""
         parameter = weight.parameter
         if parameter.grad is None:
             weight.accumulated_mean = None
@@ -583,9 +583,9 @@ class ShardedWeights:
     # Workers without samples
 
     def end_pass(self, error: Exception | None = None) -> None:
-        """End a forward or backward, of which workers without samples call `follow`. Collective.
+        """End a forward or backward; workers without samples call `follow` instead. Collective.
 
-        With an error that has ended it here, all other workers raise a MismatchError with its text.
+        With ``error``, all other workers raise a MismatchError with its text.
         """
         if error is None:
             self._drop_prefetch()
@@ -594,7 +594,7 @@ class ShardedWeights:
         self._store.end_following(error)
 
     def follow(self) -> None:
-        """Give the other workers what they need in a forward or backward, until their `end_pass`. Collective."""
+        """Take part in the other workers' copies and reductions until their `end_pass`. Collective."""
         self._drop_prefetch()
         self._store.follow_owners(self._copy_numbered, self._reduce_numbered)
 
@@ -630,7 +630,7 @@ class ShardedWeights:
         return {self._weights[one].name: one for one in self._updated}
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """Return those of them that this worker owns, by name."""
+        """Return the updated parameters that this worker owns, by name."""
         return {name: one for name, one in self.updated().items() if self.owners[one] == self._store.rank}
 
     def forget_gradients(self) -> None:
@@ -652,7 +652,7 @@ class ShardedWeights:
 
     @contextmanager
     def allow_state_dict(self) -> Iterator[None]:
-        """Allow the network's state_dict, with NaN for weights that others own, and load_state_dict in the block."""
+        """Allow state_dict, with NaN for weights that other workers own, and load_state_dict in this context."""
         self._allows_state_dict = True
         try:
             yield
@@ -678,7 +678,7 @@ class ShardedWeights:
         return found
 
     def load_model_state_dict(self, state: Mapping[str, Any], *, allow_missing: bool = False) -> None:
-        """Replace the network's state by rank 0's; ``state`` is ignored on other ranks. Collective.
+        """Load rank 0's ``state`` into the network; ``state`` is ignored on other ranks. Collective.
 
         With ``allow_missing``, names that rank 0's state lacks keep their values. ValueError, on all workers, if names
         or shapes differ from the network's.
@@ -714,7 +714,7 @@ class ShardedWeights:
                 self._network.load_state_dict(extra, strict=False)
 
     def close(self) -> None:
-        """Remove the hooks; the network of a worker with a part of the weights raises an error if it is used."""
+        """Remove the hooks; a network with sharded weights then raises an error if it is used."""
         for hook in [*self._hooks, *self._gradient_hooks]:
             hook.remove()
         if any(weight.own is None for weight in self._in_order):
@@ -731,20 +731,20 @@ class ShardedWeights:
 
 @run_eagerly
 class NetworkState:
-    """Calls on the whole state of a network whose weights the workers divide, of a `Trainer` for example."""
+    """Access to the full state of a network with sharded weights."""
 
     _network: nn.Module | None
     """The network; None without ``shard="weights"``."""
     _sharded: ShardedWeights | None
-    """Its divided weights; None with a single worker."""
+    """The sharded weights; None with a single worker."""
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the network's whole state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
+        """Return the network's full state on the host at rank 0, an empty dict elsewhere; for ``shard="weights"``.
 
         Collective: all workers must call it.
 
         Raises:
-            RuntimeError: without ``shard="weights"``; the network's own state is whole then.
+            RuntimeError: without ``shard="weights"``; use the network's state_dict instead.
         """
         if self._sharded is not None:
             return self._sharded.model_state_dict()
@@ -752,13 +752,13 @@ class NetworkState:
         return {name: one.to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for name, one in state.items()}
 
     def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the network's state by rank 0's ``state``; others' is ignored; for ``shard="weights"``.
+        """Load rank 0's ``state`` into the network; ``state`` is ignored on other ranks; for ``shard="weights"``.
 
         Collective: all workers must call it.
 
         Raises:
-            ValueError: if rank 0's names or shapes are not the network's; on all workers.
-            RuntimeError: without ``shard="weights"``; load the network's own state then.
+            ValueError: on all workers, if rank 0's names or shapes differ from the network's.
+            RuntimeError: without ``shard="weights"``; use the network's load_state_dict instead.
         """
         if self._sharded is not None:
             self._sharded.load_model_state_dict(state)
@@ -787,7 +787,7 @@ def _check_networks(
     network: nn.Module,
     store: KVStore,
 ) -> None:
-    """Check that the networks of all workers are alike, and not divided yet. Collective; errors are raised by all."""
+    """Check that all workers' networks are equal and not sharded yet. Collective; all workers raise an error."""
     wrong = None
     foreign = sum(one.numel() > 0 for one in trained) - len(updated)
     divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]

@@ -43,10 +43,10 @@ _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is w
 
 
 class BalancedLoader:
-    """DataLoader whose global batches are split over ranks by their loads; made by `balance`.
+    """DataLoader whose global batches are split over ranks by their loads; created by `balance`.
 
-    Iterating is collective: every rank makes the same number of steps. Attributes that it does not have are those of
-    the loader that it was made of.
+    Iterating is collective: every rank makes the same number of steps. Other attributes are those of the wrapped
+    loader.
     """
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
@@ -76,7 +76,7 @@ class BalancedLoader:
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None]:
-            """Check the arguments on this rank; return what all ranks must share, batches drawn ahead and steps."""
+            """Check the arguments; return settings that must be equal on all ranks, prefetched batches and steps."""
             nonlocal given, order, caps, outer, loader
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
@@ -121,7 +121,7 @@ class BalancedLoader:
         if torch.device("cpu") in devices:
             keep_freed_memory()
         limited = devices[0] if devices and memory == "auto" else None
-        # The DataLoader draws ahead of the batch that is trained, and accelerate reads one more.
+        # The DataLoader prefetches batches, and accelerate reads one more.
         horizon = max(aheads) + 1 + (outer is not None)
         self._balance = RankBalance(
             rank,
@@ -138,12 +138,12 @@ class BalancedLoader:
         if order is None:
             self._source = IterableBatches(loader, stream == "same", self.global_batch, self._balance, rank)
         else:
-            if isinstance(order, RankOrder):  # ranks that draw lists of their own may have more of them
+            if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in lengths else max(lengths)
             self._source = ShareSampler(order, self._balance, rank, max(aheads))
-            # Batches in another order would not be those of the shares, nor of the other ranks.
+            # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
-        self._steps = _Steps(weakref.proxy(self))  # without a cycle: a loader that is dropped ends its hooks at once
+        self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
         self._outer = self._steps if outer is None else outer
         if outer is not None:
             outer.base_dataloader = self._steps
@@ -155,11 +155,11 @@ class BalancedLoader:
         self._lockstep = Lockstep(self._exchange, reduction, is_mean=loss_reduction == "mean")
         _open.add(self._lockstep)
         self.epoch = 0
-        """Number of the epoch that comes next, or that is under way."""
-        self._first = 0  # number of the global batch that comes next
+        """Number of the current epoch, or of the next one between epochs."""
+        self._first = 0  # number of the next global batch
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
-        self._seed: int | None = None  # of all epochs' shuffles, each with the epoch's number added; rank 0's
+        self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
         self._share: Share | None = None
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
@@ -168,7 +168,7 @@ class BalancedLoader:
 
     @property
     def samples(self) -> int:
-        """Samples of this rank in the current batch; 0 if the batch is one repeated sample without weight."""
+        """Samples of this rank in the current batch; 0 if the batch only repeats a sample with weight 0."""
         return 0 if self._share is None else self._share.counts[self._exchange.rank]
 
     @property
@@ -245,11 +245,11 @@ class BalancedLoader:
             self._consumed = 0
 
     def stop(self) -> None:
-        """End the epoch on all ranks after the batch that is trained now; any rank may call it."""
+        """End the epoch on all ranks after the current batch; any rank may call it."""
         self._lockstep.is_stopping = True
 
     def skip(self) -> None:
-        """Give this rank's share of the current batch no weight, where its forward or backward has failed.
+        """Drop this rank's share of the current batch after its forward or backward has failed.
 
             try:
                 loss_function(model(images), labels).backward()
@@ -257,9 +257,9 @@ class BalancedLoader:
                 loader.skip()
             optimizer.step()  # on this rank too
 
-        The gradient becomes that of the mean over the samples of the other ranks. Where it cannot be, all ranks warn
-        and drop it: backward has failed after some gradients, or gradients are accumulated. After an error of memory
-        the rank gets at most half of the samples from then on.
+        The gradient becomes that of the mean over the samples of the other ranks. If backward failed after some
+        gradients, or gradients are accumulated, all ranks warn and drop the gradient instead. After an out-of-memory
+        error the rank gets at most half of the samples from then on.
 
         Raises:
             RuntimeError: if the network is not in DistributedDataParallel, or has run backward in this batch already.
@@ -314,7 +314,7 @@ class BalancedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called: the next epoch begins behind the samples that were handed out."""
+        """Continue where `state_dict` was called: the next epoch skips the samples that were handed out."""
         self.set_epoch(state["epoch"])
         self._first = state["batch"]
         self._balance.load_state(state["split"])
@@ -333,13 +333,13 @@ class BalancedLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Close the loader; after an error the other ranks raise one as well when they iterate."""
+        """Close the loader; after an error the other ranks also raise an error in their next iteration."""
         if error is not None and not self._is_closed:
             self._lockstep.leave(Signal.FAILED)
         self.close()
 
     def close(self) -> None:
-        """Remove the hooks of the networks, and end the process group of the loader's messages."""
+        """Remove the hooks from the networks and destroy the loader's process group."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -364,7 +364,7 @@ def _signal_error() -> None:
 
 
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
-    """Yield the batches of a loader; their loading counts as time of this rank's steps."""
+    """Yield the batches of a loader; the time of loading counts for this rank's steps."""
     batches = iter(loader)
     while True:
         timer.resume()
@@ -431,23 +431,22 @@ def balance(
     Args:
         model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
         loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
-            samplers that know no ranks draw on rank 0 for all. Others that return batches need ``stream``.
+            samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
-        count: function of a batch that returns how much the mean of its loss counts, such as the number of labels that
-            are not ignored; None: its samples. A global batch in which nothing counts has no gradient.
-        loss_reduction: "mean" if the loss is the mean over what ``count`` counts; "sum" if it is their sum;
-            "normalized" if the loop itself divides by the count of all ranks, so that gradients stay as they are.
-        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while the memory
-            peaks of real steps predict that it fits; None: no limits.
-        stream: required for an IterableDataset, and for a loader with an iteration of its own: "own" if each rank
-            reads samples of its own, "same" if all ranks read the same samples in the same order. Its batches are
-            joined and cut to shares.
+        count: function from a batch to the divisor of its mean loss, such as the number of labels that are not ignored;
+            None: number of samples. A global batch whose counts are all 0 has no gradient.
+        loss_reduction: "mean" or "sum": reduction of the loss over what ``count`` counts; "normalized" if the loop
+            itself divides by the count of all ranks, so that gradients are not rescaled.
+        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while measured memory peaks
+            predict that it fits; None: no limits.
+        stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples, "same"
+            if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
         group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
 
     Raises:
         RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
-        ValueError: if an argument is invalid, or the loader cannot be cut.
+        ValueError: if an argument is invalid, or the loader cannot be split.
         MismatchError: on all ranks, if their loaders or arguments differ.
     """
     return BalancedLoader(

@@ -16,16 +16,16 @@ from gangline.collectives.context import Context
 from gangline.models.balance.speed_model import SpeedModel
 
 _MOST = 64
-"""Measured batches in a message, the newest: as many as the speed model waits for, and about two kilobytes."""
-_USED = 0.9  # part of the free memory that growing shares may take; the rest is for fragmentation
+"""Maximum number of batches in a message, about 2 KB: as many as the speed model waits for."""
+_USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 
 
 Together = Callable[[Sequence[int], Sequence[float]], float]
-"""Returns the seconds of several shares that count as one, from the samples and seconds of each; 0: it did not run."""
+"""Returns the time of several shares that count as one share, from their samples and seconds; 0: not run."""
 
 
 def mark(device: torch.device) -> Any:
-    """Return the present for `ElapsedTime.add`: the time on the host, or an event on the GPU's current stream."""
+    """Return a timestamp for `ElapsedTime.add`: host time, or an event on the GPU's current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -63,9 +63,9 @@ class ElapsedTime:
 class Balancer:
     """Feeds a speed model with the times of shares, which several processes may measure.
 
-    Each process records the shares of its own members: all contexts of a module, or one worker or rank. What it has
-    measured since the last exchange goes to all processes in one message, and all derive the same loads from the same
-    messages: when the speed model says that they are due, and at the start of an epoch.
+    Each process records the shares of its own members: all contexts of a module, or one worker or rank. When the speed
+    model is due, and at the start of an epoch, each process sends its new measurements to all processes in one message,
+    and all derive the same loads from these messages.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Balancer:
     def record(
         self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], together: Together | None = None
     ) -> None:
-        """Record samples and times of this process's members in a training batch, numbered equally everywhere.
+        """Record samples and times of this process's members in a training batch; ``step`` is the same everywhere.
 
-        With ``together`` they are those of replicas of one member.
+        With ``together`` they are of the replicas of one member.
         """
         self._pending.append((step, list(samples), list(times), together))
 
@@ -108,14 +108,14 @@ class Balancer:
             self._unsent.append([step, samples, seconds])
 
     def message(self, *, wait: bool = False) -> list[Any]:
-        """Return what was measured since the last message, as plain data, to be gathered from all processes."""
+        """Return the measurements since the last message, as plain data, to be gathered from all processes."""
         self.measure(wait=wait)
         message = list(self._unsent)
         self._unsent.clear()
         return message
 
     def receive(self, messages: Sequence[Any], *, now: bool = False) -> bool:
-        """Record the messages of all processes in order, update the loads if due or ``now``, and return True if so."""
+        """Record the messages of all processes in order; update the loads if due or ``now``, and then return True."""
         for process, measured in enumerate(messages):
             for step, *share in measured:
                 self._received.setdefault(step, {})[process] = share
@@ -148,7 +148,7 @@ class Balancer:
 
 
 def balancer_of_contexts(contexts: Sequence[Context], logger: logging.Logger, minimum: int = 1) -> Balancer:
-    """Return the balancer of a module's contexts, with the smallest share that is not empty.
+    """Create the balancer of a module's contexts; ``minimum`` is the smallest share that is not empty.
 
     It logs one line per change of the loads, and a warning per limit of memory.
     """
@@ -161,7 +161,7 @@ def balancer_of_contexts(contexts: Sequence[Context], logger: logging.Logger, mi
 class MemoryLimits:
     """The maximum number of samples each context or rank processes at once, halved when it runs out of memory.
 
-    Larger shares of contexts run in micro-steps; those of ranks are cut.
+    Larger shares of contexts run in micro-steps; larger shares of ranks are cut.
     """
 
     def __init__(
@@ -170,20 +170,20 @@ class MemoryLimits:
         logger: logging.Logger | None = None,
         max_samples: Sequence[int | None] | None = None,
     ) -> None:
-        """Start with these limits; the logger receives a warning for each one that is halved."""
+        """Start with these limits; each halved limit is logged as a warning."""
         self._names, self._logger = list(names), logger
         self.max_samples: list[int | None] = [None] * len(names) if max_samples is None else list(max_samples)
         """One per context or rank; None: no limit is known."""
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
-        """Return the slices of each micro-step: equal parts of each context's that fit, and empty ones at the end."""
+        """Return the slices of each micro-step: equal parts of each context's slice that fit, padded by empty ones."""
         cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))
         ]
 
     def lower(self, indices: Sequence[int], micro_steps: Sequence[Sequence[slice]]) -> bool:
-        """Halve the limits of contexts that may have run out of memory in these micro-steps; False: none can be."""
+        """Halve the limits of contexts that may have run out of memory; return False if no limit can be halved."""
         tried = {index: max(parts[index].stop - parts[index].start for parts in micro_steps) for index in indices}
         if not tried or max(tried.values()) < 2:
             return False
@@ -213,10 +213,10 @@ def _cut(part: slice, limit: int | None) -> list[slice]:
 
 
 def samples_that_fit(device: torch.device, samples: int) -> int | None:
-    """Return the largest share that the peak of real training steps predicts to fit, between two steps.
+    """Predict from the memory peak of real training steps the largest share that fits; call it between two steps.
 
-    What is allocated between steps, such as weights and optimizer state, does not grow with the share; what a step adds
-    is taken to grow in proportion, although a part of it does not.
+    Memory allocated between steps, such as weights and optimizer state, does not grow with the share. Memory that a
+    step adds is assumed to grow in proportion, although a part of it does not.
 
     Returns:
         At least ``samples``, the largest share that this rank has trained; None: no limit is known, as on CPUs.

@@ -33,7 +33,7 @@ class SampleOrder:
         self._sampler, self._size, self._drop_last = sampler, size, drop_last
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch shuffled by a seed, without the first samples to skip."""
+        """Return the global batches of an epoch shuffled by ``seed``, without its first ``skip`` samples."""
         return iter(BatchSampler(islice(self._indices(seed), skip, None), self._size, self._drop_last))
 
     @property
@@ -52,7 +52,7 @@ class SampleOrder:
             sampler.generator = torch.Generator().manual_seed(seed)
         if not isinstance(sampler, DistributedSampler):
             return iter(sampler)
-        # The indices of all ranks, without the repeated ones.
+        # The indices of all ranks, without padding.
         whole: DistributedSampler[Any] = DistributedSampler(
             sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
         )
@@ -71,7 +71,7 @@ class SampleOrder:
 
 
 class RankOrder:
-    """Order that samplers of the ranks draw: rank 0's sampler, or those of all ranks if each draws its own part."""
+    """Order drawn by samplers: by rank 0's, or by those of all ranks if each draws its own part."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class RankOrder:
     ) -> None:
         """Read this rank's lists of indices, anew for each epoch.
 
-        With ``of_all_ranks`` a global batch is one list of each rank; else it is as many lists of rank 0, or with
-        ``size`` as many samples cut from them.
+        With ``of_all_ranks`` a global batch is one list from each rank; else as many lists from rank 0, or with
+        ``size`` that many samples cut from them.
         """
         self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
         self._size, self._drop_last = size, drop_last
         self.length = length
-        """Number of global batches, by this rank's sampler; None: unknown."""
+        """Number of global batches according to this rank's sampler; None: unknown."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class RankOrder:
         return {} if self._of_all_ranks else {"the number of batches": self.length}
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
-        """Return the global batches of an epoch, without the first samples to skip. Collective."""
+        """Return the global batches of an epoch, without its first ``skip`` samples. Collective."""
         lists = chain.from_iterable(self._chunks())
         if self._size is not None:
             indices = islice(chain.from_iterable(lists), skip, None)
@@ -108,7 +108,7 @@ class RankOrder:
         return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
 
     def _chunks(self) -> Iterator[list[Sequence[Any]]]:
-        """Return lists in the order of training, some at a time."""
+        """Return lists in the order of training, in chunks."""
         reads = self._of_all_ranks or not self._exchange.rank
         own = chain(self._lists if reads else ())  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
@@ -138,7 +138,7 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
         )
     sampler: Any = sampler_of(loader)
     drops = bool(getattr(batches, "drop_last", False))
-    is_plain = type(batches) is BatchSampler  # not a user's class, which decides what belongs into a batch
+    is_plain = type(batches) is BatchSampler  # not a user's class, which may group samples itself
     of_all_ranks = any(_knows_ranks(owner) for owner in (sampler, batches, getattr(batches, "sampler", None)))
     if is_plain:
         size = check_global_batch(global_batch, exchange.size, batches.batch_size)
@@ -173,7 +173,7 @@ def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) ->
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the sampler that a loader's batches come from; None: it has none."""
+    """Return a loader's sampler; None: it has none."""
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
 
 
@@ -182,13 +182,13 @@ def _batch_count(samples: int, size: int, *, drop_last: bool) -> int:
 
 
 def _knows_ranks(sampler: object) -> bool:
-    """Check for the attributes that samplers of torch, MMEngine and Detectron2 have."""
+    """Check for the attributes of distributed samplers of torch, MMEngine and Detectron2."""
     ranks, sizes = ("rank", "_rank"), ("num_replicas", "world_size", "_world_size")
     return any(hasattr(sampler, name) for name in ranks) and any(hasattr(sampler, name) for name in sizes)
 
 
 def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[Any]]:
-    """Skip lists until this many samples are left out."""
+    """Skip lists until ``samples`` samples are skipped."""
     for each in lists:
         if samples <= 0:
             yield each
@@ -198,12 +198,12 @@ def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[
 class ShareSampler(Sampler[list[Any]]):
     """Batch sampler of one rank: consecutive slices of the global batches.
 
-    A rank without samples gets the batch's first sample, twice if the network needs two, so that it makes the same
-    steps; the sample has no weight.
+    A rank without samples gets the batch's first sample with weight 0, twice if the network needs two, so that it makes
+    the same steps.
     """
 
     def __init__(self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int) -> None:
-        """Cut an order; the DataLoader of a rank draws at most so many batches before the one that it returns."""
+        """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
         self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
         self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
@@ -216,7 +216,7 @@ class ShareSampler(Sampler[list[Any]]):
 
         Its global batches are numbered from ``first``.
 
-        The order is read here, as many batches ahead on every rank, and not when a DataLoader draws: ranks whose
+        The order is read here, equally far ahead on every rank, and not when a DataLoader draws, because ranks whose
         DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
         """
         self._known.clear()

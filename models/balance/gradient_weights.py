@@ -1,4 +1,4 @@
-"""Gradient weights: what a backward pass brings to parameters, multiplied by this rank's weight of the batch."""
+"""Gradient weights: hooks that multiply gradients by this rank's weight of the batch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from gangline.models.current_batch import NOTHING_COUNTS, weighted
 
 _log = logging.getLogger("gangline")
 _balanced: Any = WeakTensorKeyDictionary()
-"""GradientWeights, weakly referenced, of each parameter."""
+"""Weak reference to the GradientWeights of each parameter."""
 
 
 class GradientWeights:
-    """Hooks on the parameters of networks that multiply what each backward pass brings by the weight of its batch.
+    """Hooks on the parameters of networks that multiply each backward's gradients by the weight of its batch.
 
     Ranks average gradients: (1 / world size) x the sum over ranks. If a rank's loss is the mean over c of the C samples
     of the global batch, weight c x world size / C makes the average the gradient of the mean over all C. The weights
     of all ranks sum to the world size, so a term of the loss that is equal on all ranks keeps its gradient.
 
-    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses. The batch
-    of a backward pass is the current one, or that of the last forward if no gradient has arrived since: a loop may read
-    the next batch in between.
+    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses. A backward
+    belongs to the current batch, or to that of the last forward if no gradient has arrived since: a loop may read the
+    next batch between forward and backward.
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Add the hooks; `close` removes them. Collective if a network is divided by FSDP2, which gathers it.
+        """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
 
         The networks are the modules that the training loop calls, with their wrappers.
 
@@ -82,7 +82,7 @@ class GradientWeights:
             self._of_backward, self._is_pending = self._weight, True
 
     def _weighted(self, gradient: Tensor) -> Tensor | None:
-        """Return a gradient that has arrived times the weight of its batch; None: unchanged."""
+        """Return a gradient times the weight of its batch; None: unchanged."""
         self._is_pending = False
         if self.reduction is not None:
             self.reduction.note_gradient()
@@ -98,13 +98,13 @@ class GradientWeights:
         if weight is None or weight == 1.0:
             return None
         if weight == NOTHING_COUNTS and not gradient.is_sparse:
-            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # the mean of nothing
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # mean over no samples
         return weighted(gradient, weight)
 
     def add_new_parameters(self) -> None:
-        """Add hooks to parameters that are new: layers may be added or replaced between epochs."""
+        """Add hooks to new parameters: layers may be added or replaced between epochs."""
         for network in self._networks:
-            # Under FullyShardedDataParallel (FSDP1) gradients arrive at flat parameters, a private name of torch.
+            # FullyShardedDataParallel (FSDP1) accumulates into flat parameters, a private name of torch.
             flat = [unit._flat_param for unit in FullyShardedDataParallel.fsdp_modules(network)]
             named_flat = [("of a flattened unit", parameter) for parameter in flat if parameter is not None]
             for name, parameter in (*network.named_parameters(), *named_flat):
@@ -112,7 +112,7 @@ class GradientWeights:
                     self._add(name, parameter)
 
     def _add_to_gathered(self, unit: FSDPModule) -> None:
-        """Add hooks to the whole parameters of an FSDP2 unit: their gradients are reduced into those of the shards."""
+        """Add hooks to the unsharded parameters of an FSDP2 unit, whose gradients are reduced into the shards."""
         assert isinstance(unit, nn.Module)
         shards = {id(parameter): parameter for parameter in unit.parameters()}
         unit.unshard()
@@ -130,7 +130,7 @@ class GradientWeights:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         is_frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen parameter takes a hook only so, and may be unfrozen later
+        parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
         calls = [weakly(self._weighted)]
         if checks_finite():
             calls.append(partial(weakly(self._check_finite), name))
@@ -149,7 +149,7 @@ class GradientWeights:
         self.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Check that an optimizer that steps in a batch has no parameters whose gradients lack the batch's weight."""
+        """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._weight is None or self._checked.get(optimizer) == count:
             return

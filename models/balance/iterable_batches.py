@@ -1,4 +1,4 @@
-"""Iterable batches: the batches of a stream, joined and cut to this rank's shares."""
+"""Iterable batches: the batches of a stream, concatenated and cut to this rank's shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Stream = Literal["own", "same"]
 
 
 def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
-    """Return the number of samples of a global batch; ValueError if the arguments do not say how to cut the stream."""
+    """Return the number of samples of a global batch; ValueError if the arguments do not determine it."""
     own = own_iteration(loader)
     if own is None:
         kind = type(loader.dataset).__name__
@@ -49,7 +49,7 @@ class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
     def __init__(self, loader: Any, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
-        """Cut to global batches of ``size``; with ``is_same`` of one stream that all ranks read, else of each one's."""
+        """Cut to global batches of ``size``; ``is_same``: all ranks read the same stream."""
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
 
@@ -85,7 +85,7 @@ class IterableBatches:
             counts = self._balance.counts(number, total)
             begin, own = sum(counts[: self._rank]), counts[self._rank]
             part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
-            checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # of a sample, to find ranks that read others
+            checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # to find ranks that read another stream
             yield Piece(own, part, whole=total + (checksum << 20))
 
     def _of_own(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
@@ -133,7 +133,7 @@ class _Samples:
         return count, self._map(parts, "batch", _join) if len(parts) > 1 else parts[0] if parts else None
 
     def cut(self, batch: Any, begin: int, end: int) -> Any:
-        """Return some samples of a batch."""
+        """Return samples ``begin`` to ``end`` of a batch."""
         return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
 
     def _length(self, batch: Any) -> int:
@@ -175,7 +175,7 @@ class _Samples:
         return apply(name, values)
 
     def _is_of_samples(self, value: Sequence[Any], name: str) -> bool:
-        """Return if a list has one entry for each sample, and not one for each part of the batch."""
+        """Return whether a list has one entry per sample, not one per part of the batch."""
         if name in self._lists or not any(
             isinstance(v, Tensor | numpy.ndarray | Mapping | list | tuple) for v in value
         ):
@@ -187,7 +187,7 @@ class _Samples:
 
 
 def _fits(part: Any, samples: int) -> bool:
-    """Return if a part of a batch has as many samples."""
+    """Return whether a part of a batch has this many samples."""
     if isinstance(part, Tensor | numpy.ndarray):
         return part.ndim > 0 and len(part) == samples
     if isinstance(part, Mapping):

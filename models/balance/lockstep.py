@@ -1,4 +1,4 @@
-"""Lockstep: every rank takes the same step at the same time, and what ends it on one rank ends it on all."""
+"""Lockstep: every rank makes the same steps, and an end or error on one rank ends the epoch on all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balance.reduction import Reduction
 
 LEAVE_SECONDS = 60.0
-"""Time for other ranks to finish the batch in which this one left the loop without a gradient."""
+"""Time for other ranks to finish the batch in which this rank left the loop without a gradient."""
 EXIT_SECONDS = 5.0
-"""Time for other ranks to take the last message of a process that an error ends."""
+"""Time for other ranks to receive the last message of a process that an error ends."""
 
 Count = Callable[[Any], float | Tensor]
-"""Returns what the mean of the loss counts in a batch."""
+"""Returns the divisor of the mean loss of a batch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Piece:
     """Batch that one rank read for a step."""
 
     samples: int
-    """Samples that it trains on; 0: the batch repeats one sample without weight."""
+    """Samples that it trains on; 0: the batch only repeats a sample with weight 0."""
     batch: Any
     whole: int = 0
     """Number that must be the same on all ranks: samples of the global batch, or a checksum of them."""
@@ -48,7 +48,7 @@ class Share:
     counts: list[int]
     """Samples of each rank."""
     counted: list[float]
-    """Number that the loss's mean divides by, of each rank."""
+    """Divisor of each rank's mean loss."""
 
 
 class Signal(IntEnum):
@@ -81,16 +81,16 @@ _Rows = Sequence[Sequence[float]]
 
 
 class Lockstep:
-    """Messages by which ranks keep step: one when the loop asks for a batch, and one while its gradient is reduced.
+    """Messages that keep ranks in step: one when the loop asks for a batch, and one while its gradient is reduced.
 
-    All ranks send the same number of messages. A message says what its rank does next, and every rank draws the same
-    conclusion from those of all ranks.
+    All ranks send the same number of messages. A message announces its rank's next action, and every rank derives the
+    same decision from all ranks' messages.
     """
 
     def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:
-        """Keep step; without ``reduction``, the sum of the gradients of all ranks, steps cannot be skipped.
+        """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
-        With ``is_mean`` the gradient is that of a mean over what counts in the global batch, else of a sum.
+        ``is_mean``: the gradient is that of a mean over the global batch; else of a sum.
         """
         self._exchange, self._reduction, self._is_mean = exchange, reduction, is_mean
         self.is_open = False
@@ -98,18 +98,18 @@ class Lockstep:
         self.was_left = False
         """True if another rank left the epoch that ended last."""
         self.is_stopping = False
-        """True if this rank shall end the epoch when the loop asks for the next batch."""
+        """True if this rank ends the epoch when the loop asks for the next batch."""
         self.skips: list[tuple[int, dict[int, int]]] = []
         """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
         samples of each rank that ran out of memory. The same on all ranks."""
         self._share: Share | None = None  # of the current batch
-        self._rows: _Rows | None = None  # what the ranks said at the end of backward
+        self._rows: _Rows | None = None  # messages of all ranks at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         if reduction is not None:
             reduction.listener = weakref.ref(self)
 
     def begin_epoch(self) -> None:
-        """Meet the other ranks before an epoch. Collective."""
+        """Synchronize with the other ranks before an epoch. Collective."""
         self.leave()
         self._share = None
         self.was_left = self.is_stopping = self._is_left = False
@@ -125,14 +125,14 @@ class Lockstep:
     ) -> Iterator[tuple[Share, Any]]:
         """Return the batches of an epoch with the shares of all ranks. Collective.
 
-        A batch is read, and the ranks exchange its counts, when the loop asks for it: they have just met to reduce
-        gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
+        A batch is read, and the ranks exchange its counts, when the loop asks for it, because the ranks have just
+        synchronized to reduce gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
 
         Args:
-            pieces: this rank's; without more samples a rank ends, or goes on with pieces of 0 samples.
+            pieces: this rank's batches; at its end a rank stops, or continues with pieces of 0 samples.
             read_ahead: gets from other ranks what the next piece needs. Collective.
             first: number of the first global batch.
-            counter: what the loss's mean counts in a batch; None: samples.
+            counter: returns the divisor of the mean loss of a batch; None: samples.
             smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
         """
         self.is_open = True
@@ -213,9 +213,9 @@ class Lockstep:
         self._end_step(rows)
 
     def leave(self, signal: Signal = Signal.LEFT) -> None:
-        """Signal the other ranks that this one has left the epoch.
+        """Signal the other ranks that this rank has left the epoch.
 
-        It waits for them only if it has no gradient in the current batch, for which they wait in vain.
+        It waits for them only if they wait for its gradient of the current batch, which it does not have.
         """
         if not self.is_open and signal is Signal.LEFT:
             return
@@ -237,7 +237,7 @@ class Lockstep:
                 self._release(rows.tolist())
 
     def _release(self, rows: _Rows) -> None:
-        """Complete the reduction in which other ranks wait for a gradient of this one."""
+        """Complete the reduction in which other ranks wait for this rank's gradient."""
         if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
             self._reduction.complete()
 
@@ -245,7 +245,7 @@ class Lockstep:
         """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
         if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
-            reduction.enter_forward()  # of ranks that train a batch that this one did not
+            reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self._is_left:
             rows = self._exchange.gather([signal, *(numbers or (0.0, 0.0, 0.0))])
             self._release(rows)
@@ -289,7 +289,7 @@ class Lockstep:
         return signals
 
     def end_backward(self) -> None:
-        """Exchange that this rank has computed its gradient, while it is reduced. Collective."""
+        """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
             self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])

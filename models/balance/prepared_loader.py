@@ -1,4 +1,4 @@
-"""Prepared loader: what accelerate's `prepare` made of a DataLoader, with the DataLoader inside exchanged.
+"""Prepared loader: a loader from accelerate's `prepare`, whose inner DataLoader is replaced.
 
 accelerate itself is not imported: a script that holds such a loader has done so.
 """
@@ -25,7 +25,7 @@ _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
 
 
 def own_iteration(loader: Any) -> str | None:
-    """Return what a loader does in place of a torch DataLoader's iteration, as text; None: nothing."""
+    """Describe how a loader's iteration differs from a torch DataLoader's; None: it does not."""
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         return f"the {kind.__name__} is not a torch DataLoader"

@@ -16,7 +16,7 @@ from gangline.models.balance.speed_model import SpeedModel, listed_rates
 from gangline.models.console_log import log_to_stderr
 
 _log = logging.getLogger("gangline")
-_LOGGED_FROM = 8  # batches after which it is known whether ranks are equal
+_LOGGED_FROM = 8  # batches after which equal ranks are recognized
 
 
 class _Split(NamedTuple):
@@ -26,13 +26,13 @@ class _Split(NamedTuple):
 
 
 class RankBalance:
-    """Decides how many samples of a global batch each rank gets; all ranks decide alike.
+    """Decides how many samples of a global batch each rank gets; all ranks make the same decision.
 
-    Each rank calls `begin_epoch` before every epoch and `begin_batch` before every batch. After 2, 4, 8, ..., 64
-    counted batches more, and at the start of an epoch, the ranks exchange their times, and every rank derives the same
-    loads from them. A batch is not counted if it is the first of its split, or smaller than others.
+    Each rank calls `begin_epoch` before every epoch and `begin_batch` before every batch. After another 2, 4, 8, ...,
+    64 counted batches, and at the start of an epoch, the ranks exchange their times and derive the same loads from
+    them. The first batch of a split, and smaller batches, are not counted.
 
-    Batches are drawn ahead of training by as many as ``horizon``, so new loads begin at a batch that no rank has drawn.
+    Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that no rank has drawn.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class RankBalance:
             rank: this rank.
             loads: one number above 0 per rank.
             all_gather: exchanges plain data of each rank. Collective.
-            timer: measures this rank; None: the loads stay.
+            timer: measures this rank; None: fixed loads.
             horizon: maximum number of batches that a rank draws ahead of the one that it trains.
-            device: its memory limits the growth of this rank's share; None: nothing does.
+            device: device whose memory limits the growth of this rank's share; None: no limit.
             caps: maximum share of each rank; None: no limits.
             minimum: smallest share that is not empty.
         """
@@ -85,18 +85,18 @@ class RankBalance:
         return list(self._splits[-1].loads)
 
     def set_loads(self, loads: Sequence[float], batch: int | None) -> None:
-        """Use these loads, and the present caps, from the first batch that no rank has drawn yet. All ranks call it.
+        """Use these loads, and the current caps, from the first batch that no rank has drawn. All ranks call it.
 
-        ``batch`` is the number of the batch that is being trained, from the start of the job; None: none was drawn.
+        ``batch`` is the number of the current batch, from the start of the job; None: no batch was drawn.
         """
         first = 0 if batch is None else batch + self._horizon
         self._splits = [split for split in self._splits if split.first < first]
         self._splits.append(_Split(first, list(loads), list(self.caps)))
 
     def counts(self, batch: int, size: int) -> list[int]:
-        """Return each rank's number of samples in a global batch of ``size``; none is empty where there are enough."""
+        """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
         while len(self._splits) > 1 and self._splits[1].first <= batch - 2 * self._horizon:
-            self._splits.pop(0)  # not needed any more, not even by a rank that is behind
+            self._splits.pop(0)  # no longer needed, even by a rank that is behind
         split = next(split for split in reversed(self._splits) if split.first <= batch)
         return split_within(size, split.loads, split.caps, self.minimum)
 
@@ -120,9 +120,9 @@ class RankBalance:
             self._exchange(None)
 
     def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
-        """Leave out the current batch, which some ranks skipped. All ranks call it alike.
+        """Do not count the current batch, which some ranks skipped. All ranks call it with the same arguments.
 
-        Ranks that ran out of memory with so many samples get at most half from now on, where others can take the rest.
+        Ranks in ``out_of_memory`` get at most half of these samples from now on, if other ranks have room.
         """
         self._is_counted = False
         self._limits.halve(out_of_memory)
@@ -143,7 +143,7 @@ class RankBalance:
         self.set_loads(loads, None)
 
     def _end_batch(self) -> None:
-        """Record this rank's time of the batch that has ended."""
+        """Record this rank's time of the last batch."""
         if self.timer is None:
             return
         samples = self._counts[self._rank] if self._counts else 0
@@ -190,7 +190,7 @@ class RankBalance:
 
 
 def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[int | None]:
-    """Return the maximum shares that a user gave; ValueError if they do not hold a global batch."""
+    """Return the user's maximum shares; ValueError if their sum is below the global batch."""
     caps = list(memory)
     if len(caps) != size or not all(isinstance(cap, int) and cap >= 1 for cap in caps):
         raise ValueError(f"memory is {caps}; expected a maximum number of samples for each of {size} ranks, 1 or more")

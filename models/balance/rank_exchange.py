@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 class RankExchange:
-    """Collective calls on plain data among the ranks of a process group, on the host, in the order of training steps.
+    """Collectives on plain data among the ranks of a process group, on the host, in the order of training steps.
 
-    They use a process group of their own, so that their order may differ from that of the gradients.
+    They use a separate process group, so that their order may differ from that of the gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Make the group of the ranks that average gradients; None: the default group. Collective."""
+        """Create a group of the ranks that average gradients; None: the default group. Collective."""
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() before balance()"
@@ -41,7 +41,7 @@ class RankExchange:
         ranks = None if found is dist.group.WORLD else dist.get_process_group_ranks(found)
         # gloo hands each message to a thread, which costs milliseconds where a rank has one core.
         self._group = dist.new_group(ranks, backend="gangline", use_local_synchronization=ranks is not None)
-        self._works: list[dist.Work] = []  # that of the last message that was not waited for
+        self._works: list[dist.Work] = []  # of the last message, if nothing has waited for it
         self.close = weakref.finalize(self, _destroy, self._group, self._works)
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
 
@@ -77,7 +77,7 @@ class RankExchange:
         return [value for value, _ in found]
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return as many numbers of each rank, in rank order. Collective."""
+        """All-gather a fixed count of numbers, in rank order. Collective."""
         rows = self._rows(numbers)
         try:
             dist.all_reduce(rows, group=self._group)
@@ -87,7 +87,7 @@ class RankExchange:
         return cast(list[list[float]], rows.tolist())
 
     def start_gather(self, numbers: Sequence[float]) -> tuple[dist.Work, Tensor]:
-        """Start `gather` and return at once: the work that ends it, and the rows that it fills."""
+        """Start `gather`; return its work, and the rows that it fills."""
         rows = self._rows(numbers)
         work = dist.all_reduce(rows, group=self._group, async_op=True)
         assert work is not None
@@ -111,10 +111,10 @@ def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:
 def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the ranks that average the gradients of networks; None: all ranks, in the default group.
 
-    They are a ``group`` that the caller names, or that of DistributedDataParallel and FSDP1, or the mesh of FSDP2.
+    These are ``group``, or the group of DistributedDataParallel or FSDP1, or the mesh of FSDP2.
 
     Raises:
-        ValueError: if the networks are averaged over other ranks, or parts of a layer lie on several of these.
+        ValueError: if the networks are averaged over other ranks, or a layer is sharded over these.
     """
     wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     groups: list[Any] = [

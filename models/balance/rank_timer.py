@@ -24,7 +24,7 @@ _timers: WeakSet[RankTimer] = WeakSet()
 
 @contextmanager
 def waiting_for_ranks() -> Iterator[None]:
-    """Leave the time inside the block, in which this rank may wait for others, out of its steps."""
+    """Exclude the time inside this context, in which the rank may wait for others, from its steps."""
     running = [timer for timer in _timers if timer.pause()]
     try:
         yield
@@ -34,17 +34,16 @@ def waiting_for_ranks() -> Iterator[None]:
 
 
 class RankTimer:
-    """A stopwatch that runs through a step, and pauses where this rank may wait for others.
+    """Timer of steps that pauses where this rank may wait for other ranks.
 
-    The caller lets it run while it loads a batch, and from the moment a batch is handed out to the moment the next one
-    is asked for. It pauses from the end of this rank's own backward to the optimizer's step, which waits for the
-    all-reduce; without a step, as when gradients accumulate, only DistributedDataParallel's own wait is left out. It
-    pauses also while DistributedDataParallel broadcasts buffers, while FSDP2 gathers parameters, in synchronized batch
-    normalization, and in `waiting_for_ranks`. Where backward waits for other ranks, or nothing is known of the wrapper,
-    the time from the end of forward to the optimizer's step counts as twice that of forward.
+    The caller runs the timer while it loads a batch, and from handing out a batch until the next one is requested. The
+    timer pauses from the end of this rank's backward to the optimizer's step, which waits for the all-reduce; without a
+    step, as when gradients accumulate, it only excludes DistributedDataParallel's wait. It also pauses while
+    DistributedDataParallel broadcasts buffers, while FSDP2 gathers parameters, in synchronized batch normalization, and
+    in `waiting_for_ranks`. If backward waits for other ranks, or the wrapper is unknown, the time from the end of
+    forward to the optimizer's step counts as twice that of forward.
 
-    On a GPU the times are those between events on its current stream: what the host does counts where the GPU waits
-    for it.
+    On a GPU the times are between events on its current stream: host time counts only where the GPU waits for it.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -53,7 +52,7 @@ class RankTimer:
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._parameters = {id(parameter) for parameter in parameters}
         self._time = ElapsedTime()
-        self._since: Any = None  # mark from which time counts; None: paused
+        self._since: Any = None  # start of the running interval; None: paused
         self._was_running = self._is_after_backward = self._is_in_backward = self._is_in_forward = False
         self._hooks: list[RemovableHandle] = []
         for model in models:
@@ -67,7 +66,7 @@ class RankTimer:
         layers = [module for module in inner.modules() if isinstance(module, (nn.SyncBatchNorm, DistributedBatchNorm))]
         wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
         is_ddp = isinstance(wrapper, DistributedDataParallel)
-        # The order of hooks matters: an FSDP2 module gathers its parameters in a pre-forward hook of its own.
+        # The order of hooks matters: FSDP2 gathers parameters in a pre-forward hook.
         for unit in units:
             self._hooks.append(unit.register_forward_pre_hook(self._begin_wait, prepend=True))
             self._hooks.append(unit.register_forward_pre_hook(self._end_wait))
@@ -86,12 +85,12 @@ class RankTimer:
             self._hooks.append(inner.register_forward_pre_hook(self._end_wait, prepend=True))
 
     def start(self) -> None:
-        """Count time from now on: a batch is handed out."""
+        """Start counting time when a batch is handed out."""
         self._is_after_backward = self._is_in_backward = self._is_in_forward = False
         self._since = mark(self._device)
 
     def pause(self) -> bool:
-        """Count no time until `resume`; return False if it does not run."""
+        """Stop counting time until `resume`; return False if the timer was not running."""
         if self._since is None:
             return False
         self._time.add(self._since, mark(self._device), 1 + _BACKWARD if self._is_in_forward else 1.0)
@@ -115,7 +114,7 @@ class RankTimer:
             hook.remove()
         self._hooks = []
 
-    # torch.compile leaves out hooks that return at once; other hooks would break its graph.
+    # torch.compile drops hooks that return at once; other hooks would break its graph.
 
     def _begin_wait(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
@@ -139,8 +138,8 @@ class RankTimer:
         """Ask autograd for a call at the end of this pass, at its first gradient."""
         if not self._is_in_backward:
             self._is_in_backward, self._is_after_backward = True, False
-            # Callbacks run in the order in which they were queued, and DistributedDataParallel queues the one that
-            # waits for its all-reduce when the last gradient is ready: this one comes first.
+            # Callbacks run in queueing order. DistributedDataParallel queues its wait for the all-reduce when the last
+            # gradient is ready, so this callback runs first.
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -156,7 +155,7 @@ class RankTimer:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if self._is_after_backward and any(id(parameter) in self._parameters for parameter in parameters):
             self._is_after_backward = False
-            self.resume()  # what has passed since the end of backward does not count
+            self.resume()  # excludes the time since the end of backward
 
 
 def inner_module(model: nn.Module) -> nn.Module:

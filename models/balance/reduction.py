@@ -1,4 +1,4 @@
-"""Reduction: the sum of gradients in DistributedDataParallel, followed from step to step on this rank.
+"""Reduction: tracks DistributedDataParallel's gradient reduction on this rank, step by step.
 
 It uses private names of torch, which tests check with each version of torch.
 """
@@ -18,29 +18,29 @@ from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
 
 class Reduction:
-    """Follows the backward passes that reduce gradients, and takes part in one without a gradient.
+    """Tracks the backward passes that reduce gradients, and can take part in a reduction without a gradient.
 
-    `note_gradient` must be called for each gradient that a backward pass brings to a parameter, before it is summed.
+    `note_gradient` must be called for each gradient of a parameter, before it is reduced.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        """Follow a network."""
+        """Track a network."""
         self._model = model
         named: dict[str, Tensor] = {
             name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad
         }
         self.names, self._parameters = list(named), list(named.values())
-        # Which parameters a backward uses is not known with find_unused_parameters: its first gradient counts.
+        # With find_unused_parameters the used parameters are unknown, so the first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
         self.is_exact = not model.find_unused_parameters
-        """False if a gradient of zeros differs from none: parameters may be unused on all ranks."""
+        """False if a gradient of zeros is not equivalent to None: parameters may be unused on all ranks."""
         self.listener: Callable[[], Any] = lambda: None
         """Returns the `Lockstep` that is called at the ends of backward passes and reductions, if it exists."""
         self.not_finite = 0
-        """Number, from 1, of the first parameter whose gradient was found not to be finite; 0: all are."""
+        """Number, from 1, of the first parameter with a gradient that is not finite; 0: all are finite."""
         self._is_completing = False
         self.has_trained = False
-        """True if gradients have been reduced, so that in each batch other ranks are expected to run forward."""
+        """True if gradients have been reduced, so that other ranks are expected to run forward in each batch."""
         # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
         if model.broadcast_buffers and any(True for _ in model.buffers()):
             hook = model.module.register_forward_pre_hook(weakly(self._note_forward))
@@ -50,9 +50,9 @@ class Reduction:
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
         self.arrived = 0
-        """Gradients that a backward pass has brought to be reduced, until it has ended."""
+        """Number of gradients of the current backward that are to be reduced."""
         self.is_partial = False
-        """True if backward passes of this batch have added gradients that no reduction has taken yet (`no_sync`)."""
+        """True if this batch has accumulated gradients that are not reduced yet (`no_sync`)."""
         self._has_entered = False  # into the forward of the network
         self.is_ended = False
         """True if a backward of this batch has reduced gradients."""
@@ -63,7 +63,7 @@ class Reduction:
         self._has_entered = True
 
     def note_gradient(self) -> None:
-        """Count a gradient that a backward pass brings to a parameter."""
+        """Count a gradient of a parameter."""
         if self._is_completing:
             return
         if not (self.arrived or self.is_partial):
@@ -73,7 +73,7 @@ class Reduction:
             return
         self.arrived += 1
         if self.arrived == self._expected:
-            # DistributedDataParallel queues the call that waits for the sum after its last gradient: this comes before.
+            # Runs before DistributedDataParallel's callback, which is queued after the last gradient.
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def note_not_finite(self, name: str) -> None:
@@ -91,20 +91,20 @@ class Reduction:
             listener.end_reduction()
 
     def enter_forward(self) -> None:
-        """Take part in what DistributedDataParallel exchanges before forward, if this rank did not run it.
+        """Take part in DistributedDataParallel's communication before forward, if this rank did not run forward.
 
-        It is the model's buffers, and once, in the second step, the order of buckets.
+        It broadcasts the model's buffers and, once in the second step, the order of buckets.
         """
         if self.is_ended or self.arrived:
             return
-        if self._has_entered or self.is_partial:  # perhaps within no_sync, which leaves out the order of buckets
+        if self._has_entered or self.is_partial:  # perhaps within no_sync, which skips the order of buckets
             self._model.reducer._rebuild_buckets()
         else:
             self._model._pre_forward(torch.zeros((), device="cpu"))  # type: ignore[no-untyped-call]  # an input, moved to the GPU
             self._has_entered = True
 
     def complete(self) -> None:
-        """Take part in the sum with a gradient of zeros, or with the part that a failed backward has brought."""
+        """Take part in the reduction with a gradient of zeros, or with the partial gradient of a failed backward."""
         self.enter_forward()
         self._is_completing = True
         try:
@@ -115,7 +115,7 @@ class Reduction:
             self.arrived, self.is_partial, self.is_ended = 0, False, True
 
     def _zeros(self) -> Any:
-        """Return a number whose gradient with regard to the parameters that have got none yet is zero."""
+        """Return a tensor with zero gradients with respect to the parameters that have no gradient yet."""
         if not self.arrived:
             output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
             return self._model._post_forward(output)  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ class Reduction:
 
 
 class _Zeros(torch.autograd.Function):
-    """A number whose gradient with regard to some parameters is zero."""
+    """A tensor with zero gradients with respect to the given parameters."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Zeros(torch.autograd.Function):
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
-    """Return the reduction of the only network, if it is one of DistributedDataParallel that can be followed."""
+    """Return the reduction of a single DistributedDataParallel network, if it can be tracked; else None."""
     model = getattr(networks[0], "_orig_mod", networks[0])  # inside torch.compile
     if len(networks) != 1 or not isinstance(model, DistributedDataParallel):
         return None
@@ -165,7 +165,7 @@ def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
 
 
 def weakly(method: Any) -> Callable[..., Any]:
-    """Return a hook that calls a bound method while its object exists, and does not keep the object alive."""
+    """Return a hook that calls a bound method through a weak reference to its object."""
     owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:

@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from gangline.collectives.workload import holding, split_batch, split_within
 
 _MIN_GAIN = 0.03  # relative gain in step time that a new split must promise; without it splits would not settle
-_MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: one share 2.2 times slower than another
-_GAIN_PER_SHIFT = 0.25  # the same, relative to the part by which a share differs from an equal one
-_CLEAR_GAIN = 0.15  # gain over the equal split that is kept in spite of noise
-_STANDARD_ERRORS = 3.2  # of the measurements, that the gain of a new split must exceed
-_MIN_SECONDS = 1.0  # of batches at a context's present speed before the split changes; systems give cores away for less
-_SMALLEST_PART = 2  # a share shrinks at most to this part of the smallest one that was measured
+_MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: a share 2.2 times slower than another
+_GAIN_PER_SHIFT = 0.25  # the same, relative to a share's difference from an equal share
+_CLEAR_GAIN = 0.15  # gain over the equal split that is kept despite noise
+_STANDARD_ERRORS = 3.2  # of the measurements that a new split's gain must exceed
+_MIN_SECONDS = 1.0  # of batches at a context's current speed before the split changes; preemptions are shorter
+_SMALLEST_PART = 2  # a share may shrink to 1/2 of the smallest measured share
 _DECAY = 0.7  # weight of a measurement relative to the next update's
 _MAX_BATCHES = 16  # batches per update that add weight to its measurement
 _ORIGIN_WEIGHT = 0.002  # weight of the assumption about the part of a time that is proportional to samples
 _LEAST_ORIGIN_WEIGHT = 0.0001  # the same where times have no error
-_FORGOTTEN = 0.05  # part of what is known of that part that is lost from one update to the next
-_OUTLIERS_FROM = 4  # batches from which the slowest one counts as the second slowest in averages
-_MIN_SLOPE = 0.02  # part of a share's time that always counts as proportional to its samples
-_CHANGED_SPEED = 1.3  # deviation from earlier times beyond which the context's speed has changed
+_FORGOTTEN = 0.05  # decay of the knowledge about that part per update
+_OUTLIERS_FROM = 4  # number of batches from which averages replace the slowest by the second slowest
+_MIN_SLOPE = 0.02  # minimum part of a share's time that is proportional to its samples
+_CHANGED_SPEED = 1.3  # ratio to earlier times beyond which a context's speed has changed
 _MIN_INTERVAL, _MAX_INTERVAL = 2, 64  # counted batches between two updates
-_BLOCKS = 4  # parts of an update's batches whose averages tell how times vary
+_BLOCKS = 4  # blocks of an update's batches, whose averages estimate the variance
 TRIAL_BATCHES = 3  # batches of an idle context's trial: one for warm-up, two measured
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
 
@@ -37,12 +37,12 @@ _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the la
 class SpeedModel:
     """Loads of contexts whose speeds are measured.
 
-    A step takes as long as its slowest share, so the best split is the one whose shares finish together. The time of a
-    share of n samples is modelled as fixed + per_sample * n: for each context a least-squares line through its
-    measurements, with decaying weights. (After the functional performance models of Lastovetsky and Reddy, IJHPCA
-    21(1), 2007.) The split stays equal until another one promises a gain above the error of the measurements, and
-    becomes equal again if it promises none. A context on which a single sample would delay the others is left idle, and
-    is tried again at the start of epochs.
+    A step takes as long as its slowest share, so in the best split all shares finish together. The time of a share of n
+    samples is modelled as fixed + per_sample * n: for each context a least-squares line through its measurements, with
+    decaying weights. (After the functional performance models of Lastovetsky and Reddy, IJHPCA 21(1), 2007.) The split
+    stays equal until another split promises a gain above the error of the measurements, and becomes equal again if the
+    gain vanishes. A context that would delay the others even with a single sample is left idle and tried again at the
+    start of epochs.
 
     Call `record` after each batch, `begin_epoch` before each epoch, and `update_loads` when `due` is True.
     """
@@ -70,11 +70,11 @@ class SpeedModel:
             logger: receives one line per update of the loads; None: the caller logs.
             minimum: smallest share that is not empty.
             may_idle: False: every context has a share.
-            averages: the time of a context is its average since the last update, without the worst of one stall; a
-                process with a CPU quota runs at full speed in most batches and pauses in some. False: the median.
-            on_one_device: the contexts share the cores of one CPU, or one GPU. None of them is faster, though threads
-                wait for each other; they stay equal unless one is much slower.
-            counts_first: first batches count too, since the caller leaves out those of warm-up.
+            averages: average a context's times since the last update, without the slowest batch, instead of taking the
+                median: a process with a CPU quota runs at full speed in most batches and pauses in some.
+            on_one_device: the contexts share one CPU or one GPU. Loads stay equal unless one context is much slower,
+                because differences come from threads that wait for each other.
+            counts_first: first batches count too, because the caller excludes warm-up.
         """
         self._logger = logger
         self._minimum, self._may_idle, self._averages = minimum, may_idle, averages
@@ -89,7 +89,7 @@ class SpeedModel:
     def _reset(self) -> None:
         self._contexts = [_ContextSpeed(name, warm=self._counts_first) for name in self.names]
         self.loads = [round(1 / len(self._contexts), 4)] * len(self._contexts)
-        self._sizes = [0, 0]  # largest batch before the last update, and since
+        self._sizes = [0, 0]  # largest batch before and since the last update
         self._counted = 0  # batches
         self._next_update = self.interval = _MIN_INTERVAL
         self._since_trial = 0
@@ -109,7 +109,7 @@ class SpeedModel:
         self._counted += any(counted)
 
     def due(self) -> bool:
-        """Return True if the loads should be updated: after 2, 4, 8, ..., 64 batches more, earlier after changes."""
+        """Return True if the loads should be updated: after another 2, 4, 8, ..., 64 batches, earlier after changes."""
         return self._counted >= self._next_update
 
     def begin_epoch(self) -> bool:
@@ -118,7 +118,7 @@ class SpeedModel:
         return self._try_idle_contexts()
 
     def update_loads(self) -> bool:
-        """Derive the loads from what was recorded since the last update; log and return True if they changed."""
+        """Derive the loads from the records since the last update; log and return True if they changed."""
         size = max(self._sizes)
         elapsed = max(sum(share.seconds for share in context.recorded) for context in self._contexts)
         measured = [context.add_point(size, elapsed, averages=self._averages) for context in self._contexts]
@@ -140,7 +140,7 @@ class SpeedModel:
         return changed
 
     def _better_split(self, size: int, before: list[int]) -> list[int]:
-        """Return the split that promises a noticeably shorter step than the equal one and the present one."""
+        """Return a split with a noticeably shorter step than the equal and the current split, else one of these."""
         fits, caps = self._fits(), holding(self.caps, size)
         equal = split_within(size, [1] * len(fits), caps, self._minimum)
         best = shortest_step(size, fits, self._floors(size), caps)
@@ -163,14 +163,14 @@ class SpeedModel:
         return best if over_present > _MIN_GAIN else before  # that some are slower is known
 
     def _floors(self, size: int) -> list[int]:
-        """Return the smallest shares that what was measured speaks for."""
+        """Return the smallest shares that the measurements support."""
         floors = [min((int(n) for n, *_ in context.points), default=0) // _SMALLEST_PART for context in self._contexts]
         least = 0 if self._may_idle else self._minimum
         floors = [max(floor, least) for floor in floors]
         return floors if sum(floors) <= size else [least] * len(floors)
 
     def _error(self) -> float:
-        """Return the relative error of the contexts' times that is not to be taken for a difference of speeds."""
+        """Return the relative error of the contexts' times."""
         known = [context for context in self._contexts if context.points]
         weights = sum(point.weight for context in known for point in context.points)
         squares = statistics.mean(context.squared_error() for context in known)
@@ -214,7 +214,7 @@ class SpeedModel:
         parts = [1] * len(counts) if is_equal else counts
         self.loads = [max(round(n / sum(parts), 4), 0.0001) if n else 0.0 for n in parts]
         for context in self._contexts:
-            context.warm = self._counts_first  # shares of another size run other kernels and allocate memory
+            context.warm = self._counts_first  # shares of a new size run other kernels and allocate memory
 
     def _try_idle_contexts(self) -> bool:
         """Give idle contexts a smallest share for a few batches, unless waiting for them would cost too much."""
@@ -264,7 +264,7 @@ class LinearFit:
     per_sample: float
 
     def seconds(self, samples: float) -> float:
-        """Return the time of a share; an empty one takes none."""
+        """Return the time of a share; 0 for an empty share."""
         return self.fixed + self.per_sample * samples if samples else 0.0
 
 
@@ -283,25 +283,23 @@ class _Point(NamedTuple):
     seconds: float
     weight: float
     error: float = 0.0
-    """Standard error of the time, relative to it."""
+    """Relative standard error of the time."""
 
 
 @dataclass
 class _ContextSpeed:
-    """Measurements of one context."""
-
     name: str
     points: list[_Point] = field(default_factory=list)
     """One per update of the loads, the latest last."""
     seconds: float = 0.0
-    """Time of the batches that were measured since the speed last changed."""
+    """Total time of the batches measured since the speed last changed."""
     warm: bool = False
     recorded: list[_Recorded] = field(default_factory=list)
     """Shares since the last update."""
     proportion: float = 1.0
-    """Part of a share's time that is proportional to its samples, as shares of several sizes have shown."""
+    """Part of a share's time that is proportional to its samples, estimated from shares of several sizes."""
     suspect: _Point | None = None
-    """The last point if it is slower than those before: the speed has changed if the next one is like it."""
+    """The last point if it is slower than earlier points: if the next point confirms it, the speed has changed."""
 
     def record(self, size: int, samples: int, seconds: float | None) -> bool:
         """Record a share; return False if it does not count."""
@@ -330,7 +328,7 @@ class _ContextSpeed:
             self.points, self.seconds = [suspect], elapsed
         elif self.points and not _is_consistent(self.points[-1], point):
             if point.seconds > self.points[-1].seconds * max(1.0, samples / self.points[-1].samples):
-                self.suspect = point  # other work may have disturbed it
+                self.suspect = point  # perhaps disturbed by other work
                 return True
             self.points, self.seconds = [], elapsed
         self.points = [*(old._replace(weight=_DECAY * old.weight) for old in self.points[-7:]), point]
@@ -345,12 +343,12 @@ class _ContextSpeed:
         return fit_line([point[:3] for point in self.points], origin, self.proportion)
 
     def _within(self) -> float:
-        """Return the squared error of the average time, relative to it, from the points' own errors."""
+        """Return the squared relative error of the average time, from the points' errors."""
         weights = sum(point.weight for point in self.points)
         return sum((point.weight * point.error) ** 2 for point in self.points) / weights**2
 
     def squared_error(self) -> float:
-        """Return the squared error of the fit, relative to it, from the points' errors and from their deviations."""
+        """Return the squared relative error of the fit, from the points' errors and residuals."""
         fit, weights = self.fit(), sum(point.weight for point in self.points)
         if len(self.points) < 2:
             return self._within()
@@ -383,8 +381,8 @@ def fit_line(
 ) -> LinearFit:
     """Fit a line to (samples, seconds, weight) by least squares.
 
-    Shares of similar size do not determine the slope. Then the assumption does, with the small weight ``origin``, that
-    this part of the time is proportional to samples; 1: a line through the origin.
+    Shares of similar size do not determine the slope. A prior of small weight ``origin`` then does: ``proportion`` is
+    the part of the time that is proportional to samples; 1: a line through the origin.
     """
     weights = sum(weight for *_, weight in points)
     samples = sum(weight * n for n, _, weight in points) / weights
@@ -409,11 +407,11 @@ def shortest_step(
 ) -> list[int]:
     """Return the split of a batch of ``size`` whose slowest share finishes first.
 
-    Each sample goes to the context that finishes it first, which is optimal since times grow with the share. Shares are
-    at least ``floors``, if these are no more than the batch together, and at most ``caps``.
+    Each sample goes to the context that finishes it first, which is optimal because times grow with the share. Shares
+    are at most ``caps``, and at least ``floors`` if these fit into the batch.
 
     Raises:
-        ValueError: if the caps do not hold the batch.
+        ValueError: if the sum of the caps is below ``size``.
     """
     most = [None] * len(fits) if caps is None else caps
     counts = [0] * len(fits)

@@ -30,16 +30,16 @@ class WorkerReport:
 class WorkerBalance:
     """Measures this worker while it trains, and splits batches over the workers of the job by their measured speeds.
 
-    The speed of a worker is that of its contexts together, without the time it waits. All workers derive the loads from
-    the same measurements of all, which travel with messages that are sent anyway, the exchanges of stop requests, and
-    with one at each epoch's start. So the loads are equal on all workers at every batch.
+    The speed of a worker is that of all its contexts, without waits. Measurements are piggybacked on the exchanges of
+    stop requests, plus one message at each epoch's start. All workers derive the loads from the same measurements, so
+    the loads are equal on all workers at every batch.
     """
 
     def __init__(self, workers: Workers, logger: logging.Logger, *, best_split: bool) -> None:
         """Start with the loads of ``workers``.
 
-        With ``best_split`` the speed of this worker is that of its contexts with the best split over them, because
-        their loads follow measured speeds too; otherwise that with the present split.
+        With ``best_split`` the speed of this worker assumes the best split over its contexts, because their loads also
+        follow measured speeds; otherwise the current split.
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
         names = [f"worker {rank}" for rank in range(workers.count)]
@@ -52,7 +52,7 @@ class WorkerBalance:
         """Times of all workers in the last epoch, by rank; empty before its end."""
 
     def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
-        """Record samples and working time of each replica in a training batch, numbered equally on all workers."""
+        """Record samples and compute time of each replica in a batch; ``step`` is the same on all workers."""
         if self._workers.count > 1:
             self._balancer.record(step, samples, times, partial(self._together, in_turn))
             self._balancer.measure()
@@ -60,7 +60,7 @@ class WorkerBalance:
                 self._trial_left -= 1
 
     def _together(self, in_turn: bool, samples: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the time with the present split over the replicas, or with the one that suits their speeds."""
+        """Return the time with the current split over the replicas, or with the best split for their speeds."""
         measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
         times = [took for _, took in measured]
         together = sum(times) if in_turn else max(times, default=0.0)
@@ -85,7 +85,7 @@ class WorkerBalance:
 
     @property
     def is_urgent(self) -> bool:
-        """True if messages should be exchanged now, because the trial of an idle worker is over; equal on all."""
+        """True, on all workers, if messages should be exchanged now because the trial of an idle worker is over."""
         return self._trial_left is not None and self._trial_left <= 0
 
     def message(self) -> Any:
@@ -93,7 +93,7 @@ class WorkerBalance:
         return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
-        """Record the messages of all workers before the batch with this index, and update the loads if it is due."""
+        """Record all workers' messages before the batch with this index, and update the loads if due."""
         if not self._is_measured:
             return
         if self.is_urgent:
@@ -111,11 +111,11 @@ class WorkerBalance:
         """Return this worker's times of an epoch of ``seconds``, as plain data, to be gathered from all workers."""
         self._balancer.measure(wait=True)
         computed, self._computed = self._computed, 0.0
-        # The host waits for its own GPU too, which computes meanwhile.
+        # The host's waits include waits for its own GPU, which computes meanwhile.
         return [computed, max(0.0, min(waited, seconds - computed)), list(context_loads)]
 
     def log_epoch(self, epoch: int, reports: Sequence[Any]) -> None:
-        """Keep the `report` of each worker, by rank; log them on rank 0."""
+        """Store each worker's `report` by rank; log them on rank 0."""
         self.reports = [WorkerReport(*report) for report in reports]
         if self._workers.is_first:
             loads = self._workers.loads

@@ -53,10 +53,10 @@ _SYNCHRONIZED = (nn.SyncBatchNorm, DistributedBatchNorm)
 
 
 def _exchange(layer: DistributedBatchNorm, weight: float, direction: Direction, own: Moments) -> list[Moments]:
-    """Exchange a layer's moments between ranks, of which this one has this weight."""
+    """Exchange a layer's moments between ranks; ``weight`` is this rank's."""
     if direction == "backward":
-        # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's samples gets
-        # this rank's weight at the parameters, so it is divided by it below.
+        # The mean over ranks weights each rank's loss. Gradients of all losses with respect to this rank's samples are
+        # scaled by this rank's weight at the parameters, so divide by it below.
         own = Moments(own.size, weighted(own.mean, weight), weighted(own.squares, weight))
     # float64 holds every count, and the values of float32 unchanged.
     header = torch.tensor([own.size, layer.number, direction == "backward"], dtype=torch.float64, device="cpu")
@@ -81,22 +81,22 @@ def _exchange(layer: DistributedBatchNorm, weight: float, direction: Direction, 
 
 
 def convert_sync_batchnorm(network: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replace a network's layers of batch normalization by `DistributedBatchNorm`, before it is wrapped.
+    """Replace a network's BatchNorm layers by `DistributedBatchNorm`; call it before wrapping the network.
 
         model = DistributedDataParallel(gangline.convert_sync_batchnorm(network))
 
     The layers keep their parameters, buffers, hooks and state_dict keys. All ranks must call the layers in the same
-    order. torch's SyncBatchNorm is converted too: it weights by counts as well, but needs a GPU.
+    order. torch's SyncBatchNorm is converted too, because it needs a GPU.
 
     Args:
         network: network or layer, changed in place.
         group: ranks that share a batch; None: the default group.
 
     Returns:
-        The network; a new layer if it is a layer itself.
+        The network; a new layer if ``network`` itself is a BatchNorm layer.
 
     Raises:
-        ValueError: if a layer has a forward of its own, or no shape yet.
+        ValueError: if a layer overrides forward, or is lazy and has no shape yet.
     """
     converted: dict[nn.Module, DistributedBatchNorm] = {}
     for name, layer in network.named_modules():
@@ -121,7 +121,7 @@ def _converted(name: str, layer: _BatchNorm, group: dist.ProcessGroup | None, nu
 
 
 def smallest_share(*networks: nn.Module) -> int:
-    """Return the samples of a share that these networks can train on: one sample has no variance to normalize by."""
+    """Return the minimum samples of a share: a BatchNorm layer cannot normalize one sample."""
     layers = [layer for network in networks for layer in network.modules() if isinstance(layer, _BatchNorm)]
     return 1 if all(isinstance(layer, _SYNCHRONIZED) for layer in layers) else 2
 

@@ -23,7 +23,7 @@ Direction = Literal["forward", "backward"]
 
 
 class Moments(NamedTuple):
-    """Statistics of one participant's part of the batch; in backward, the gradients of the joint ones."""
+    """Statistics of one participant's part of the batch; in backward, gradients of the joint statistics."""
 
     size: int
     """Values per channel."""
@@ -83,7 +83,7 @@ def combined(shares: Sequence[Moments], device: torch.device) -> tuple[torch.Ten
 
 
 def check_own_forward(name: str, layer: _BatchNorm, remedy: str) -> None:
-    """Raise ValueError if a layer is of a subclass with a forward of its own."""
+    """Raise ValueError if a layer's class overrides forward."""
     if getattr(layer.forward, "__func__", None) is not _BatchNorm.forward:
         raise ValueError(
             f"layer {name!r} is a {type(layer).__name__} with a forward of its own, whose batch statistics cannot be "

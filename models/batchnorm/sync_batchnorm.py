@@ -1,4 +1,4 @@
-"""Synchronized batch normalization over the replicas of a module, and over those of all workers of a job.
+"""Synchronized batch normalization over the replicas of a module, or of all workers of a job.
 
 The replicas of a worker exchange moments at a `ThreadBarrier`; a `WorkerRounds` joins the barriers of several workers.
 """
@@ -43,7 +43,7 @@ class JointBatchNorm:
     """
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Check that the layers can be synchronized: none has a forward of its own."""
+        """Check that the layers can be synchronized: none overrides forward."""
         self.networks = list(networks)
         for network in self.networks:
             _layers(network)
@@ -98,7 +98,7 @@ class JointBatchNorm:
 
 
 def copy_statistics(source: nn.Module, targets: Iterable[nn.Module]) -> None:
-    """Copy running statistics to replicas that had no share of a batch from one that had."""
+    """Copy running statistics to replicas without a share of a batch from a replica with a share."""
     for target in targets:
         for (_, layer), (_, other) in zip(_layers(source), _layers(target), strict=True):
             theirs = dict(other.named_buffers(recurse=False))
@@ -154,12 +154,12 @@ class _JointForward:
 
 
 def _on_host(own: Moments) -> Moments:
-    """Copy moments to the host, for which the caller waits once if they are on a GPU."""
+    """Copy moments to the host; the caller waits once if they are on a GPU."""
     return Moments(own.size, *host_staging.flat_values(torch.cat([own.mean, own.squares])).chunk(2))
 
 
 def _from_host(shares: Sequence[Moments], device: torch.device) -> list[Moments]:
-    """Copy moments to a GPU in one copy, for which the caller does not wait; others are returned as they are."""
+    """Copy moments to a GPU in one asynchronous copy; return other values unchanged."""
     if device.type != "cuda" or not shares[0].mean.is_cpu:
         return list(shares)
     values = torch.cat([value for share in shares for value in (share.mean, share.squares)])
@@ -197,11 +197,11 @@ class ThreadBarrier:
     def __init__(
         self, participants: Iterable[int], *, one_after_another: bool = False, rounds: WorkerRounds | None = None
     ) -> None:
-        """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if there are any."""
+        """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if any."""
         self.participants = sorted(set(participants))
         self.rounds = rounds
         self.waited = dict.fromkeys(self.participants, 0.0)
-        """Seconds each participant has waited for the others."""
+        """Seconds that each participant has waited for others."""
         self._condition = Condition()
         self._calls = dict.fromkeys(self.participants, 0)
         self._values: dict[int, Any] = {}  # of the open round
@@ -253,7 +253,7 @@ class ThreadBarrier:
             return list(self._result)
 
     def leave(self, index: int) -> None:
-        """Mark the participant as finished; any other that waits for another value of it gets an error."""
+        """Mark the participant as finished; participants that wait for another value from it get an error."""
         with self._condition:
             self._left.add(index)
             self._check_left()
@@ -278,7 +278,7 @@ class ThreadBarrier:
         raise Aborted(f"another replica failed with {type(self._error).__name__}: {self._error}") from self._error
 
     def _check_left(self) -> None:
-        """Note the mismatch if participants wait for others that have left."""
+        """Record a mismatch if participants wait for others that have left."""
         if self._left and self._values and not self._mismatch:
             ended = ", ".join(f"replica {index} after {self._calls[index]}" for index in sorted(self._left))
             waiting = ", ".join(f"replica {index} in call {self._calls[index]}" for index in sorted(self._values))
@@ -296,7 +296,7 @@ class ThreadBarrier:
                 generator.set_state(self._own_states.pop(index))
 
     def _end_turn(self, index: int) -> None:
-        """Pass the turn to the next index, and from the last one, whose exchange has closed the round, to the first."""
+        """Pass the turn to the next index, or to the first one if the round is closed."""
         generator = self._generators.get(index)
         if generator is not None and self._state_before is not None:
             self._own_states[index] = generator.get_state()
@@ -313,7 +313,7 @@ class WorkerRounds:
     def __init__(
         self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
     ) -> None:
-        """Begin a pass of workers in step; ``device`` is that of the moments, None: they are sent from the host."""
+        """Begin a pass of synchronous workers; ``device``: GPU that exchanges the moments; None: the host does."""
         self.rank = workers.rank
         self.device = device
         self._workers, self._name = workers, name
@@ -332,7 +332,7 @@ class WorkerRounds:
         return self._with_moments(headers, torch.cat([own.mean, own.squares]))
 
     def _with_moments(self, headers: list[Any], own: torch.Tensor | None = None) -> list[Any]:
-        """Gather the moments on the GPUs, if the headers are of one layer; None: this worker has none. Collective."""
+        """Gather the moments on the GPUs if all headers name one layer; None: this worker has none. Collective."""
         if len({(direction, name) for _, direction, name, _ in headers}) > 1:
             return headers
         if own is None:
@@ -346,7 +346,7 @@ class WorkerRounds:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return a context manager around the whole pass of a worker that has samples. Collective at its end."""
+        """Return a context manager for the whole pass of a worker with samples. Collective at its end."""
         with self._reporting_errors():
             yield
         self._round("finished", [])
@@ -362,7 +362,7 @@ class WorkerRounds:
         try:
             yield
         except Exception as error:
-            if not self._is_over:  # otherwise all workers have an error already
+            if not self._is_over:  # else all workers already have an error
                 self._round("failed", [error_name(error), error_text(error)])
             raise
 

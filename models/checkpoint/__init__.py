@@ -1,1 +1,1 @@
-"""Checkpoints: writing and reading them atomically, and which of them are kept."""
+"""Checkpoints: atomic writing and reading, and retention."""

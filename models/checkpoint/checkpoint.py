@@ -77,16 +77,16 @@ class Checkpoint:
     """The checkpoint as ranks 1 and up must resume it."""
 
     def of_worker(self, rank: int, count: int) -> Checkpoint:
-        """Return the checkpoint for one of ``count`` workers; if it was written by another number, without their own.
+        """Return the checkpoint for one of ``count`` workers.
 
-        State of individual workers (their replicas' buffers and compression residuals) then is left out.
+        Replica buffers and compression residuals are left out if it was written by another number of workers.
         """
         if count != len(self.other_workers) + 1:
             return replace(self, replica_buffers={}, samples_seen=[], compression_residuals={}, other_workers=[])
         return self.other_workers[rank - 1] if rank and count > 1 else self  # in elastic jobs each counts as alone
 
     def forget_tensors(self) -> None:
-        """Drop the tensors, once they are restored, of all workers."""
+        """Drop the tensors of all workers once they are restored."""
         for one in (self, *self.other_workers):
             one.optimizer_state, one.other_workers = None, []
             one.params, one.replica_buffers, one.compression_residuals = {}, {}, {}
@@ -107,7 +107,7 @@ def save(
 ) -> None:
     """Write the checkpoint ``prefix``-``epoch``, see `Module.save_checkpoint`. Collective.
 
-    The optimizer's state is asked for on rank 0; None: a checkpoint without it, which cannot be resumed.
+    ``optimizer_state`` is called on rank 0; None: a checkpoint without it, which cannot be resumed.
 
     Raises:
         OSError: if rank 0 could not write the files; on all ranks. DiskFullError if a file does not fit on the disk.

@@ -23,7 +23,7 @@ _held: dict[Path, tuple[int, int]] = {}
 
 @contextmanager
 def writing(prefix: str | Path) -> Iterator[None]:
-    """Hold the lock of a prefix inside the block; blocks of one process may overlap.
+    """Hold the lock of a prefix in this context; contexts of one process may overlap.
 
     The file ``PREFIX.lock`` names its owner. It carries a record lock, which the kernel releases when the owner ends,
     however it ends; so the file of a dead process is no obstacle. On a file system without locks there is none.
@@ -71,7 +71,7 @@ def _acquire(path: Path, prefix: str | Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last owner has removed it meanwhile
+        os.close(descriptor)  # its last owner has removed the file meanwhile
 
 
 def _lock(descriptor: int, prefix: str | Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 BEST = "best"
-"""Name, in place of a number, of the checkpoint with the best validation metric."""
+"""Name, instead of a number, of the checkpoint with the best validation metric."""
 
 
 def epochs(prefix: str | Path) -> list[int]:
@@ -28,7 +28,7 @@ def _numbers(prefix: Path, suffix: str) -> list[int]:
 
 
 def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
-    """Remove checkpoints before number ``epoch`` until ``keep`` are left, that one included; never the best.
+    """Remove checkpoints before ``epoch`` until ``keep`` are left, including ``epoch``; never remove the best.
 
     The JSON file is removed first, so that an interrupted removal leaves no broken checkpoint; the next call removes
     the rest.

@@ -76,7 +76,7 @@ def length_of(items: Any) -> int | None:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a DataLoader like another one, with other batches: batch_sampler, or batch_size, sampler and drop_last."""
+    """Copy a DataLoader with other batches: batch_sampler, or batch_size, sampler and drop_last."""
     kept = signature(DataLoader).parameters.keys() - _OF_BATCHES
     return DataLoader(**{**{name: getattr(loader, name) for name in kept}, **changes})
 
@@ -92,7 +92,7 @@ def move(batch: Batch, device: torch.device) -> Batch:
 
 
 def pinned(batch: Batch) -> Batch:
-    """Return the batch in page-locked memory, from which `move` to a GPU does not block; parts on a GPU stay there."""
+    """Return the batch in pinned memory, from which `move` to a GPU does not block; GPU tensors stay on the GPU."""
     return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
 
 
@@ -134,7 +134,7 @@ def zeros_of(shapes: Any, what: str) -> Batch:
 
 @contextmanager
 def evaluating(networks: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch networks to evaluation mode inside the block, and each of their modules back to its own mode after it."""
+    """Switch networks to evaluation mode in this context, and restore each submodule's mode afterwards."""
     modes = [(module, module.training) for network in networks for module in network.modules()]
     for network in networks:
         network.eval()

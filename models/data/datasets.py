@@ -26,7 +26,7 @@ class Splits(NamedTuple):
 
     @property
     def classes(self) -> list[str] | None:
-        """The class names, for data that have them, such as image folders; else None."""
+        """The class names, if known, as for image folders; else None."""
         data = self.train.dataset if isinstance(self.train, Subset) else self.train
         return getattr(data, "classes", None)
 
@@ -57,7 +57,7 @@ def raw_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def synthetic(image_shape: Sequence[int], dtype: torch.dtype, seed: int, samples: int, num_classes: int) -> Splits:
-    """Return random images and labels, for measurements of speed; the first fifth is the held-out part too."""
+    """Return random images and labels, for measurements of speed; the first fifth is also the held-out part."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(samples, *image_shape, generator=generator, dtype=dtype, device="cpu")
     labels = torch.randint(num_classes, (samples,), generator=generator, device="cpu")
@@ -89,7 +89,7 @@ def image_folder(
 
     Raises:
         ValueError, FileNotFoundError, RuntimeError, TypeError: as `ImageFolder`.
-        ValueError: if there is one class only, or a class has too few images to be split.
+        ValueError: if there is only one class, or a class has too few images to split.
     """
     augmentation = augmentation or Augmentation()
     options: dict[str, Any] = {"num_workers": num_workers, "skip_unreadable": skip_unreadable, "seed": seed}

@@ -1,4 +1,4 @@
-"""Global batches of an elastic job: every sample once an epoch, whichever workers take part."""
+"""Global batches of an elastic job: every sample once per epoch, for any workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ElasticBatches:
     """Indices of this worker's share of each global batch, for loops over a store whose workers may change.
 
     An epoch is a permutation of all samples by (seed, epoch), cut into global batches; each is split over the workers
-    that take part in its step (`KVStore.share`). So the global batches are the same, however many workers there are.
-    A worker that comes late begins at the step from which on it takes part. For a worker that leaves the loop ends.
+    that take part in its step (`KVStore.share`). So the global batches do not depend on the number of workers. A worker
+    that joins late begins at its first step. The loop ends for a worker that leaves.
 
-    Each iteration yields a tensor of indices, which is empty if there are fewer samples than workers. The loop must
-    push every key once in each step, the gradients with the number of indices as their weight, and pull:
+    Each iteration yields a tensor of indices, which is empty if there are fewer samples than workers. In each step the
+    loop must push every key once, with the number of indices as the weight of the gradients, and pull:
 
         kv = trainer.kvstore
         for indices in gangline.data.ElasticBatches(len(data), 64, kv, epochs=10):

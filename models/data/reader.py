@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 # Modules that the fork server imports once, for all reading processes.
 _PRELOAD = ["torch.utils.data", "PIL.Image", "gangline.models.data.reader", "gangline.models.data.images.folder"]
 _PREFETCHED = 2
-"""Batches that each process reads ahead; torch's default."""
+"""Number of batches that each process prefetches; torch's default."""
 
 
 class Unreadable(NamedTuple):
@@ -47,7 +47,7 @@ class Reader:
       training and for validation, can be in different epochs at the same time.
     - ``note_unreadable(files)``: called in this process with the `Unreadable` items of each batch; may raise.
 
-    With ``pin`` the batches are in page-locked memory.
+    With ``pin`` the batches are in pinned memory.
     """
 
     def __init__(self, dataset: Any, *, pin: bool = False) -> None:
@@ -55,7 +55,7 @@ class Reader:
         self._dataset = _Batches(dataset)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self.reads_ahead = _PREFETCHED * self._num_workers
-        """Maximum number of batches that are taken from `read`'s argument before the previous ones are returned."""
+        """Maximum number of batches that `read` prefetches."""
         self._loader: DataLoader[Any] | None = None
         self._sampler: Any = _ReplaceableSampler()
 
@@ -80,7 +80,7 @@ class Reader:
 
     def _new_loader(self) -> DataLoader[Any]:
         options: dict[str, Any] = {}
-        if self._num_workers:  # forked from a process without threads: a fork of one with torch's threads may hang
+        if self._num_workers:  # the fork server has no threads: a fork with torch's threads may hang
             context = torch.multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOAD)
             options = {
@@ -89,7 +89,7 @@ class Reader:
                 "prefetch_factor": _PREFETCHED,
                 "multiprocessing_context": context,
                 "worker_init_fn": partial(_follow_parent, os.getpid()),
-                "generator": torch.Generator(),  # starting workers draws a seed: not from the stream of training
+                "generator": torch.Generator(),  # starting workers draws a seed, but not from the training's generator
             }
         return DataLoader(
             self._dataset,
@@ -101,13 +101,13 @@ class Reader:
 
 
 def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Return a loader's iterator, whose seed is drawn on the host whatever `torch.set_default_device` says."""
+    """Return a loader's iterator, with the seed drawn on the host despite `torch.set_default_device`."""
     with torch.device("cpu"):
         return iter(loader)
 
 
 class _ReplaceableSampler:
-    """Batch sampler whose batches are replaced for each epoch, so that the worker processes can stay."""
+    """Batch sampler whose batches are replaced for each epoch, so that worker processes persist."""
 
     batches: Iterable[list[int]] = ()
 
@@ -181,10 +181,10 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _follow_parent(trainer: int, _: int) -> None:
-    """End this reading process when the training process has ended for any reason, and not before.
+    """End this reading process when, and only when, the training process has ended for any reason.
 
-    The parent of this process is the fork server, so torch's own parent check does not notice the end of the trainer.
-    Signals sent to the whole process group are ignored: the trainer still needs data until it has saved.
+    This process's parent is the fork server, so torch's parent check does not detect the end of the trainer. Signals to
+    the process group are ignored: the trainer needs data until it has saved.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -24,9 +24,9 @@ from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
 _AHEAD = 4
-"""Batches that a worker reads ahead of data of unknown length, to know that at least as many steps follow."""
+"""Batches to prefetch from data of unknown length, to know that at least as many steps follow."""
 _GATHERED_AHEAD = 1 << 20
-"""Bytes of a batch from which a thread gathers the next one: a hand-over takes 0.05 ms, 1 MiB of rows 0.4 ms."""
+"""Minimum bytes of a batch to gather in a thread: a thread switch takes 0.05 ms, gathering 1 MiB of rows 0.4 ms."""
 
 
 def _do_nothing() -> None:
@@ -43,15 +43,15 @@ class Source(abc.ABC):
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
     order: BatchOrder | None = None
-    """Samples of each batch, if they are chosen here."""
+    """Samples of each batch, if the source chooses them."""
     reads_ahead = 0
-    """Number of batches after the current one whose samples it may have chosen already."""
+    """Maximum number of batches after the current one whose samples are already chosen."""
     length_is_certain = False
     """True if an epoch has exactly `num_batches` batches."""
 
     @abc.abstractmethod
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
-        """Yield the batches of an epoch after its first ``skip``; call ``skipped`` once those are skipped."""
+        """Yield the batches of an epoch after its first ``skip``; call ``skipped`` after skipping."""
 
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
@@ -59,8 +59,8 @@ class Source(abc.ABC):
         """Yield this worker's share of each step's batch; None if the share has no samples.
 
         A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
-        out of its own batches while others have not. Collective if each worker has batches of its own: workers in step
-        then exchange the number of steps that surely follow, at the start and whenever these have passed.
+        out of its own batches while others have not. Collective if each worker has its own batches: synchronous workers
+        then exchange the number of steps certain to follow, at the start and whenever these steps are done.
         """
         items = self.epoch(epoch, skip, skipped)
         if not workers.in_step:
@@ -83,20 +83,20 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
-        """Return the settings that must be equal to resume a run in mid-epoch, as plain data."""
+        """Return the settings that must be equal to resume a run within an epoch, as plain data."""
 
     def first(self) -> Item:
-        """Return the first batch, to read its shapes; the epochs still include it."""
+        """Return the first batch, to read its shapes; epochs still include it."""
         for item in self.epoch(0):
             return item
         raise ValueError("the data have no batches; expected at least one")
 
     def number_of(self, workers: Workers, epoch: int, batch: int, sample: int, samples: int) -> int | None:
-        """Return the number in the data of one of the ``samples`` of a worker's share of a batch; None if unknown."""
+        """Return the data index of one of the ``samples`` in a worker's share of a batch; None if unknown."""
         if self.order is None:
             return None
         indices = next(self.order.shares(epoch, batch, workers))
-        return int(indices[sample]) if len(indices) == samples else None  # else some could not be read
+        return int(indices[sample]) if len(indices) == samples else None  # else some samples could not be read
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch; None if unknown."""
@@ -116,10 +116,10 @@ def source(
     labels: bool = True,
     pin: bool = False,
 ) -> Source:
-    """Return a source for ``data`` as `Module.fit` accepts them; without ``labels`` also for arrays of data alone.
+    """Return a source for data of `Module.fit`; without ``labels`` also for arrays of data alone.
 
-    Permutations depend on (seed, epoch). With ``pin`` arrays and Datasets are returned in page-locked memory, for a
-    GPU. ``what`` is the name of the data in messages.
+    Permutations depend on (seed, epoch). With ``pin`` batches of arrays and Datasets are in pinned memory, for a GPU.
+    ``what`` names the data in messages.
 
     Raises:
         TypeError: if ``data`` is none of these.
@@ -174,7 +174,7 @@ class BatchOrder:
         return list(torch.split(order, self.batch_size))
 
     def plan(self) -> dict[str, Any]:
-        """Return the settings that must be equal to resume a run in mid-epoch."""
+        """Return the settings that must be equal to resume a run within an epoch."""
         return {
             "samples": self.samples,
             "batch_size": self.batch_size,
@@ -186,13 +186,13 @@ class BatchOrder:
         return -(-self.samples // self.batch_size)
 
     def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[torch.Tensor]:
-        """Yield one worker's indices of each batch after the first ``skip``, by the loads at that time."""
+        """Yield one worker's indices of each batch after the first ``skip``, by the current loads."""
         for number, indices in islice(enumerate(self(epoch)), skip, None):
             yield indices[workers.share(len(indices), number)]
 
 
 class _Ordered(Source):
-    """The whole job's data, of which the samples of each batch are chosen here."""
+    """Data of the whole job; this source chooses the samples of each batch."""
 
     is_shared = True
     order: BatchOrder
@@ -212,7 +212,7 @@ class _Ordered(Source):
     ) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
 
-        Reading ahead assumes that the share of the next batch is the same; if it is not, reading begins again there.
+        Prefetching assumes an equal share of the next batch; if the share differs, prefetching restarts there.
         """
         batches = self.order(epoch)
         expected: tuple[slice, int] | None = None
@@ -257,7 +257,7 @@ class _Arrays(_Ordered):
         epoch: int,  # noqa: ARG002  inherited
         skipped: Callable[[], None],
     ) -> Iterator[Item | None]:
-        """Yield the samples of each batch; if the batches are large, a thread gathers the next one meanwhile."""
+        """Yield the samples of each batch; a thread gathers the next batch if batches are large."""
         skipped()
         if not self.reads_ahead:
             yield from map(self._select, batches)
@@ -298,7 +298,7 @@ class _Samples(_Ordered):
 
 
 class _Loader(Source):
-    """A DataLoader over a map-style Dataset; it shuffles by its own generator, if any, else by torch's."""
+    """A DataLoader over a map-style Dataset; it shuffles with its own generator, if any, else with torch's."""
 
     length_is_certain = True
 
@@ -321,7 +321,7 @@ class _Loader(Source):
         if not self._loader.num_workers:  # draws the first batches without reading them
             sampler = _Skipping(self._loader.batch_sampler, skip, skipped)
             return iter(copy_loader(self._loader, batch_sampler=sampler))
-        batches = iter(self._loader)  # workers draw random numbers as they read: they must read the first batches
+        batches = iter(self._loader)  # workers draw random numbers while reading, so they must read the first batches
         for _ in range(skip):
             next(batches, None)
         skipped()
@@ -349,7 +349,7 @@ class _Skipping:
 
 
 class _Iterable(Source):
-    """Any other iterable; its epochs start at their first batch only."""
+    """Any other iterable; epochs can only start at their first batch."""
 
     can_skip = False
 
@@ -401,7 +401,7 @@ def read_speed(data: Any, batch_size: int | None = None, epochs: int = 1) -> flo
     A network that trains faster than this waits for its data.
 
     Args:
-        data: data as `Module.fit` accepts them.
+        data: data as for `Module.fit`.
         batch_size: samples per batch, for arrays and Datasets.
         epochs: number of passes over the data, shuffled in each.
 

@@ -25,7 +25,7 @@ class DeviceThreads:
     """
 
     def __init__(self, contexts: Sequence[Context], *, always: bool = False) -> None:
-        """Start the threads; with ``always`` also for distinct GPUs, if calls wait for one another or are timed."""
+        """Start the threads; ``always``: also for distinct GPUs, because calls wait for each other or are timed."""
         gpus = [context for context in contexts if context.device_type == "gpu"]
         distinct = len(set(gpus)) == len(gpus) == len(contexts)
         self.uses_threads = len(contexts) > 1 and (always or not distinct)
@@ -46,7 +46,7 @@ class DeviceThreads:
     ) -> list[Result]:
         """Run each (context index, function); return the results in order when all have finished.
 
-        With ``one_after_another`` a call starts when the one before has finished; each still runs in its own thread.
+        With ``one_after_another`` a call starts when the previous call has finished; each still runs in its own thread.
 
         Raises:
             Exception: the first exception of a call, with a note that names its context, when all calls have ended.
@@ -107,7 +107,7 @@ class DeviceThreads:
 
 
 def _prepare_thread(context: Context, count: int) -> None:
-    if context.device_type == "gpu":  # a thread begins on GPU 0, without a context of CUDA
+    if context.device_type == "gpu":  # a new thread is on GPU 0, without a CUDA context
         torch.cuda.set_device(context.torch_device)
     _set_num_threads(count)
 
@@ -115,9 +115,9 @@ def _prepare_thread(context: Context, count: int) -> None:
 def _set_num_threads(count: int) -> None:
     """Limit this thread's intra-op parallelism to ``count`` threads.
 
-    A thread adopts torch's global count at its first parallel operation, even after torch.set_num_threads was called
-    in it; torch.get_num_threads triggers that now, before another thread changes the global count. (Without it,
-    backward was 1.5 times slower.)
+    A thread adopts torch's global count at its first parallel operation, even after calling torch.set_num_threads.
+    torch.get_num_threads triggers this now, before another thread changes the global count. (Without it, backward was
+    1.5 times slower.)
 
     With a count of 1 the thread first opens a team of two. Idle OpenMP threads, such as the caller's after an update,
     spin for milliseconds unless OpenMP counts more threads than cores; then they sleep at once. (The forward of two

@@ -72,7 +72,7 @@ class Executor:
         measure: bool,
         dropout_by_sample: bool,
     ) -> None:
-        """Record the arguments of `Module`, with which `bind` creates the replicas; ``measure``: time each of them."""
+        """Record the arguments of `Module`, with which `bind` creates the replicas; ``measure``: time each replica."""
         self.network, self.sync_batchnorm, self.dropout_by_sample = network, sync_batchnorm, dropout_by_sample
         self._contexts, self._loads, self._fixed = list(contexts), list(loads), list(fixed)
         self._loss, self._autocast, self._measure = loss, autocast, measure
@@ -80,7 +80,7 @@ class Executor:
         self._batchnorm: JointBatchNorm | None = None
         self._times: list[ElapsedTime] = []  # of each replica, if they are timed
         self.out_of_memory: list[int] = []
-        """Indices of the contexts that ran out of memory, or may have, in the pass that failed last."""
+        """Indices of the contexts that may have run out of memory in the last failed pass."""
         self._workers = Workers()
         self._moments_device: torch.device | None = None  # where workers exchange moments; None: on the host
 
@@ -119,7 +119,7 @@ class Executor:
         self._has_replica_dropout = not self.dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
         if self.sync_batchnorm and len(contexts) > 1:
             self._batchnorm = JointBatchNorm([replica.network for replica in replicas.all])
-        # Timing needs threads too: one backward call over all replicas would end for all of them at once.
+        # Timing also needs threads: a single backward call over all replicas has a single end.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or self._measure)
         self._created, self._replicas = replicas, replicas.all
         if self._measure:
@@ -136,7 +136,7 @@ class Executor:
             call_network(self.network.cpu(), map_tensors(lambda tensor: tensor[:1].cpu(), data))
 
     def join(self, workers: Workers) -> None:
-        """Join the steps of these workers. Collective among workers in step.
+        """Join the steps of these workers. Collective among synchronous workers.
 
         Raises:
             ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.
@@ -175,8 +175,8 @@ class Executor:
         """Run the network on each replica's slice of the batch; replicas with an empty slice do not run.
 
         Without a label there is no loss, unless the output is the loss. With ``divisor`` of the loss, which needs
-        `can_fuse_backward`, each replica runs backward at once. Random streams depend on ``seed``: seed and step, and
-        on the number of the batch's first sample within that of all workers.
+        `can_fuse_backward`, each replica runs backward at once. Random streams depend on ``seed`` (seed and step) and
+        on the number of the batch's first sample within the global batch.
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
@@ -225,7 +225,7 @@ class Executor:
         return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
     def _copy_statistics_to_idle(self, active: Sequence[int]) -> None:
-        """With synchronized batch statistics, copy the running ones to replicas that had no share."""
+        """With synchronized batch statistics, copy running statistics to replicas without a share."""
         if self._batchnorm is not None and len(active) < len(self._replicas):
             idle = [replica.network for index, replica in enumerate(self._replicas) if index not in active]
             copy_statistics(self._replicas[active[0]].network, idle)
@@ -250,7 +250,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
-        """Detect that a network draws random numbers which drew none before."""
+        """Detect whether a network draws random numbers."""
         generators = [generator_of(device) for device in {replica.context.torch_device for replica in self._replicas}]
         before = [generator.get_state() for generator in generators]
         yield
@@ -289,7 +289,7 @@ class Executor:
             if train and self.dropout_by_sample:
                 is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
                 rank = 0 if is_joint else self._workers.rank
-                key = mixed_seed(*seed[:2], rank)  # micro-steps of a batch have its masks
+                key = mixed_seed(*seed[:2], rank)  # micro-steps use the masks of their batch
                 stack.enter_context(SampleDropout(key, first_sample + part.start, samples))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self._autocast))
@@ -355,7 +355,7 @@ class Executor:
 
     def _run_backward(self, roots: Sequence[Root]) -> None:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
-        in_turn = bool(self._is_random)  # checkpointed layers draw again when recomputed, from a shared generator
+        in_turn = bool(self._is_random)  # recomputed layers draw again, from a shared generator
         rounds = self._begin_rounds("backward")
         if rounds is not None and self._batchnorm is not None and not active:
             rounds.follow(self._batchnorm.follow)
@@ -381,7 +381,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
-        """Switch all replicas to training mode for good, or to evaluation mode for the block.
+        """Switch all replicas to training mode permanently, or to evaluation mode in this context.
 
         Submodules frozen with ``.eval()`` in the user's network are frozen in every replica.
         """
@@ -401,7 +401,7 @@ class Executor:
     def _monitored(
         self, indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
     ) -> Iterator[None]:
-        """Time the block per replica (barrier waits excluded), and record contexts that run out of memory."""
+        """Time this context per replica (without barrier waits), and record contexts that run out of memory."""
         measured = indices if self._times and timed else ()
         try:
             began = [mark(self._replicas[index].context.torch_device) for index in measured]
@@ -421,11 +421,11 @@ class Executor:
         return bool(self._is_random) and any(replica.context.device_type == "cpu" for replica in self._replicas)
 
     def start_timers(self) -> None:
-        """Time each replica from now on; GPUs that share one backward call are timed until all of them are done."""
+        """Start timing replicas; GPUs that share one backward call are timed until all of them have finished."""
         self._times = self._times or [ElapsedTime() for _ in self._replicas]
 
     def take_times(self) -> list[ElapsedTime]:
-        """Return each replica's working time since the last call; an empty list if they are not timed."""
+        """Return each replica's compute time since the last call; an empty list if replicas are not timed."""
         taken, self._times = self._times, [ElapsedTime() for _ in self._times]
         return taken
 

@@ -160,13 +160,13 @@ def check_metric(user: str, metric: str, names: Sequence[str]) -> None:
 class Checkpoint:
     """Saves checkpoints of a module every N epochs, batches or minutes.
 
-    Serves as batch callback and as epoch callback. A checkpoint at the end of an epoch is numbered by the epochs
-    completed; so is one in the middle of the next epoch, which replaces it. In a job every worker needs the callback.
-    If `fit` is stopped in the middle of an epoch, it saves a checkpoint there.
+    Serves as batch callback and as epoch callback. Checkpoints are numbered by the epochs completed, so a checkpoint in
+    the middle of the next epoch replaces the one before it. In a job every worker needs the callback. If `fit` is
+    stopped in the middle of an epoch, it saves a checkpoint there.
 
-    A checkpoint that does not fit on the disk is a warning: the previous one stays, and training goes on. At the end of
-    `fit`, also when it is stopped, the state is saved again if the last attempt failed; then a failure is an error.
-    Weights that are not finite are not saved, so that the newest checkpoint is one to resume from.
+    If a checkpoint does not fit on the disk, a warning is logged, the previous one is kept, and training continues. If
+    the last attempt failed, the state is saved again at the end of `fit`, stopped or not; then a failure is an error.
+    Weights that are not finite are not saved, so that the newest checkpoint can be resumed.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Checkpoint:
         """Configure the callback.
 
         Args:
-            module: module to save; None: the one whose `fit` gets this callback.
+            module: module to save; None: the module whose `fit` gets this callback.
             prefix: as for `Module.save_checkpoint`.
             period: number of epochs (as a batch callback: batches) between two checkpoints; None: 1, or no limit if
                 ``minutes`` is given.
@@ -308,7 +308,7 @@ class Checkpoint:
 
     @property
     def awaited_metric(self) -> str | None:
-        """Metric that validations must have, if any, which `fit` checks."""
+        """Metric that validation must compute, if any; `fit` checks it."""
         return self.keep_best
 
     def plan(self) -> list[Any]:

@@ -103,7 +103,7 @@ class EvalFrequency:
     def __init__(self, spec: Any, batches_per_epoch: int | None) -> None:
         """Parse a number of epochs, or (number, "epochs" or "batches").
 
-        Where the number of batches per epoch is unknown, the count of batches restarts in each epoch.
+        If the number of batches per epoch is unknown, the count of batches restarts in each epoch.
         """
         number, unit = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, "epochs")
         check_int("eval_frequency", number)
@@ -172,7 +172,7 @@ class Epochs:
     ) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end.
 
-        ``saved`` is the checkpoint that was restored; ``kept`` what `_keep` kept, if this worker has started again.
+        ``saved`` is the restored checkpoint; ``kept`` the state that `_keep` saved, if this worker was restarted.
         """
         for epoch in range(begin_epoch, self.options.num_epoch):
             self.eval_frequency.begin(epoch, skip)
@@ -198,11 +198,11 @@ class Epochs:
         return ALL_EPOCHS
 
     def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> Iterator[Any]:
-        """Return this worker's parts of the batches, and record what a checkpoint in mid-epoch needs."""
+        """Return this worker's shares of the batches, and record the state for a checkpoint within the epoch."""
         module, train = self.module, self.train
         run_state = module.run_state
         if saved is not None and skip:
-            # The sampler repeats its draws from the start of the epoch; then the checkpoint's random states are set.
+            # Repeat the sampler's draws from the start of the epoch, then set the checkpoint's random states.
             random = saved.random
             set_host_states(run_state.position.random, train.generator)
             return train.parts(module.workers, epoch, skip, lambda: set_host_states(random, train.generator))
@@ -214,7 +214,7 @@ class Epochs:
         return train.parts(module.workers, epoch, skip)
 
     def _continue_epoch(self, epoch: int, skip: int, kept: Mapping[str, Any]) -> Iterator[Any]:
-        """Return this worker's parts of the batches that its former process had not trained."""
+        """Return this worker's shares of the batches that it had not trained before its restart."""
         module, train = self.module, self.train
         if self._stop_exchange is not None:
             self._stop_exchange.load_state(kept["stop_exchange"])
@@ -226,9 +226,9 @@ class Epochs:
         return train.parts(module.workers, epoch, skip, lambda: set_host_states(kept["random"], train.generator))
 
     def _numbered(self, parts: Iterator[Any], first: int) -> Iterator[tuple[int, Any]]:
-        """Yield the parts with the numbers of their batches; before each step, keep what its repetition needs.
+        """Yield the shares with the numbers of their batches; before each step, save the state to repeat it.
 
-        Waits for the parts are "data" in the timeline, if there is one.
+        Waits for the shares are "data" in the timeline, if any.
         """
         numbered = enumerate(parts, first)
         for nbatch in count(first):
@@ -263,14 +263,14 @@ class Epochs:
         finally:
             module.grad_req = grad_req
             if self.options.accumulate > 1:
-                module.drop_gradients()  # of an update that an error has interrupted
+                module.drop_gradients()  # of an update interrupted by an error
 
     def _train(self, parts: Iterable[tuple[int, Any]], epoch: int) -> bool:
         """Run the batches of an epoch; return True if all workers stop before its end."""
         module, accumulated = self.module, 0
         for nbatch, part in parts:
             if part is None and not module.workers.has_others:
-                continue  # no sample of this batch could be read, so there is nothing to update from
+                continue  # no sample of this batch could be read
             data, label = part if part is not None else (None, None)
             if not accumulated:
                 if self.scheduler is not None and (rate := self.scheduler(epoch, nbatch)) != module.learning_rate:
@@ -300,7 +300,7 @@ class Epochs:
         return False
 
     def _check_loss(self, epoch: int, nbatch: int, data: Any, label: Any) -> None:
-        """Look at a batch's loss: end training if it is not finite, and warn on rank 0 if it rises.
+        """Check a batch's loss: end training if it is not finite, and warn on rank 0 if it rises.
 
         With float16 a loss that is not finite changes no weight.
         """
@@ -316,7 +316,7 @@ class Epochs:
             self._note_divergence(f"the training loss is {loss:g} {self._where(epoch, nbatch)}: {cause}", found)
 
     def _cause(self, epoch: int, nbatch: int, data: Any, label: Any) -> tuple[bool, str]:
-        """Return whether a batch holds inf or nan, and a text about the first of these, or about the settings."""
+        """Return whether a batch holds inf or nan, and a text about the first one, or about the settings."""
         module = self.module
         for name, part in (("data", data), ("label", label)):
             found = first_non_finite(part, name)
@@ -340,7 +340,7 @@ class Epochs:
         """Record the first divergence of this worker, and request that all workers stop."""
         self._divergence = [not is_input, self.module.run_state.step, text]
         if self.module.workers.is_elastic:
-            return  # the weights tell all workers at the end of the epoch
+            return  # all workers detect it in the weights at the end of the epoch
         if self.options.on_nan == "stop":
             self.module.workers.ask_to_stop(DIVERGED)
         else:
@@ -400,7 +400,7 @@ class Epochs:
             before, after = _split_savers(callbacks) if validates else (callbacks, [])
             self._call(before, param)
             if validates:
-                module.average_statistics()  # a checkpoint of this moment must hold what is scored
+                module.average_statistics()  # a checkpoint saved now must hold the scored statistics
                 self._validate(epoch, f"Epoch[{epoch}] Batch [{nbatch + 1}]")
             self._call(after, param)
         check_signals(self.module)
@@ -430,10 +430,10 @@ class Epochs:
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
         check_signals(self.module)
-        reports = workers.all_gather(report, "end of epoch")  # now all workers know the stop requests of this epoch
+        reports = workers.all_gather(report, "end of epoch")  # all workers now know the stop requests of this epoch
         if workers.count > 1:
             module.worker_balance.log_epoch(epoch, reports)
-        self._call(after, epoch)  # after validation, whose result is part of what they save
+        self._call(after, epoch)  # after validation, because they save its result
         if workers.stop is not None and not ends:
             self._save_at_stop(epoch + 1)
 
@@ -469,14 +469,14 @@ class Epochs:
 
 
 def obstacle_to_restarts(module: Module, train: Source) -> str:
-    """Return why a worker that is started again alone cannot repeat its step exactly; "" if it can."""
+    """Return why a worker that is restarted alone cannot repeat its step exactly; "" if it can."""
     if not train.is_shared:
         return "reading batches of each worker's own"
     return "measuring the loads of the workers" if module.workers.is_auto else ""
 
 
 def _split_savers(callbacks: Sequence[Any]) -> tuple[list[Any], list[Checkpoint]]:
-    """Return the other callbacks, and those that save."""
+    """Split callbacks into those that do not save and those that do."""
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     return others, [callback for callback in callbacks if isinstance(callback, Checkpoint)]
 

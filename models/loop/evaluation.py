@@ -64,7 +64,7 @@ def predict(module: Module, data: Any, batch_size: int | None, num_batch: int | 
     host = torch.device("cpu")
     data_source = source(data, batch_size, shuffle=False, seed=0, what="data", labels=False)
     with closing(data_source):
-        own = [  # one per batch; None where this worker has no samples of it
+        own = [  # one per batch; None if this worker has no samples of it
             map_tensors(lambda tensor: tensor.to(host), module.get_outputs()) if item is not None else None
             for item in _forwarded(module, data_source, num_batch)
         ]
@@ -78,7 +78,7 @@ def predict(module: Module, data: Any, batch_size: int | None, num_batch: int | 
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return one callback, several or none as a list; TypeError if one is a class, or not callable."""
+    """Return one, several or no callbacks as a list; TypeError if a callback is a class or not callable."""
     if callbacks is None:
         return []
     found = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -95,9 +95,9 @@ def as_list(callbacks: Any) -> list[Any]:
 def _forwarded(
     module: Module, data_source: Source, num_batch: int | None, *, with_labels: bool = False
 ) -> Iterator[Item | None]:
-    """Yield this worker's part of each batch, which the module has run forward; None where it has no samples.
+    """Run each batch forward and yield this worker's share; None if it has no samples.
 
-    Data that is not shared is run without the other workers.
+    Data that the workers do not share is run without them.
     """
     is_joint = data_source.is_shared and not module.workers.is_elastic
     workers = module.workers if is_joint or module.divides_weights else Workers()

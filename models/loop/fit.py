@@ -1,4 +1,4 @@
-"""fit: checks of its arguments, resuming, and set-up of the loop over epochs."""
+"""`fit`: argument checks, resuming, and set-up of the loop over epochs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gangline.models.module import Module
 
 _fits: Counter[tuple[Path, ...]] = Counter()
-"""Number of calls of `fit` in this process by the prefixes of their checkpoints."""
+"""Number of calls of `fit` in this process by checkpoint prefixes."""
 _DEFAULT_REQUEST: tuple[str, str, dict[str, Any]] = ("auto", "sgd", {})
 
 
@@ -91,7 +91,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
 
 
 def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool) -> tuple[Source, Source | None]:
-    """Return the sources of both data; ``batch_size`` goes to those that need it."""
+    """Return the sources of training and validation data; ``batch_size`` is for those that need it."""
     needs_size = not has_batches(train_data), not has_batches(eval_data)
     size = options.batch_size
     train_size = size if needs_size[0] or not needs_size[1] else None
@@ -102,7 +102,7 @@ def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool)
 
 
 def _initialize(module: Module, train: Source, options: FitOptions) -> None:
-    """Initialize the parameters if `fit` was asked to, and the optimizer unless the user did."""
+    """Initialize the parameters if requested, and the optimizer unless the user has done so."""
     request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
     set_by_fit = module.run_state.optimizer_set_by_fit
     sets_optimizer = not module.optimizer_initialized or (set_by_fit and request != module.optimizer_request)
@@ -212,7 +212,7 @@ def _run(
 
 
 def _check_elastic(module: Module, train: Source, options: FitOptions) -> None:
-    """Check that workers which come and go change no weight."""
+    """Check that joining and leaving workers do not change the weights."""
     refused = {
         "train_data with batches of each worker's own": (not train.is_shared, "give arrays or a Dataset"),
         f"accumulate={options.accumulate}": (options.accumulate > 1, "raise batch_size instead"),
@@ -229,7 +229,7 @@ def _check_elastic(module: Module, train: Source, options: FitOptions) -> None:
 def _begin_elastic(
     workers: ElasticWorkers, module: Module, per_epoch: int | None, saved: checkpoint.Checkpoint | None, epoch: int
 ) -> tuple[int, int, int]:
-    """Return epoch, number of its batches to skip, and number of steps, with which this worker begins."""
+    """Return the epoch, batches to skip in it, and the step at which this worker begins."""
     assert per_epoch is not None  # the samples of each batch are chosen here
     batch, step = 0, module.run_state.step
     if saved is not None:
@@ -242,10 +242,10 @@ def _begin_elastic(
 
 
 def _kept(module: Module, train: Source) -> Any:
-    """Return what the former process of this worker kept before its last step; None if this is its first start.
+    """Return the state that this worker saved before its restart; None in its first start.
 
     Raises:
-        RuntimeError: if this worker was started again alone, and cannot repeat the step; on the others, too.
+        RuntimeError: on all workers, if this worker was restarted alone and cannot repeat the step.
     """
     store = module.store
     if store is None or not store.keeps_state:
@@ -267,7 +267,7 @@ def _log_beginning(
     begin_epoch: int,
     skip: int,
 ) -> None:
-    """Log from where the run goes on, or which checkpoints it will replace."""
+    """Log where the run continues, or which checkpoints it will replace."""
     if not module.workers.is_first:
         return
     if saved is not None:
@@ -292,7 +292,7 @@ def _log_beginning(
 
 @contextmanager
 def _locked_prefixes(module: Module, savers: Iterable[Checkpoint], *, alone: bool) -> Iterator[None]:
-    """Make rank 0 the only process that writes these checkpoints inside the block. Collective unless ``alone``."""
+    """Lock these checkpoints for rank 0 in this context. Collective unless ``alone``."""
     with ExitStack() as stack:
 
         def lock() -> None:
@@ -307,7 +307,7 @@ def _locked_prefixes(module: Module, savers: Iterable[Checkpoint], *, alone: boo
 
 
 def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
-    """Check that validations have the metrics that schedulers and callbacks wait for."""
+    """Check that validation computes the metrics that schedulers and callbacks need."""
     for user in users:
         metric = getattr(user, "awaited_metric", None)
         if metric is not None:
@@ -318,11 +318,11 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
 def _exchange_beginnings(
     module: Module, train: Source, own: tuple[str, int] | None
 ) -> tuple[int | None, int, tuple[str, int] | None]:
-    """Exchange what workers know of their data and of the job's checkpoints. Collective.
+    """Exchange the workers' numbers of batches and rank 0's newest checkpoint. Collective.
 
     Returns:
-        The largest number of batches of a worker (None if one does not know its own), the largest number that is read
-        ahead, and rank 0's ``own``, as rank 0 writes the checkpoints.
+        The largest number of batches of a worker (None if a worker does not know its own), the largest number of
+        prefetched batches, and rank 0's ``own``, because rank 0 writes the checkpoints.
     """
     gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
     counts = [count for count, _, _ in gathered]
@@ -339,7 +339,7 @@ def _base_rate(module: Module) -> float:
 
 
 def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | None) -> dict[str, Stateful]:
-    """Return the objects whose state checkpoints store, by kind and ``state_key``, which are the same in every run."""
+    """Return the objects whose state checkpoints store, by a name that is the same in every run."""
     found: dict[str, Any] = {"lr_scheduler": scheduler} if isinstance(scheduler, DrivenScheduler) else {}
     for callback in callbacks:
         if all(callable(getattr(callback, method, None)) for method in ("state", "load_state")):
@@ -350,7 +350,7 @@ def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | 
 
 
 def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
-    """Restore scheduler and callbacks; those that keep the best also from ``PREFIX-best``, which they must not worsen.
+    """Restore scheduler and callbacks; callbacks that keep the best also read ``PREFIX-best``, to not worsen it.
 
     Collective.
     """

@@ -27,9 +27,8 @@ def _scaled_norm(tensor: torch.Tensor) -> torch.Tensor:
 class Monitor:
     """Logs statistics of a network's tensors in every ``interval``-th update of `fit`.
 
-    Names are LAYER_output (LAYER_output0 and so on for several outputs), PARAMETER and PARAMETER_grad. The values are
-    those of the first context: outputs of its share of the batch, and its own gradient, which with a store is a part of
-    the sum. In a job rank 0 logs.
+    Names are LAYER_output (LAYER_output0 and so on for several outputs), PARAMETER and PARAMETER_grad. Values are from
+    the first context: outputs of its share of the batch, and its local gradient before reduction. In a job rank 0 logs.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Monitor:
         self._observes = False
 
     def install(self, network: nn.Module, *, reports: bool = True) -> None:
-        """Observe a network from now on, in place of the previous one; `fit` calls this.
+        """Observe a network instead of the previous one; `fit` calls this.
 
         Args:
             network: network whose leaf layers are observed.
@@ -86,7 +85,7 @@ class Monitor:
         self._found = []
 
     def toc(self) -> list[tuple[int, str, Any]]:
-        """End an update; return (update, name, statistic) for each tensor, an empty list if it was not observed."""
+        """End an update; return (update, name, statistic) per tensor, an empty list if the update was not observed."""
         if not self._observes or self._network is None:
             return []
         for name, parameter in parameters_of(self._network).items():

@@ -1,4 +1,4 @@
-"""The learning rate of each update of a run, from a named schedule or from a scheduler of torch.
+"""The learning rate of each update of a run, from a named schedule or a torch scheduler.
 
 A named schedule is a pure function of the position in the run. torch's schedulers derive each rate from the previous
 one and count their own steps. They cannot express what `schedule` documents: warm-up or cosine periods in fractions of
@@ -25,14 +25,14 @@ from gangline.models.arguments import check_int, check_number
 from gangline.models.metrics.metric import reported_name
 
 RateFunction = Callable[[float], float]
-"""The rate as a function of the epochs done, fractions included."""
+"""The rate as a function of the epochs done, a float."""
 
 _WARMUP = ("warmup_epochs", "warmup_batches", "warmup_rate")
 
 
 @dataclass(frozen=True)
 class TorchScheduler:
-    """A scheduler of torch for `fit`, and when it steps.
+    """A torch learning-rate scheduler for `fit`, and the interval of its steps.
 
     ``TorchScheduler(lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=300, cycle_momentum=False), "batch")``
     """
@@ -55,7 +55,7 @@ class TorchScheduler:
 def scheduler_of(
     spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | None
 ) -> Schedule | DrivenScheduler | None:
-    """Return what sets the rates of a run for the ``lr_scheduler`` of `fit`; the other arguments are `schedule`'s.
+    """Create the scheduler for the ``lr_scheduler`` of `fit`; the other arguments are those of `schedule`.
 
     Raises:
         TypeError, ValueError: if ``spec`` is invalid.
@@ -219,7 +219,7 @@ _SCHEDULES: dict[str, Callable[..., RateFunction]] = {
 
 
 class DrivenScheduler:
-    """Scheduler of torch on a placeholder optimizer, which steps along with a run."""
+    """Torch scheduler on a placeholder optimizer, stepped by a run."""
 
     def __init__(self, spec: TorchScheduler, base_rate: float) -> None:
         """Create the scheduler, which may change the rate only, and whose state must be plain data and tensors."""

@@ -27,11 +27,10 @@ _MOST_UPDATES = 100
 
 @contextmanager
 def stop_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Make signals end `fit` after the current step, instead of killing the process, inside the block.
+    """Let signals end `fit` after the current step in this context, instead of killing the process.
 
-    In a job all workers end after the same update if one of them receives the signal. A second signal has the effect it
-    had before the block. Python delivers signals to the main thread only; in any other thread the block has no effect
-    but a warning.
+    In a job all workers end after the same update if one of them receives the signal. A second signal has its previous
+    effect. Python delivers signals to the main thread only; in any other thread only a warning is logged.
 
     Args:
         numbers: signals, such as `signal.SIGTERM`.
@@ -69,12 +68,12 @@ def received_signal() -> str | None:
 
 
 class StopExchange:
-    """Exchange of stop requests between workers, after some of their updates, the same ones on all of them.
+    """Exchange of stop requests between workers, after the same updates on all of them.
 
     The messages also carry the measured speeds of the workers, if their loads follow these.
 
-    Workers in step exchange after the first update and then about twice a second, at most `_MOST_UPDATES` updates
-    apart. Others, which may be at different updates, exchange after every `_MOST_UPDATES`.
+    Synchronous workers exchange after the first update and then about twice a second, at most `_MOST_UPDATES` updates
+    apart. Asynchronous workers exchange every `_MOST_UPDATES` updates.
     """
 
     def __init__(self, workers: Workers, balance: WorkerBalance) -> None:
@@ -96,7 +95,7 @@ class StopExchange:
         self._updates, self._clock = 0, now
 
     def state(self) -> list[Any]:
-        """Return plain data, with which `load_state` goes on at the same updates."""
+        """Return plain data, with which `load_state` continues at the same updates."""
         return [self._updates, self._interval, self._clock]
 
     def load_state(self, state: list[Any]) -> None:
@@ -146,7 +145,7 @@ class EarlyStopping:
 
     @property
     def awaited_metric(self) -> str:
-        """Metric that validations must have, which `fit` checks."""
+        """Metric that validation must compute; `fit` checks it."""
         return self.metric
 
     @property

@@ -9,7 +9,7 @@ _MIXED = (
 
 
 class GradientAccumulation:
-    """Counts what the losses of one update are normalized by, over devices and micro-steps.
+    """Sums the normalizers of the losses of one update, over devices and micro-steps.
 
     Each micro-step's gradient is that of its summed loss over a divisor common to all micro-steps; at the end `factor`
     turns their sum into the gradient of the mean over all elements. (A mean of the micro-steps' means would give the
@@ -23,7 +23,7 @@ class GradientAccumulation:
         self._has_output_gradients = False
 
     def add_output_gradients(self) -> None:
-        """Record that a micro-step starts from gradients of the outputs, which are added unscaled."""
+        """Record a micro-step from gradients of the outputs, which are added unscaled."""
         if self._divisor:
             raise RuntimeError(_MIXED)
         self._has_output_gradients = True
@@ -38,5 +38,5 @@ class GradientAccumulation:
 
     @property
     def factor(self) -> float:
-        """Factor of the summed gradients; 1 if nothing was counted, since they are 0 then."""
+        """Factor of the summed gradients; 1 if nothing was counted, because gradients are 0."""
         return self._divisor / self.total if self.total and self._divisor else 1.0

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 DIVERGED = "diverged"
-"""Return value of a `fit` that ended because a loss or a weight was not finite."""
+"""Return value of `fit` if a loss or a weight was not finite."""
 _EVERY = 10
-"""Batches between two looks at a loss on a GPU, each of which waits for the GPU."""
+"""Number of batches between checks of a loss on a GPU, each of which waits for the GPU."""
 _RECENT = 50
 """Number of batches over which the loss is averaged."""
 _RISE = 2.0
-"""Rise of the loss, in units of its start, that counts as divergence."""
+"""Rise of the loss, relative to its start, that counts as divergence."""
 
 
 class LossRise:
     """Compares the recent training loss with its start, until it has risen far above."""
 
     def __init__(self, *, on_host: bool, batches_per_epoch: int | None) -> None:
-        """Start before the first batch; with ``on_host`` losses can be read without waiting for a GPU."""
+        """Start before the first batch; ``on_host``: losses can be read without waiting for a GPU."""
         self.every = 1 if on_host else min(_EVERY, max(1, (batches_per_epoch or _RECENT) // 5))
-        """Number of batches of which one is to be looked at."""
+        """Interval of checks in batches."""
         self._batches = 0
         self._recent: deque[float] = deque(maxlen=_RECENT // self.every)
         self._is_over = False
@@ -33,7 +33,7 @@ class LossRise:
         """The first loss."""
 
     def is_due(self) -> bool:
-        """Count a batch; return True if its loss is to be looked at."""
+        """Count a batch; return True if its loss must be checked."""
         self._batches += 1
         return (self._batches - 1) % self.every == 0
 
@@ -56,7 +56,7 @@ class LossRise:
 
 
 def first_non_finite(batch: Any, name: str) -> tuple[int, str] | None:
-    """Return the first sample of a batch that holds inf or nan, and a text that says which, and where in it."""
+    """Return the first sample of a batch that holds inf or nan, and a text with the value and its position."""
     for path, tensor in _named(batch, name):
         if tensor.is_floating_point() or tensor.is_complex():
             places = torch.nonzero(~torch.isfinite(tensor))

@@ -1,4 +1,4 @@
-"""Notes for errors of networks and losses: the layer that failed, shapes and dtypes, labels that are no classes."""
+"""Notes for errors of networks and losses: failed layer, shapes and dtypes, labels that are not classes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _IGNORED = -100
 
 
 def explain_forward(error: Exception, network: nn.Module, inputs: Batch) -> None:
-    """Add to an error of a network's forward its layer, and what the network got."""
+    """Add the failed layer and the network's inputs to an error of a forward."""
     names = {id(module): name for name, module in network.named_modules()}
     failed: Any = network
     for frame, _ in traceback.walk_tb(error.__traceback__):
         caller = frame.f_locals.get("self")
         failed = caller if id(caller) in names else failed
     if failed is not network:
-        is_leaf = next(failed.children(), None) is None  # the text of a block is that of all its layers
+        is_leaf = next(failed.children(), None) is None  # a block's text would list all its layers
         error.add_note(f"raised in layer {names[id(failed)]!r}, {failed if is_leaf else type(failed).__name__}")
     dtypes = sorted({str(parameter.dtype) for parameter in network.parameters()})
     error.add_note(
@@ -37,7 +37,7 @@ def explain_forward(error: Exception, network: nn.Module, inputs: Batch) -> None
 
 
 def explain_loss(error: Exception, loss: Any, output: Any, label: Batch | None, label_on_host: Batch | None) -> None:
-    """Add to an error of a loss what it got, and which label is no class of a loss that takes classes."""
+    """Add the loss's arguments to its error, and the label that is not a class, if the loss takes classes."""
     if label is None:  # the loss is the network's own output
         return
     shapes = _shapes(output) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"

@@ -15,7 +15,7 @@ from gangline.models.current_batch import current_batch, weighted
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows of all ranks in rank order, differentiably. Collective, and so is its backward.
+    """Concatenate the rows of all ranks in rank order, differentiably. Forward and backward are collective.
 
         z = gangline.gather_rows(encoder(images))  # [samples of the global batch, features]
         loss = contrastive_loss(z)
@@ -25,7 +25,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     mean over its own rows (those from ``sum(loader.shares[:rank])`` on), with and without `balance`.
 
     Args:
-        rows: this rank's, [n, ...]; dtype and all dimensions but the first are equal on all ranks.
+        rows: this rank's rows, [n, ...]; dtype and all dimensions but the first are equal on all ranks.
         group: the ranks that average gradients; None: those of the balanced loader, else all.
 
     Raises:
@@ -71,8 +71,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # Each rank's loss has its weight in the mean over ranks. What all losses give to this rank's rows gets this
-        # rank's weight at the parameters, so it is divided by it here.
+        # The mean over ranks weights each rank's loss. Gradients of all losses with respect to this rank's rows are
+        # scaled by this rank's weight at the parameters, so divide by it here.
         summed = weighted(gradient, ctx.weight)
         with waiting_for_ranks():
             dist.all_reduce(summed, group=ctx.group)

@@ -15,7 +15,7 @@ import torch
 
 _INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
-_MINIMUM = 1.0  # gradients that overflow without a scale are not helped by a smaller one
+_MINIMUM = 1.0  # a smaller scale does not help gradients that overflow without scaling
 
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -41,7 +41,7 @@ class LossScale:
     def __init__(self) -> None:
         self.value = _INITIAL_SCALE
         self.skipped = 0
-        """Number of skipped steps since the last one that was not."""
+        """Number of consecutive skipped steps."""
         self._growth_tracker = 0
 
     def accepts(self, overflowed: bool) -> bool:

@@ -54,7 +54,7 @@ class SummedLoss:
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
-        """Check the loss, and the function of the label that returns the divisor of a loss of the user's own.
+        """Check the loss, and the function from the label to the divisor of a custom loss.
 
         Raises:
             TypeError: if the loss or the normalizer is not callable.
@@ -84,7 +84,7 @@ class SummedLoss:
             self._summed.reduction = "sum"  # type: ignore[union-attr]
         self._on_device: dict[torch.device, Any] = {}
         self._counts_its_call: bool | None = None
-        """True if a loss of the user's own returns the mean of one call of torch; None before the first share."""
+        """True if a custom loss returns the mean of one call of torch; None before the first share."""
 
     def sum_and_count(
         self, output: Batch, label: Batch, host_label: Batch, samples: int
@@ -117,7 +117,7 @@ class SummedLoss:
                 value = self._placed(output)(output, label)
             count = self._count_of(value, calls, samples)
             if not count:
-                return _wide(value).nan_to_num() * 0, 0.0  # the mean over no label is NaN, and has a zero gradient
+                return _wide(value).nan_to_num() * 0, 0.0  # the mean over no labels is NaN, with a zero gradient
         else:
             value = self._placed(output)(output, label)
         if not isinstance(value, torch.Tensor) or value.dim():
@@ -126,7 +126,7 @@ class SummedLoss:
         return _wide(value) * count, count
 
     def error_without_loss(self, output: Batch) -> Exception:
-        """Return the error for a backward from the loss of a share that has none, with this output of the network."""
+        """Return the error of backward for a share without a loss, given the network's output."""
         if self.loss is not None:
             return RuntimeError("backward() has no loss: forward() got no label; give one, or call backward(out_grads)")
         what = (
@@ -164,7 +164,7 @@ class SummedLoss:
         return self._on_device[device]
 
     def _count_of(self, value: Any, calls: _ClassLossCalls, samples: int) -> float:
-        """Return the count of a loss of the user's own that made these calls and returned ``value``."""
+        """Return the count of a custom loss that made these calls and returned ``value``."""
         call = next((call for call in calls.made if call[0] is value), None)
         if call is not None:
             _, loss, output, label = call
@@ -195,12 +195,12 @@ class SummedLoss:
 
 
 class _ClassLossCalls(TorchFunctionMode):
-    """Records the calls of torch's losses of classes, whose mean is over the labels that count."""
+    """Records calls of torch's class losses, whose mean is over the labels that are not ignored."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]] = []
-        """Result, loss, output and label of each call."""
+        """(result, loss, output, label) of each call."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -220,7 +220,7 @@ def _as_module(loss: Any) -> Any:
         function, options = loss.func, loss.keywords
     for one, make in _MODULE_OF.items():
         if one is function:
-            with suppress(TypeError):  # an option of the function alone, such as the weight of mse_loss
+            with suppress(TypeError):  # an option of the function only, such as the weight of mse_loss
                 return make(**options)
     return loss
 

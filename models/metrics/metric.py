@@ -40,7 +40,7 @@ class EvalMetric(abc.ABC):
         """Add one batch: its labels, the outputs for it, and the module that computed them."""
 
     def update_from(self, module: Module, label: Any) -> None:
-        """Add the batch that the module has run last, whose labels are ``label``."""
+        """Add the module's last batch, with labels ``label``."""
         self.update(label, module.get_outputs(), module)
 
     @abc.abstractmethod
@@ -60,11 +60,11 @@ class EvalMetric(abc.ABC):
         """Clear the value of `get_name_value` only."""
 
     def counted(self) -> Any:
-        """Return what was counted since `reset`, for `count_on` in another process; None if this is not possible."""
+        """Return the counts since `reset`, for `count_on` in another process; None if this is not supported."""
         return None
 
     def count_on(self, counted: Any) -> None:  # noqa: B027  never called if `counted` returns None
-        """Go on with what `counted` returned, which was not None, after `reset`."""
+        """Continue from counts that `counted` returned (not None), after `reset`."""
 
     def gather(self, workers: Workers) -> None:
         """Combine the global value over all workers, until the next `update` or `reset`.
@@ -85,7 +85,7 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
             one of the other kinds.
         loss: loss of the training. ce and perplexity interpret outputs as it does: logits for CrossEntropyLoss,
             log-probabilities for NLLLoss, else probabilities. Labels that it ignores are not counted.
-        unless_in: a metric, or a list of them, that counts something else: objects in it are copied.
+        unless_in: metrics that are in use elsewhere; objects that occur in them are copied.
 
     Raises:
         ValueError: if a name or an argument is unknown.
@@ -95,7 +95,7 @@ def create(metric: Any, loss: Any = None, *, unless_in: Any = None) -> EvalMetri
         return copy.deepcopy(metric) if _is_in(metric, unless_in) else metric
     if isinstance(metric, list):
         return _Composite([create(one, loss, unless_in=unless_in) for one in metric])
-    torchmetrics = sys.modules.get("torchmetrics")  # whose import takes seconds; who has such an object has done it
+    torchmetrics = sys.modules.get("torchmetrics")  # slow to import; a user with such an object has imported it
     if torchmetrics is not None and isinstance(metric, torchmetrics.MetricCollection):
         return _Composite([_torchmetric(one, name) for name, one in metric.items()])
     if torchmetrics is not None and isinstance(metric, torchmetrics.Metric):
@@ -347,7 +347,7 @@ def _tensors(name: str, output: Any, label: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _accuracy(loss: Any, top_k: int = 1) -> EvalMetric:
-    """Return the fraction of labels found, without those that the loss ignores.
+    """Return the accuracy over the labels that the loss does not ignore.
 
     Outputs are (N, C, ...) scores, or one number per label (a class, or the score of class 1), for labels of (N, ...).
     """
@@ -441,7 +441,7 @@ _BY_NAME: dict[str, Callable[..., EvalMetric]] = {
 
 
 def reported_name(metric: str) -> str:
-    """Return the name that a metric of this name is reported by, such as "accuracy" for "acc"."""
+    """Return the reported name of a metric, such as "accuracy" for "acc"."""
     return create(metric).get_name_value()[0][0] if metric in _BY_NAME else metric
 
 

@@ -1,1 +1,1 @@
-"""Networks that are split over contexts layer by layer, and trained by micro-batches that follow one another."""
+"""Pipeline parallelism: layers split over contexts, trained with micro-batches."""

@@ -1,4 +1,4 @@
-"""`Pipeline`: a network whose layers lie on several contexts, which work at once on different micro-batches."""
+"""`Pipeline`: pipeline parallelism over several contexts, which run different micro-batches at once."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class _Replica:
 class Pipeline(nn.Module):
     """A chain of layers, cut into stages on several contexts. Its gradients are those of one device.
 
-    `forward_backward` cuts a batch into micro-batches. While a stage runs one of them, the stage before it runs the
-    next one, in the order of 1F1B. Gradients add up to that of the mean over the batch, so any torch optimizer, or a
-    `Trainer` over several such processes, updates the parameters afterwards. Layers that compute statistics of a batch,
-    such as BatchNorm, compute those of a micro-batch; dropout is drawn by sample (see `SampleDropout`).
+    `forward_backward` cuts a batch into micro-batches. Stages run different micro-batches at once, in the 1F1B
+    schedule. Gradients add up to that of the mean over the batch, so any torch optimizer, or a `Trainer` over several
+    such processes, updates the parameters afterwards. Layers that compute statistics of a batch, such as BatchNorm,
+    compute those of a micro-batch; dropout is drawn by sample (see `SampleDropout`).
 
-    With several groups of contexts each has a copy of the network, and computes a part of the batch: data parallelism.
-    ``network`` is the first one, whose weights the others get before each batch, and whose gradients are the sums.
+    Several groups of contexts are data parallel: each holds a copy of the network and computes a share of the batch.
+    ``network`` is the first copy. Its weights are copied to the others before each batch, and its gradients are the
+    sums.
 
     For example:
 
@@ -97,13 +98,13 @@ class Pipeline(nn.Module):
                 slowest stage is as fast as possible. A list of such dicts or lists: a copy of the network on each.
             work_load_list: relative speed of each copy, by which it gets its part of a batch; None: equal parts.
             micro_batches: number of micro-batches of a copy's part; a smaller part has one for each sample.
-            sample: data of a micro-batch, to measure the layers with; needed to cut by time.
+            sample: data of a micro-batch, to measure the layers; required to cut by time.
             speeds: relative speed of each context; None: equal ones.
             memory: bytes of each context; None: the free memory of GPUs, and no limit for the host.
             seed: seed of the dropout.
 
         Raises:
-            TypeError: if the network is no `nn.Sequential`.
+            TypeError: if the network is not an `nn.Sequential`.
             ValueError: if a name is unknown, contexts go back and forth, there are fewer layers than contexts, or the
                 loads do not fit the copies.
         """
@@ -152,7 +153,7 @@ class Pipeline(nn.Module):
         """Run a batch forward and backward, and add the gradient of its mean loss to every ``.grad``.
 
         Args:
-            data: the batch; its first axis is the samples'.
+            data: the batch, with samples on the first axis.
             label: its labels.
 
         Returns:
@@ -238,7 +239,7 @@ class Pipeline(nn.Module):
 
 @dataclass
 class _Step:
-    """A part of a batch on its way through the stages of a copy of the network, each in a thread."""
+    """One pass of a share of a batch through the stages of a copy of the network, each stage in a thread."""
 
     pipeline: Pipeline
     replica: _Replica
@@ -279,7 +280,6 @@ class _Step:
                 waiting.put(None)
 
     def _run_passes(self, stage: int) -> None:
-        """Run the passes of a stage."""
         contexts = self.replica.contexts
         last = len(contexts) - 1
         kept: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

@@ -77,7 +77,7 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
 def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers of an axis: multiples of 1, 2 or 5 times a power of ten."""
     least = (high - low) / _TICKS
-    if not 0 < least < math.inf:  # 0 also if the difference is as small as numbers are
+    if not 0 < least < math.inf:  # 0 also if the difference underflows
         return [low]
     power = 10.0 ** math.floor(math.log10(least))
     step = next((factor * power for factor in (1, 2, 5) if factor * power >= least), 10 * power)
@@ -92,7 +92,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def page(title: str, heading: str, sections: Sequence[str], *, reload_seconds: int | None = None) -> str:
-    """Return a page of sections, each HTML of its own; texts are escaped by whoever made them."""
+    """Return a page of sections of HTML, whose texts the caller has escaped."""
     parts = {
         "@title@": escape(title),
         "@reload@": f'<meta http-equiv="refresh" content="{reload_seconds}">' if reload_seconds is not None else "",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = "gangline training progress 1"
 _DATA_TAG = '<script type="application/json" id="data">'
-"""Begin of the data in a page; they end at the next tag."""
+"""Start of the data in a page; the data end at the next tag."""
 _DATA = re.compile(f"{re.escape(_DATA_TAG)}(.*?)</script>", re.DOTALL)
 _MAX_WRITING = 0.02  # fraction of the time
 
@@ -75,7 +75,7 @@ class TrainingProgress(Report):
         self._settings = settings(self._module, param)
         self._begun -= self._record.seconds
         self._due = 0.0
-        self._handled = sys.exception()  # an exception that the caller handles already, not the reason for the end
+        self._handled = sys.exception()  # already handled by the caller, so not the reason for the end
 
     def _count(self, param: BatchEndParam) -> None:
         record, module, step = self._record, self._module, self._module.step - param.batches
@@ -187,7 +187,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
 
 
 def _loads(module: Module) -> dict[str, str]:
-    """Return the current loads, which change if they are measured, and the workers' times in the last epoch."""
+    """Return the current loads and the workers' times in the last epoch."""
     texts = {"loads": _listed(module.work_load_list, is_auto=module.load_balancer is not None)}
     workers = module.workers
     if workers.count > 1:
@@ -204,7 +204,7 @@ def _listed(loads: Sequence[float], *, is_auto: bool = False) -> str:
 
 
 def _shares(loads: Sequence[float]) -> list[float]:
-    """Return the fraction of a batch of each load."""
+    """Return the fraction of a batch for each load."""
     return [round(load / sum(loads), 4) for load in loads]
 
 

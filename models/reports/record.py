@@ -21,23 +21,23 @@ class Point:
     """Number of batches by its end, from the start of the first run; `Module.step`."""
     epoch: int = 0
     time: float = 0.0
-    """Seconds of training by its end, from the start of the first run."""
+    """Seconds of training at its end, from the start of the first run."""
     updates: int = 0
     loss: float | None = None
     """Mean loss of this worker over the last batch of each update; None if it had no samples."""
     loss_min: float | None = None
     loss_max: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of this worker on the last measured batch; for a merged point the mean over such batches."""
+    """Metrics of this worker on the last measured batch; for merged points the mean over these batches."""
     learning_rate: float = 0.0
     seconds: float = 0.0
-    """Duration of the updates without the first one of a run, which includes set-up."""
+    """Duration of the updates, without a run's first update, which includes set-up."""
     waiting: float = 0.0
-    """Seconds of them in which the training thread waited for the store; see `Module.seconds_waiting`."""
+    """Part of the duration in which the training thread waited for the store; see `Module.seconds_waiting`."""
     samples: dict[str, int] = field(default_factory=dict)
-    """Number of samples in these seconds per context of this worker."""
+    """Number of samples in this duration per context of this worker."""
     total: int = 0
-    """Number of samples in these seconds of all workers; of this worker if workers have batches of their own."""
+    """Number of samples in this duration of all workers; of this worker if workers have separate batches."""
 
 
 _COLUMNS = [column.name for column in fields(Point) if column.name not in ("metrics", "samples")]
@@ -62,7 +62,7 @@ class Split:
     workers: list[float]
     """Fraction of each worker of the job."""
     contexts: list[float]
-    """Fraction of each context in this worker's part."""
+    """Fraction of each context in this worker's share."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Record:
     epochs: dict[int, int] = field(default_factory=dict)
     """The number of steps before each epoch."""
     splits: list[Split] = field(default_factory=list)
-    """The first split, and every later one that differs from the one before."""
+    """The first split, and every later split that differs from its predecessor."""
 
     def add(self, point: Point) -> None:
         """Append a point."""
@@ -88,7 +88,7 @@ class Record:
             self.per_point *= 2
 
     def add_validation(self, validation: Validation) -> None:
-        """Append a validation; at the limit drop every second one, but none of the best."""
+        """Append a validation; at the limit drop every second validation, except the best ones."""
         self.validations.append(validation)
         if len(self.validations) >= MOST_POINTS:
             best = list(self.best().values())
@@ -102,7 +102,7 @@ class Record:
             self.epochs = dict(list(self.epochs.items())[1::2])
 
     def add_split(self, split: Split) -> None:
-        """Append a split, unless it is the last one's; at the limit drop every second one but the first and last."""
+        """Append a split if it differs from the last; at the limit drop every second split but the first and last."""
         last = self.splits[-1] if self.splits else None
         if last is None or (split.workers, split.contexts) != (last.workers, last.contexts):
             self.splits.append(split)

@@ -37,7 +37,7 @@ class Report(abc.ABC):
         """Record a batch, a validation or the end of an epoch."""
         if not self._module.workers.is_first:
             return
-        if isinstance(when, BatchEndParam) and "data" in when.locals:  # the locals of a validation have no data
+        if isinstance(when, BatchEndParam) and "data" in when.locals:  # locals of a validation have no data
             if not self._is_running:
                 self._start(when)
             self._count(when)
@@ -58,7 +58,7 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, param: BatchEndParam) -> None:
-        """Begin a run with this update, behind what was recorded or in the place of a part of it."""
+        """Begin a run with this update; drop records after its step."""
 
     @abc.abstractmethod
     def _add(self, point: Point) -> None:
@@ -73,7 +73,7 @@ class Report(abc.ABC):
         """End the run."""
 
     def _refresh(self) -> None:  # noqa: B027  a report may write at once what it gets
-        """Write what was recorded, if it is due."""
+        """Write the record if due."""
 
     def _start(self, param: BatchEndParam) -> None:
         self._begun = time.perf_counter()

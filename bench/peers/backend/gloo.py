@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from gangline.bench.peers.ranks import gloo
 
 _WIDTH = 512  # a layer's weights take 1 MiB
-_SAMPLES = 8  # of a rank's step, few enough for communication to count
+_SAMPLES = 8  # of a rank's step, few enough for communication to dominate
 _FEATURES, _LOOKUPS, _TABLE_ROWS, _DIMENSION = 26, 64, 1000, 32
 _IN_FLIGHT = 64
 _GROUPS = 4
@@ -80,9 +80,9 @@ def _fsdp2() -> Callable[[], object]:
 
 
 def _embeddings() -> Callable[[], object]:
-    """Exchange what DLRM does: for each feature its lookups' rows, and then the gradients of these rows.
+    """Exchange data as DLRM does: for each feature the rows of its lookups, then the gradients of these rows.
 
-    Every feature's table is split over the ranks by rows, so each rank asks the others for differing numbers of rows.
+    Every feature's table is sharded over the ranks by rows, so each rank requests different numbers of rows.
     """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     tables = [torch.rand(_TABLE_ROWS, _DIMENSION) for _ in range(_FEATURES)]

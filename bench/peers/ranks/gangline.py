@@ -30,7 +30,7 @@ def join() -> dict[str, Any]:
 
 
 class _Rank:
-    """A communicator, and its registered memory, which is only freed with it."""
+    """A communicator and its registered memory, which is freed with the communicator."""
 
     def __init__(self) -> None:
         self._algorithm: str | None = None
@@ -58,7 +58,7 @@ class _Rank:
         return {"step": _step(self.comm, options, given, out), **accessors(given, out)}
 
     def _select(self, algorithm: str | None) -> None:
-        """Open a communicator that uses an algorithm, unless the present one does."""
+        """Open a communicator that uses an algorithm, unless the current one does."""
         if algorithm == self._algorithm:
             return
         self._algorithm = algorithm
@@ -71,7 +71,7 @@ class _Rank:
         self.comm = connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
 
     def _registered(self, counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return tensors in registered memory: always the same memory, replaced only by more, as none is freed."""
+        """Return tensors in registered memory, which is reused and only grows, because it is never freed."""
         sizes = [-(-count * dtype.itemsize // _PAGE) * _PAGE for count in counts]
         if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = self.comm.empty((sum(sizes),), torch.uint8)

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed over gloo, which can initialise its default group and new ones again and again."""
+"""A rank of torch.distributed over gloo, which can repeatedly initialise its default group and new groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def join() -> dict[str, Any]:
 
 
 class _Rank:
-    """A process group for the clock's barrier, beside the default group, which is measured."""
+    """A process group for the clock's barrier, in addition to the measured default group."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,7 +47,7 @@ class _Rank:
         self.connections = 0
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Prepare a ``call``, or tensors for a collective; all but connecting need the default group."""
+        """Prepare a ``call``, or tensors for a collective; all calls but connect need the default group."""
         call = options.get("call")
         if call == "connect":
             self.choose_port()
@@ -79,7 +79,7 @@ class _Rank:
         self.port = int(self.store.get(key))
 
     def wait(self) -> None:
-        """Wait for all ranks, in the group that is not measured."""
+        """Wait for all ranks in the unmeasured group."""
         self.group.barrier().wait()  # type: ignore[attr-defined]
 
     def leave(self) -> None:
@@ -89,7 +89,7 @@ class _Rank:
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
-    """Allocate tensors for a collective; where gloo works in place only, out of place is a copy first."""
+    """Allocate tensors for a collective; if gloo only works in place, copy first for out of place."""
     if options["op"] not in _OPS and options["collective"] in ("all_reduce", "reduce", "reduce_scatter"):
         raise ValueError(f"gloo has no {options['op']}")
     dtype = getattr(torch, options["dtype"])

@@ -26,7 +26,7 @@ def join() -> dict[str, Any]:
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
-    """Prepare a ``call``, or allocate arrays for a collective; MPI connects once in a process."""
+    """Prepare a ``call``, or allocate arrays for a collective; MPI connects once per process."""
     if "call" in options:
         comm = MPI.COMM_WORLD
         return {"barrier": {"step": comm.Barrier}, "split": {"step": lambda: comm.Split(0), "undo": MPI.Comm.Free}}[

@@ -35,11 +35,11 @@ def join() -> dict[str, Any]:
 
 
 def prepare(rank: int, store: kvstore.KVStore | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Build a Module on random images of this worker's own.
+    """Build a Module on random images of this worker.
 
     Args:
         rank: this worker's rank.
-        store: the store of the job, if there is one.
+        store: the store of the job, if any.
         options: ``network``, ``image_shape``, ``classes``, ``samples`` (of this process's batch), ``contexts`` (words
             such as "cpu(0),cpu(1)") and ``store`` (the kind to use where there is no job; None: none).
     """

@@ -32,7 +32,7 @@ def join() -> dict[str, Any]:
 
 
 def prepare(options: dict[str, Any]) -> dict[str, Any]:
-    """Build a network, its loss and its optimizer, on random images of this process's own.
+    """Build a network, its loss and its optimizer, on random images of this process.
 
     Args:
         options: ``network``, ``image_shape``, ``classes``, ``batch_size`` (over all ranks) and ``contexts``, of which

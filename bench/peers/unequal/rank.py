@@ -51,7 +51,7 @@ class _Trainers:
         self._last_shares: list[int] = []
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Prepare ``call``: "ddp" and "balanced" train a step, "alone" and "share alone" so many seconds.
+        """Prepare ``call``: "ddp" and "balanced" train a step, "alone" and "share alone" some ``seconds``.
 
         Args:
             options: ``call``, ``batch_size`` (samples of each rank in an equal split) and ``seconds``. "share alone"
@@ -94,7 +94,7 @@ class _Trainers:
         return DataLoader(self._data, self._batch_size, drop_last=True, **options)
 
     def _end_batch(self) -> None:
-        """End the batch that the last balanced step left open: other candidates train on data of their own."""
+        """End the open batch of the last balanced step: other candidates train on other data."""
         assert self._balanced is not None
         self._last_shares = self._balanced.shares or self._last_shares
         self._balanced._end_batch()
@@ -107,7 +107,7 @@ class _Trainers:
 
 
 def _step(model: nn.Module, loader: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that trains one step, over as many epochs as are asked for."""
+    """Return a function that trains one step, over any number of epochs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return partial(_train, model, optimizer, _endless(loader))
 

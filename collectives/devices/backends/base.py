@@ -12,7 +12,7 @@ from torch import Tensor
 from gangline.collectives.engine.host_staging import data_of
 
 Transfer = tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]
-"""Tensors to combine, the tensor for the result, and the tensors that the result is copied to."""
+"""Tensors to combine, the tensor for the result, and the tensors to copy the result to."""
 
 
 class Backend(ABC):
@@ -41,7 +41,7 @@ class Backend(ABC):
 
     @classmethod
     def failed_trial(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
-        """Try what the driver's word does not guarantee; return what failed, "" if nothing."""
+        """Try operations that the driver may report wrongly; return what failed, "" if nothing."""
         return ""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Backend(ABC):
 
 
 class Flattened:
-    """Contiguous 1-D views or copies of tensors on their own devices, for backends that take addresses and counts.
+    """Contiguous 1-D views or copies of tensors on their devices, for backends that take addresses and counts.
 
     The end of the ``with`` section copies results back to tensors that are not contiguous, unless it raises. Contiguous
     ones are written directly, unseen by torch. (`engine.host_staging` does the same through host memory.)

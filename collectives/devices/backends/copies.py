@@ -22,11 +22,11 @@ from gangline.collectives.compiled_core import core
 from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
 from gangline.collectives.engine import host_staging, reduction
 
-_MIN_COMPILED = 1 << 20  # bytes of sums from which threads, and writes past the cache, pay
+_MIN_COMPILED = 1 << 20  # bytes of sums from which threads and non-temporal stores pay off
 _NUMBERS = {dtype: DTYPES.index(dtype) for dtype in (torch.float32, torch.float64)}  # that `gangline._core` knows best
 
-_MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than passes over memory
-LEAST_JOINT = 8  # tensors for which joint calls pay
+_MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than memory traffic
+LEAST_JOINT = 8  # minimum number of tensors for which joint calls pay off
 
 _is_cpu, _nbytes, _dtype = attrgetter("is_cpu"), attrgetter("nbytes"), attrgetter("dtype")
 
@@ -73,7 +73,7 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
 
 
 def _move_by_the_host(transfers: Sequence[Transfer], op: str) -> None:
-    """Combine values of GPUs on the host, for which it waits once for each GPU, and copy totals to GPUs without a wait.
+    """Combine values of GPUs on the host, waiting once for each GPU, and copy totals to GPUs asynchronously.
 
     Copies use pinned memory: from and to other memory each one makes the host wait, and is several times slower.
     """
@@ -90,7 +90,7 @@ def _move_by_the_host(transfers: Sequence[Transfer], op: str) -> None:
 
 
 def _run_compiled(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Run the transfers that `gangline._core` can sum, if they are large enough for threads; return the others."""
+    """Run transfers that `gangline._core` can sum and that are large enough for threads; return the others."""
     taken = [transfer for transfer in transfers if _are_plain([transfer[1]], [transfer[1], *transfer[0], *transfer[2]])]
     words: list[int] = []
     for values, total, outs in taken:
@@ -106,7 +106,7 @@ def _run_compiled(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
 
 
 def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs: Sequence[Sequence[Tensor]]) -> bool:
-    """Run transfers by `gangline._core` if it can and pays; return False, and change nothing, otherwise.
+    """Run transfers by `gangline._core` if possible and faster; otherwise return False without effect.
 
     The arguments are those of `move_jointly`, on any devices, and may share memory.
     """
@@ -125,7 +125,7 @@ def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs
 
 
 def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Run small transfers on the CPU with a call for all of them in place of one for each; return the others."""
+    """Run small transfers on the CPU with one call for all of them; return the others."""
     alike: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
     left: list[Transfer] = []
     for transfer in transfers:
@@ -147,7 +147,7 @@ def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
 def move_jointly(
     values: Iterable[tuple[Tensor, ...]], totals: list[Tensor], outs: Iterable[tuple[Tensor, ...]]
 ) -> None:
-    """Run transfers with a call for all of them in place of one for each.
+    """Run transfers with one call for all of them.
 
     Args:
         values: the first value of every transfer, then the second of every one, and so on; all on the CPU.
@@ -161,7 +161,7 @@ def move_jointly(
 
 
 def is_small(total: Tensor) -> bool:
-    """Return whether joint calls pay for transfers like this one, and can be used."""
+    """Return whether joint calls are possible and pay off for transfers like this one."""
     return total.nbytes <= _MOST_SMALL and total.dtype not in reduction.HALVES
 
 
@@ -195,7 +195,7 @@ def _on(value: Tensor, out: Tensor) -> Tensor:
 
 
 def _are_plain(totals: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Return whether all are contiguous and on the CPU, and the totals, whose dtype they have, float32 or float64."""
+    """Return whether all tensors are contiguous, on the CPU, and of the totals' dtype, float32 or float64."""
     return (
         _NUMBERS.keys() >= {*map(_dtype, totals)}
         and all(map(_is_cpu, tensors))
@@ -216,7 +216,7 @@ def _combined(words: list[int]) -> bool:
 
 @lru_cache(maxsize=256)
 def _are_apart(packed: bytes) -> bool:
-    """Return whether no packed sum writes memory that another one uses, or that one of its own tensors has in part."""
+    """Return whether no packed sum writes memory that another sum uses, or that partly overlaps its own tensors."""
     words, at = memoryview(packed).cast("q"), 0
     used: dict[tuple[int, int, int], bool] = {}  # memory of each sum, and whether it writes it
     while at < len(words):

@@ -18,7 +18,7 @@ from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Bindin
 
 _log = logging.getLogger("gangline")
 
-# The enumerators of nccl.h, which no release has changed: bindings name them differently, or lack the newer ones.
+# The enumerators of nccl.h, stable across releases: bindings name them differently, or lack newer ones.
 DTYPES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -109,7 +109,7 @@ class Nccl(Backend):
                 for position, out in enumerate(outs):  # NCCL reads the root's source only
                     copied.append(("broadcast", position, total if position == root else out, out, None, root))
             self._group(sums)
-            self._group(copied)  # a second group, because calls of one group may run concurrently
+            self._group(copied)  # a second group: calls of one group may run concurrently
 
     def _run_at_each_position(
         self, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str | None = None
@@ -152,7 +152,7 @@ def call(
         options.append((_BOOL_OPS if source.dtype == torch.bool else _OPS)[op])
     if root is not None:
         options.append(root)
-    count = min(len(source), len(target))  # the other one has a row for each rank in all_gather and reduce_scatter
+    count = min(len(source), len(target))  # the other tensor has one row per rank in all_gather and reduce_scatter
     addresses = source.data_ptr(), target.data_ptr()
     getattr(binding, name)(position, *addresses, count, *options, stream_of(source))
 
@@ -164,7 +164,7 @@ def stream_of(tensor: Tensor) -> int:
 
 @atexit.register
 def _destroy_all() -> None:
-    """Destroy the communicators; when the interpreter ends, they would be freed after parts of torch and CUDA."""
+    """Destroy the communicators, which the interpreter's exit would free after parts of torch and CUDA."""
     for binding in _bindings:
         binding.start()  # else each communicator would wait for the others
         binding.destroy()

@@ -64,7 +64,7 @@ class Binding(Protocol):
         """Call ncclRecv on bytes, at position 0."""
 
     def abort(self) -> None:
-        """Call ncclCommAbort, from any thread: running calls end, whatever the other ranks do. No call may follow."""
+        """Call ncclCommAbort, from any thread: running calls end, regardless of other ranks. No call may follow."""
 
     def destroy(self) -> None:
         """Call ncclCommDestroy for all positions, in a group if there are several; no call may be running."""

@@ -107,7 +107,7 @@ class PeerToPeer(Backend):
         self._synchronize_streams()
 
     def _synchronize_streams(self) -> None:
-        """Make the current stream of each GPU wait for those of all others."""
+        """Make the current stream of each GPU wait for the current streams of all other GPUs."""
         if len(self._first) == 1:
             return
         streams = {device: torch.cuda.current_stream(device) for device in self._first}
@@ -119,7 +119,7 @@ class PeerToPeer(Backend):
 
 
 def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launch]:
-    """Return the launches of an all-reduce in which every position reads all tensors into a result of its own."""
+    """Return the launches of an all-reduce in which every position reads all tensors into its own result."""
     return [Launch(position, tuple(tensors), (result,)) for position, result in enumerate(results)]
 
 

@@ -69,7 +69,7 @@ def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: fl
 
 
 def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[str], str]:
-    """Return the lines that a child printed, and why there are no more."""
+    """Return the lines that a child printed, and why the output ended."""
     child = subprocess.Popen(  # noqa: S603  our own command
         command,
         stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ result to the host, and "fetch" copies it to another device.
 
 
 class StreamKey(NamedTuple):
-    """A queue that runs its steps one after another: a stream of a position's device."""
+    """A queue that runs its steps in order: a stream of a position's device."""
 
     position: int
     use: Literal["out", "in", "compute"]
@@ -36,7 +36,7 @@ class Buffer(NamedTuple):
     position: int
     """Position that owns the memory; for host memory, the position whose device writes it."""
     source: int
-    """Position whose contribution it holds; ``position`` if it holds none."""
+    """Position whose contribution the memory holds; ``position`` if none."""
     slot: int
     """Number of the buffer among those of its kind; for the piece itself, the number of the piece."""
 
@@ -65,7 +65,7 @@ class PipelineStep:
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     waits: tuple[int, ...] = ()
-    """Indices in the plan of the steps on other streams that must be done before."""
+    """Indices in the plan of steps on other streams that must finish first."""
 
 
 def plan(pieces: Sequence[Piece], depth: int = _DEPTH) -> list[PipelineStep]:

@@ -19,7 +19,7 @@ from gangline.collectives.devices.backends.pipeline import Buffer, Piece, Pipeli
 from gangline.collectives.engine import reduction
 
 PIECE = 4 << 20
-"""Bytes of a piece: with less the bus idles between copies, with more the pipeline is empty at its ends."""
+"""Bytes of a piece: smaller pieces idle the bus between copies, larger ones lengthen fill and drain."""
 _ALIGN = 16  # elements
 
 
@@ -34,7 +34,7 @@ class StagedWork:
 
 
 class Workspace:
-    """Buffers of the pipeline, allocated when first needed and kept, and the execution of its steps."""
+    """Executor of the pipeline's steps, and its buffers, which are allocated on first use and kept."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices

@@ -50,9 +50,9 @@ def may_read(process: int, address: int, expected: bytes) -> bool:
 def allow_reads(processes: Iterable[int]) -> None:
     """Allow other processes of this user to read this process's memory where Yama's ptrace_scope 1 forbids it.
 
-    Yama allows it to one process and all its descendants. That is the nearest common ancestor of all processes that
-    were ever passed, usually the launcher: every program of this user that it has started may read this process's
-    memory, as every program of this user may on a system without Yama.
+    Yama allows one process and all its descendants. The nearest common ancestor of all processes ever passed is chosen,
+    usually the launcher: all programs that it started for this user may then read this process's memory, as they may on
+    a system without Yama.
     """
     try:
         if _PTRACE_SCOPE.read_text().strip() != "1":  # 0: nothing is forbidden; 2 and 3: nothing can be allowed
@@ -67,7 +67,7 @@ def allow_reads(processes: Iterable[int]) -> None:
 
 
 def nearest_common_ancestor(processes: Iterable[int]) -> int:
-    """Return the process from which all others of this pid namespace descend, one of them or above; 0 if there is none.
+    """Return the nearest common ancestor, maybe one of the processes, in this pid namespace; 0 if there is none.
 
     Raises:
         OSError: if a process is gone.

@@ -1,6 +1,6 @@
 """Waiting for another rank of the same host: spin, then yield, then sleep in a futex.
 
-A lost wake-up delays a rank by one sleep at most, because a sleeping rank checks its condition every few milliseconds.
+A lost wake-up delays a rank by at most one sleep, because a sleeping rank checks its condition every few milliseconds.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class FutexWakeup:
         has_cores = size <= len(group.cores)
         self._spins = _SPINS if has_cores else 0
         self._yields = _YIELDS if has_cores else _FEW_YIELDS
-        segments = group.take(self.nbytes(size))  # the futex word has a cache line of its own
+        segments = group.take(self.nbytes(size))  # the futex word has a separate cache line
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
         self._segments = segments
         self.compiled_group = (_COMPILED_SPINS if has_cores else 0, _COMPILED_YIELDS, self._addresses[rank])
-        """For `gangline._core`: looks before the first yield, yields, and the address of this rank's futex."""
+        """For `gangline._core`: spins before the first yield, yields, and the address of this rank's futex."""
         self.compiled_peers = [segment.address + _CACHE_LINE + 8 * rank for segment in segments]
         """For each rank, the address of the flag that says whether it sleeps until this rank wakes it."""
 
@@ -82,7 +82,7 @@ class FutexWakeup:
         return _CACHE_LINE + 8 * size
 
     def notify(self, rank: int) -> None:
-        """Wake a rank that sleeps in `wait` for this one; call it after writing what that rank waits for."""
+        """Wake a rank that sleeps in `wait` for this rank; call it after writing the condition."""
         if self._asleep[rank][self._rank]:
             self.wake()
 
@@ -90,9 +90,9 @@ class FutexWakeup:
         """Block until ``ready()``, which another rank makes true before it calls `notify`.
 
         Args:
-            rank: the rank that is waited for.
+            rank: rank that makes the condition true.
             ready: a cheap check of shared memory.
-            progress: advances other work; returns whether more is left, which shortens the sleeps.
+            progress: advances other work; returns whether work is left, which shortens the sleeps.
         """
         for _ in range(self._spins):
             if ready():
@@ -117,7 +117,7 @@ class FutexWakeup:
         wait_until(ready, pause, lambda: self._wait_policy.check([self._members[rank]]))
 
     def waiter(self, ranks: Collection[int]) -> Callable[[float], None]:
-        """Return a function that sleeps until one of the ranks notifies or wakes this one; see `Transport.waiter`."""
+        """Return a function that sleeps until one of the ranks notifies this rank; see `Transport.waiter`."""
         watched = [self._rank, *ranks][:_MOST_FUTEXES]
         for rank in ranks:
             self._own_asleep[rank] = 1
@@ -133,7 +133,7 @@ class FutexWakeup:
         return wait
 
     def wake(self) -> None:
-        """Wake all that sleep on this rank's futex, its own `waiter` too; calls of this and `notify` are serialised."""
+        """Wake all sleepers on this rank's futex, including its `waiter`; not concurrently with `notify`."""
         futex = self._futexes[self._rank]
         futex[0] = (futex[0] + 1) & 0x7FFFFFFF
         _libc.syscall(_FUTEX, ctypes.c_void_p(self._addresses[self._rank]), _FUTEX_WAKE, 1 << 30, None, None, 0)

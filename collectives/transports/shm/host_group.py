@@ -62,9 +62,9 @@ def padded(nbytes: int) -> int:
 def processor_problem() -> str:
     """Return why ranks cannot share memory on this processor; "" if they can.
 
-    A rank writes data, then a flag, with plain stores; another one reads the flag, then the data. On x86-64 other cores
-    see stores in their order, and loads are not reordered either. Elsewhere, as on aarch64, both need fences. System
-    calls and semaphores have them, but the fast path makes neither: a flag that is already set is read without a futex.
+    A rank writes data, then a flag, with plain stores; another rank reads the flag, then the data. x86-64 keeps the
+    order of stores and of loads. Other processors, such as aarch64, need fences. System calls and semaphores have
+    fences, but the fast path uses neither: a flag that is already set is read without a futex.
     """
     machine = platform.machine()
     if machine == "x86_64":
@@ -97,7 +97,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
             handle = offer.handle
         except OSError as error:
             problem = f"rank {rank} cannot offer memory: {error}"
-        cores = sorted(os.sched_getaffinity(0))  # mpirun may bind each rank to a core of its own
+        cores = sorted(os.sched_getaffinity(0))  # mpirun may bind each rank to a different core
         gathered = exchange(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores]))
         offers = [msgpack.unpackb(gathered[member]) for member in members]
         segments: list[Segment] = []

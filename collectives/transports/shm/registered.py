@@ -14,9 +14,9 @@ from gangline.collectives.transports.shm.segments import Segment
 
 
 class RegisteredMemory:
-    """Registrations made by `SharedMemoryTransport.empty`: one segment per rank each, numbered alike on all ranks.
+    """Registrations of `SharedMemoryTransport.empty`: one segment per rank, with the same numbers on all ranks.
 
-    A rank's segment is released once no tensor of that rank refers to it and all other ranks have been told (`forget`).
+    A rank's segment is released once no tensor of that rank refers to it and all other ranks have called `forget`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class RegisteredMemory:
         return own.exported(nbytes, self._dead, number)
 
     def take_released(self) -> list[int]:
-        """Return the numbers whose tensors on this rank are gone since the last call, and drop their memory."""
+        """Return the numbers of tensors on this rank freed since the last call, and drop their memory."""
         released = [self._dead.popleft() for _ in range(len(self._dead))]
         for number in released:
             del self._own[number]

@@ -1,7 +1,7 @@
 """Slot exchange for small messages on one host: write your slot, synchronise ONCE, read the slots you need.
 
-Two sets of slots alternate. A rank that writes its slot again has seen all ranks publish the set in between, so all
-ranks have finished reading the slot: no second synchronisation is needed.
+Two sets of slots alternate. Before a rank rewrites a slot, it has seen all ranks publish the other set, so all ranks
+have finished reading the slot: no second synchronisation is needed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SharedSlotExchange(SlotExchange):
         return parity, self._wait(count, sequence, code)
 
     def _wait(self, count: int, sequence: int, code: int) -> dict[int, tuple[int, int]]:
-        """Wait for an exchange; return what `publish_and_wait` says of ranks in another call."""
+        """Wait for an exchange; return rank -> (sequence, code) of ranks in another call."""
         mismatched: dict[int, tuple[int, int]] = {}
         for rank, marks in self._others[count & 1]:
             if marks[0] != count:
@@ -102,7 +102,7 @@ class SharedSlotExchange(SlotExchange):
 
 
 class CompiledSlotExchange(SharedSlotExchange):
-    """The same by `gangline._core`, which also reduces. Collective: all ranks must create it."""
+    """Slot exchange by `gangline._core`, which also reduces. Collective: all ranks must create it."""
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
         super().__init__(group, wait_policy)
@@ -132,13 +132,13 @@ class CompiledSlotExchange(SharedSlotExchange):
     def caller(self, wait: Callable[[], None], words: bytearray) -> Callable[..., int]:
         """Return a function that runs a collective of plain tensors, contiguous and on the CPU.
 
-        Its arguments are a number in `call_signature.COLLECTIVES`; a tensor; a tensor for the result, or None for the
-        same; the operation of a reduction or the root of a broadcast; and, if not that in the words, the most bytes of
-        a tensor. It returns `compiled_core.DONE`, or with nothing done DECLINED for other calls, or HELD if the call
-        must take the lock. A thread that holds the lock has counted the call.
+        Its arguments are a number in `call_signature.COLLECTIVES`; a tensor; a tensor for the result, or None to work
+        in place; the operation of a reduction or the root of a broadcast; and optionally the maximum bytes of a tensor.
+        It returns `compiled_core.DONE`, or without effect DECLINED for other calls or HELD if the call must take the
+        lock. A thread that holds the lock has counted the call.
 
         Args:
-            wait: waits once for ranks that are late.
+            wait: waits once for late ranks.
             words: the engine's, as `compiled_core` numbers them.
         """
         assert core is not None

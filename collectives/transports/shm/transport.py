@@ -42,7 +42,7 @@ from gangline.collectives.transports.shm.segments import Segment, share
 
 _Queue = TypeVar("_Queue")
 _REGISTERED, _REMOTE, _STAGED = 1, 2, 3
-_SMALL = 1 << 15  # bytes up to which a message is staged: two system calls cost more than a second copy
+_SMALL = 1 << 15  # maximum bytes of a staged message: two system calls cost more than a second copy
 
 # Layout of a segment: per peer, counters (one cache line) and queue entries; then per peer, staging buffers.
 _ENTRIES = 64
@@ -82,7 +82,7 @@ class _Outgoing(SendRequest):
 
 
 class _MadeAtUse(dict[int, _Queue]):
-    """Queues by rank: most ranks of a large group exchange slots only."""
+    """Queues by rank, created on use: most ranks of a large group only exchange slots."""
 
     def __init__(self, make: Callable[[int], _Queue]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class SharedMemoryTransport(Transport):
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
         """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
 
-        The ranks unmap the memory of earlier tensors that are gone. Collective: all ranks must call it.
+        The ranks unmap the memory of freed tensors. Collective: all ranks must call it.
 
         Raises:
             OSError: if the ranks cannot share that much memory.
@@ -194,7 +194,7 @@ class SharedMemoryTransport(Transport):
 
 
 class _SendQueue:
-    """Queue from this rank to one other."""
+    """Queue from this rank to another rank."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class _SendQueue:
         return bool(self._pending)
 
     def withdraw(self) -> None:
-        """Remove the entries of messages that are not done; a receiver looks for its entry again after reading."""
+        """Remove the entries of unfinished messages; a receiver checks its entry again after reading."""
         unstaged = {message.number for message in self._pending}
         self._pending.clear()
         for number in range(self.receiver_counters[_READ] + 1, self._messages + 1):
@@ -278,7 +278,7 @@ class _SendQueue:
         entries[begin + _LOCATION] = message.location
         entries[begin + _OFFSET] = message.offset
         if message.pieces_left == 1 and self._has_buffer() and self._pending[0] is message:
-            self._stage(message)  # before the receiver sees the entry, so that it need not wait for the piece
+            self._stage(message)  # before the receiver sees the entry and waits for the piece
         entries[begin + _COUNT] = message.number  # last: a receiver that sees it sees the rest
         message.is_posted = True
 
@@ -292,7 +292,7 @@ class _SendQueue:
 
 
 class _ReceiveQueue:
-    """Queue from one other rank to this one. Pieces are counted over all messages."""
+    """Queue from another rank to this rank. Pieces are counted over all messages."""
 
     def __init__(
         self, transport: SharedMemoryTransport, theirs: Segment, own: Segment, source: int, staging: int
@@ -324,7 +324,7 @@ class _ReceiveQueue:
         """Mark the next message as read, and all pieces before ``pieces``.
 
         Raises:
-            GanglineError: if the sender has withdrawn it, and may have written its memory before it was read.
+            GanglineError: if the sender has withdrawn the message, whose memory may have changed before it was read.
         """
         if not self.has_next():
             self._wakeup.wait(self.source, lambda: False)  # the wait policy raises the reason

@@ -5,8 +5,8 @@ that does not know it cannot write a first message that the server can open, so 
 completes (libzmq 4.3, curve_server.cpp). Client key pairs are random. Without ZAP (note 2 in context.py), libzmq admits
 every client that completes the handshake.
 
-Both ends decide by the address alone: connections to loopback addresses and Unix sockets are plain, since they do not
-leave the host, and all others use the job key if this process has one.
+Both ends decide by the address alone: loopback addresses and Unix sockets are not encrypted, because they do not leave
+the host; all others use the job key if this process has one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Handshakes:
     def count(self, event: int) -> None:
         """Count a monitor event."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._may_fail = True  # the keys agree, so later failures have other causes
+            self._may_fail = True  # keys match, so later failures have other causes
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # the peer has closed the connection; libzmq tries again
             self._first_at = self._first_at or time.monotonic()
             self._failures += 1
@@ -92,5 +92,5 @@ class Handshakes:
 
 
 def leaves_host(endpoint: str) -> bool:
-    """Return whether an endpoint is an address by which other hosts can be reached."""
+    """Return whether an endpoint's address reaches other hosts."""
     return endpoint.startswith("tcp://") and not is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0])

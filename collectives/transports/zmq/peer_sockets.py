@@ -37,12 +37,12 @@ _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 
 
 class PeerSockets:
-    """One socket to each other rank, in a ZeroMQ context of its own.
+    """One socket to each other rank, in a separate ZeroMQ context.
 
-    The lower rank of a pair binds, the higher one connects. The binding side uses a ROUTER socket and identifies its
-    peer by a routing id that only the two ranks know. The socket of another program, or of a closed communicator, that
-    connects to a reused port therefore does no harm; a PAIR socket would accept whichever connects first. (On ZAP, see
-    note 2 in zmq/context.py.)
+    The lower rank of a pair binds, the higher rank connects. The binding side uses a ROUTER socket and identifies its
+    peer by a routing id that only the two ranks know, so a socket of another program or of a closed communicator that
+    connects to a reused port does no harm; a PAIR socket would accept the first to connect. (On ZAP, see note 2 in
+    zmq/context.py.)
 
     Args:
         exchange: all-gather between the ranks; used once.
@@ -59,7 +59,7 @@ class PeerSockets:
         ValueError: if ``address`` is neither "ipc" nor "tcp://HOST".
         StallError: if a rank does not connect within 60 s.
         ProtocolError: if another rank's exchanged bytes are malformed, or it has another job key.
-        OSError: on all ranks, if one has too few file descriptors left, or no folder for its sockets.
+        OSError: on all ranks, if a rank has too few file descriptors or no folder for its sockets.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PeerSockets:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def close(self, linger_ms: int) -> None:
-        """Close all sockets; block for up to ``linger_ms`` until sent messages are out. Idempotent."""
+        """Close all sockets; block for up to ``linger_ms`` until messages are sent. Idempotent."""
         for connection in self.sockets.values():
             connection.close(linger_ms)
         end(self._context)
@@ -132,7 +132,7 @@ class PeerSockets:
             connection.socket.connect(endpoint)
 
     def _secret(self, token: bytes) -> bytes:
-        """Return what a pair of ranks says in its hellos, given what the exchange shows to its readers."""
+        """Derive the secret of a pair's hellos from the exchanged token, which others may read."""
         return token if self._key is None else self._key.mac("gangline peer token 1", token)
 
     def _create(self, peer: int, token: bytes) -> PeerSocket:
@@ -156,7 +156,7 @@ class PeerSockets:
             for peer, connection in list(waiting.items()):
                 if connection.poll_hello():
                     poller.unregister(connection.monitor)
-                    poller.unregister(connection.socket)  # messages after the hello are for the owner of the socket
+                    poller.unregister(connection.socket)  # messages after the hello belong to the socket's owner
                     del waiting[peer]
             for peer, connection in waiting.items():
                 if connection.handshakes is not None and connection.handshakes.problem:
@@ -195,7 +195,7 @@ class PeerSocket:
         """Called whenever the connection is up."""
         self.monitor = _monitor(self.socket)
         self.handshakes: Handshakes | None = None
-        """Of the connecting side: outcome of its handshakes."""
+        """Outcome of the handshakes; None on the binding side."""
         self._binds = binds
         halves = token[:_HALF], token[_HALF:]
         self._own_hello, self._peer_hello = halves if binds else halves[::-1]
@@ -224,7 +224,7 @@ class PeerSocket:
     def poll_hello(self) -> bool:
         """Process monitor events and messages up to the peer's hello; return whether it has ever arrived.
 
-        It stays True if the connection is lost afterwards. Never blocks.
+        The result stays True if the connection is lost afterwards. Never blocks.
         """
         self.poll_monitor()
         while not self._has_hello and (frame := self.receive_frame()) is not None:
@@ -236,7 +236,7 @@ class PeerSocket:
         while (frame := self.receive_frame()) is not None:
             if self._accept_hello(frame):
                 continue
-            if frame.get(zmq.SRCFD) == self._descriptor:  # of a lost connection too: what was sent before counts
+            if frame.get(zmq.SRCFD) == self._descriptor:  # messages of a lost connection count too
                 return frame.bytes
         return None
 
@@ -280,7 +280,7 @@ class PeerSocket:
                 self.socket.send(self._routing_id, zmq.NOBLOCK | zmq.SNDMORE)
             try:
                 return self.socket.send(message, zmq.NOBLOCK, copy=copy, track=track)
-            except RuntimeError:  # the interpreter ends, and pyzmq can only copy messages any more
+            except RuntimeError:  # at interpreter exit pyzmq can only copy messages
                 return self.socket.send(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
@@ -288,7 +288,7 @@ class PeerSocket:
             raise
 
     def close(self, linger_ms: int) -> None:
-        """Close the sockets; sent messages may still leave for ``linger_ms``. Idempotent."""
+        """Close the sockets; pending messages are sent for up to ``linger_ms``. Idempotent."""
         if not self.socket.closed:
             self.socket.monitor(None, 0)
             self.monitor.close(0)
@@ -326,7 +326,7 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def _check_descriptors(rank: int, size: int) -> None:
-    """Check that this process can open its sockets, which libzmq aborts if it cannot."""
+    """Check that this process can open its sockets: libzmq aborts the process if it cannot."""
     needed = _DESCRIPTORS + _DESCRIPTORS_PER_PEER * (size - 1)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

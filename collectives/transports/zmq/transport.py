@@ -35,10 +35,9 @@ INLINE = 1 << 16
 frame per piece."""
 
 _MOST_UNREAD = 128
-"""Frames of a rank that this one buffers before it receives them: 64 MiB of pieces. TCP makes the sender
-wait then."""
+"""Maximum frames per rank in the receive buffer: 64 MiB of pieces. Beyond it, TCP blocks the sender."""
 _MOST_COPIED = 1 << 24
-"""Bytes of small messages to a rank after which a send waits until they have left."""
+"""Bytes of small messages to a rank after which a send waits until they are sent."""
 _HEADER = struct.Struct("<4sQqQQ")  # magic, message number of the connection, sequence, code, bytes
 _MAGIC = b"gll1"
 _MAX_BYTES = 1 << 48
@@ -71,7 +70,7 @@ class ZmqTransport(Transport):
             int(zmq.SNDHWM): 0,
             int(zmq.RCVHWM): 0 if address == "ipc" else _MOST_UNREAD,  # note 3 in zmq/context.py
             int(zmq.MAXMSGSIZE): PIECE + INLINE,
-            # In effect never: after a reconnection, messages in flight would be missing. Not -1: note 3.
+            # Effectively never: a reconnection would lose messages in flight. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
         self._peers = PeerSockets(
@@ -168,11 +167,11 @@ class ZmqTransport(Transport):
         return self._wait_for(source, partial(self._peers.sockets[source].receive_into, target))
 
     def check_wait(self, peer: int, *, is_blocked: bool) -> None:
-        """Check that waiting for a rank still makes sense.
+        """Raise if waiting for a rank cannot succeed.
 
         Args:
             peer: the rank.
-            is_blocked: whether nothing more can arrive from or leave for that rank.
+            is_blocked: whether the connection to that rank is lost.
 
         Raises:
             DeadNodeError: if the connection is lost and membership has not reported why in time.
@@ -188,7 +187,7 @@ class ZmqTransport(Transport):
             raise
 
     def _wait_for(self, source: int, take: Callable[[], _Result | None]) -> _Result:
-        """Block until ``take()``, which never blocks, returns something that arrives from a rank; return that."""
+        """Block until ``take()``, which never blocks, returns a result from a rank; return the result."""
         taken = take()
         if taken is not None:
             return taken
@@ -203,7 +202,7 @@ class ZmqTransport(Transport):
             connection.poll_monitor()
             is_lost = connection.down_since is not None
             if not (is_lost and connection.socket.poll(0)):  # it arrived before the connection was lost
-                # While the connection is up, data that the rank sent before it closed may still arrive.
+                # While the connection is up, data from before the rank closed may still arrive.
                 self.check_wait(source, is_blocked=is_lost)
 
         wait_until(has_taken, lambda _: connection.socket.poll(_CHECK_MS), check)

@@ -61,7 +61,7 @@ _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float3
 _MOMENTUM = 0.9
 """Default of --mom."""
 _FULL_RATE_WORKERS = 4
-"""Largest number of workers of an asynchronous store whose late updates train stably at the rate of one worker."""
+"""Maximum number of workers of an asynchronous store that train stably at the rate of one worker."""
 _CLASSES_SHOWN = 10
 _CLIPS = ("gradient", "norm", "global_norm")
 _BENCHMARK_BATCHES = 100
@@ -151,7 +151,7 @@ def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
 
 
 def _number_formats(options: TrainOptions) -> tuple[torch.dtype | None, torch.dtype]:
-    """Return what forward computes in under autocast, if it does, and the format of weights and data."""
+    """Return the dtype of autocast (None: no autocast), and the dtype of weights and data."""
     if options.dtype in _HALF:
         return getattr(torch, options.dtype), torch.float32
     return None, getattr(torch, options.dtype)
@@ -167,7 +167,7 @@ def _fit_and_score(
     resume: str | tuple[str, int] | None,
     callbacks: dict[str, Any],
 ) -> dict[str, Any]:
-    """Train a module that has its optimizer; return the result of `run`."""
+    """Train a module with an initialized optimizer; return the result of `run`."""
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
     metrics = metrics_of(options.top_k, num_classes)
     on_terminal = sys.stderr.isatty()
@@ -226,7 +226,7 @@ def _fit_and_score(
 
 
 def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, int | None]:
-    """Return the store and its largest staleness; unless one is asked for, processes of one job are joined."""
+    """Return the store and its maximum staleness; by default the store of the job, if any."""
     if options.kv_store is None:
         try:
             return (job_store() if context == "parallel" else default_store()), None
@@ -239,7 +239,7 @@ def _store(options: TrainOptions, context: str | list[Context]) -> tuple[str, in
 
 
 def _how_to_resume(module: Module, options: TrainOptions, checkpoint: Path | None) -> str:
-    """Return how far training came, and from which checkpoint it resumes."""
+    """Return the progress of training, and the checkpoint to resume from."""
     epoch, batch = module.position.epoch, module.position.batch
     where = f"after {epoch} of {options.num_epochs} epochs" + (f" and {batch} batches of the next" if batch else "")
     if options.model_prefix is None:
@@ -328,7 +328,7 @@ def _image_folder(
 
 
 def _resume(options: TrainOptions) -> str | tuple[str, int] | None:
-    """Return the checkpoint to resume from, as `fit` takes it, after checking that it is of this network."""
+    """Return the ``resume`` argument of `fit`, after checking that the checkpoint is of this network."""
     prefix, word = options.model_prefix, options.load_epoch
     if word is None:
         return None
@@ -361,7 +361,7 @@ def _optimizer_params(options: TrainOptions, rate: float, factors: dict[str, flo
 
 
 def _adapt_to_late_updates(params: dict[str, Any], options: TrainOptions, store: str, workers: int) -> list[str]:
-    """Change settings that diverge when the updates of several workers come late; return what to log.
+    """Change settings that diverge with late updates of several workers; return messages to log.
 
     A gradient is used about ``workers - 1`` updates after it was computed. With curvature c, momentum m and a delay of
     d updates the weights follow z^(d+1) - (1+m) z^d + m z^(d-1) + rate c = 0, whose roots must lie inside the unit
@@ -394,7 +394,7 @@ def _compression(kind: str | None, threshold: float | None) -> dict[str, Any] | 
 
 
 def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
-    """Return name and settings of the learning-rate schedule, as `fit` takes them."""
+    """Return the ``lr_scheduler`` argument of `fit`."""
     name, steps = options.lr_schedule, numbers("--lr-step-epochs", options.lr_step_epochs, int)
     settings: dict[str, Any] = {}
     if name == "piecewise":
@@ -442,7 +442,7 @@ class _EpochLine:
 
 
 def _is_not_mxnets(record: logging.LogRecord) -> bool:
-    """Return whether a line is none of those that `fit` logs for each epoch in MXNet's format."""
+    """Return whether a line is not one of `fit`'s epoch lines in MXNet's format."""
     return not record.getMessage().startswith("Epoch[")
 
 
@@ -482,7 +482,7 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
 
 
 def _save_period(word: str) -> tuple[int, float | None]:
-    """Return the epochs between two checkpoints, and the minutes between further ones: of 10min 1 and 10."""
+    """Return the epochs, and the minutes, between two checkpoints: 1 and 10 for "10min"."""
     is_minutes = word.endswith("min")
     found: list[float] = numbers("--save-period", word.removesuffix("min"), float if is_minutes else int)
     if len(found) != 1 or found[0] <= 0:

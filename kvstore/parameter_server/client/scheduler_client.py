@@ -42,29 +42,29 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
 _NOTICE_SECONDS = 5.0
-"""A process logs what it waits for if the job has not begun by then."""
+"""Time after which a process logs what it waits for if the job has not begun."""
 _CONFIRM_SECONDS = 1.0
-"""Time for a lost connection to come back until it is checked whether the scheduler still listens."""
+"""Time for a lost connection to recover before checking whether the scheduler still listens."""
 _WITHDRAW_SECONDS = 1.0
-"""Time for the scheduler to name the ranks that a collective which has timed out waits for."""
+"""Time for the scheduler to name the missing ranks of a collective that has timed out."""
 _CHUNK = 16 << 20
-"""Bytes per worker and collective, all of which the scheduler holds in memory."""
+"""Bytes per worker in one collective; the scheduler holds those of all workers in memory."""
 _LENGTH = 8
 _SET_UP = ("init", "set_optimizer", "set_gradient_compression", "order of buckets")
-"""Collectives that set up the store: a restarted worker repeats them whenever it calls them, not by the round."""
+"""Collectives that set up the store: a restarted worker repeats them, whatever its round."""
 
 
 class CollectiveNumbers(NamedTuple):
     """Numbers of a worker's last collectives; 0: it has called none."""
 
     set_up: int = 0
-    """Of those of the set-up and before the first push; of all where no worker comes late."""
+    """Last collective of the set-up or before the first push; last of all if no worker can come late."""
     in_step: int = 0
-    """Of the others."""
+    """Last other collective."""
 
 
 class SchedulerClient:
-    """Membership of a worker or server in its job; a thread of its own talks to the scheduler.
+    """Membership of a worker or server in its job; a separate thread talks to the scheduler.
 
     Args:
         role: "worker" or "server".
@@ -87,44 +87,44 @@ class SchedulerClient:
         self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
-        """(role, rank) -> reason; "" if it has left. Never changed, but replaced: other threads iterate over it."""
+        """(role, rank) -> reason; "" if it has left. Replaced, never modified: other threads iterate over it."""
         self.view = 0
-        """Number of the membership, which rises when a restarted process takes the place of another."""
+        """Number of the membership, incremented when a restarted process replaces another."""
         self.servers: list[str] = []
         """Addresses of the servers."""
         self.allows_restarts = os.environ.get(PROCESS_RESTARTS, "0") != "0"
-        """True if the others wait for the restart of a process that dies."""
+        """True if other processes wait for the restart of a dead process."""
         self.is_restarted = False
-        """True if this process has taken the place of one that died after the start, or has joined an elastic job."""
+        """True if this process replaces one that died after the start, or has joined an elastic job."""
         self.is_elastic = False
         """True if workers come and go while the job runs."""
         self.views: list[tuple[int, frozenset[int]]] = []
-        """First round and ranks of each view; there is one if the workers are always the same."""
+        """First round and ranks of each view; a single view unless the job is elastic."""
         self.confirmed = 0
-        """Of a server: number of views that it has confirmed to follow."""
+        """Number of views that this server has confirmed to follow."""
         self.begun: int | None = 0
-        """Of a worker: last step that it has begun; None in a restarted one that does not know it yet."""
+        """Last step that this worker has begun; None if it was restarted and does not know it yet."""
         self._floor = 0  # step that its former process may have begun
         self._asked = 0  # number of the view without which no further step begins
         self._view_known = threading.Condition()  # protects views, begun and the last two; its lock is reentrant
         self._wants_to_leave = False  # set by a signal handler
         self._leave_request: Future[Any] | None = None
         self.away: dict[tuple[str, int], str] = {}
-        """(role, rank) -> why it has died, of processes whose restart the others wait for."""
+        """(role, rank) -> cause of death, for processes that other processes wait for to restart."""
         self.fenced: set[bytes] = set()
-        """Identities of processes that have died, from which nothing is accepted if they go on."""
+        """Identities of dead processes, whose messages are rejected."""
         self.rank = -1  # the thread reads it before it is assigned
         self.lost = ""
-        """Reason why the scheduler counts as dead; "" while it is alive."""
-        self._cause: Exception | None = None  # why the thread has ended, if an error has ended it
+        """Why the scheduler counts as dead; "" while it is alive."""
+        self._cause: Exception | None = None  # error that has ended the thread
         self.waiting: dict[int, tuple[str, int]] = {}
-        """Of a server: workers that wait in collectives for other workers, with name and number of the call."""
+        """On servers: workers that wait in collectives for other workers, with name and number of the call."""
         self.is_over = False
         """True once the scheduler has ended the job."""
         self.on_change: Callable[[], None] = lambda: None
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
         self.position: Callable[[], int] = lambda: 0
-        """Returns the number of rounds that this worker has pushed, by which a restarted one finds its collectives."""
+        """Returns the number of rounds that this worker has pushed, to find its collectives after a restart."""
         self.faults = script_of(role, rank)
         """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
@@ -176,7 +176,7 @@ class SchedulerClient:
         if self.faults is not None:
             self.faults.rank = self.rank
         self.is_joining = self.is_restarted and self.in_view() is None
-        """True if this worker came to an elastic job after its start, and has not asked to take part yet."""
+        """True if this worker joined an elastic job after its start, and has not asked to take part yet."""
 
     def _wait_for_start(self, registering: Future[protocol.Registered]) -> protocol.Registered:
         """Wait until the job begins; log what is missing after some seconds."""
@@ -197,8 +197,8 @@ class SchedulerClient:
     def exchange(self, data: bytes, name: str, root: int | None = None) -> list[bytes]:
         """All-gather bytes of any length in chunks; see `worker_group.Exchange`. Collective.
 
-        MismatchError if a worker makes another call or refuses this one, with the same text on all workers. After a
-        StallError a later call takes the place of this one.
+        MismatchError, with the same text on all workers, if a worker makes another call or refuses this one. After a
+        StallError the next call replaces this one.
         """
         length = len(data).to_bytes(_LENGTH, "big")
         if root is None:
@@ -218,7 +218,7 @@ class SchedulerClient:
     def refuse(self, name: str, text: str, number: int | None = None) -> bool:
         """Fail this worker's next collective for all workers, without waiting for them; ``text`` is the reason.
 
-        With a ``number``, only if the next collective has this number; return whether it was failed.
+        With ``number``, fail it only if it has this number; return whether it was failed.
         """
         with self._numbering:
             following = self._following(name)
@@ -243,7 +243,7 @@ class SchedulerClient:
         self.numbers = self.numbers._replace(**{kind: number + step})
 
     def restore_numbers(self, numbers: CollectiveNumbers) -> None:
-        """Set the numbers of the last collectives to those that the former process of this worker has kept."""
+        """Restore the numbers of the last collectives after a restart."""
         with self._numbering:
             self.numbers = numbers
 
@@ -251,7 +251,7 @@ class SchedulerClient:
 
     @property
     def keeps_positions(self) -> bool:
-        """True if collectives are numbered by rounds: a worker may come to them late."""
+        """True if collectives are numbered by rounds, because workers may restart or join late."""
         return self.allows_restarts or self.is_elastic
 
     def in_view(self) -> int | None:
@@ -267,7 +267,7 @@ class SchedulerClient:
             return next(ranks for first, ranks in reversed(self.views) if first <= step)
 
     def continue_after(self, step: int, *, may_have_begun_next: bool) -> None:
-        """Set the last step of a worker that came late; its former process may have begun the next one."""
+        """Set the last step of a worker that came late; before its restart it may have begun the next one."""
         with self._view_known:
             self.begun, self._floor = step, step + may_have_begun_next
             self._answer_query()
@@ -284,21 +284,21 @@ class SchedulerClient:
         return first
 
     def check_members(self, what: str) -> None:
-        """Raise DeadNodeError if a worker has died or left, for which this worker may wait in ``what`` for ever."""
+        """Raise DeadNodeError if a worker has died or left that ``what`` may wait for."""
         if problem := self._problem("view"):
             raise self._dead(f"{problem} (worker {self.rank} waited for {what})")
 
     def ask_to_leave(self) -> str:
-        """Leave an elastic job with the next view; return why this worker cannot, "" if it can."""
+        """Ask to leave an elastic job with the next view; return why this worker cannot leave, "" if it can."""
         if self.is_joining:
             return f"worker {self.rank} does not take part yet; expected leave() after a pull or share()"
         return self._request_view(enters=False)
 
     def leave_on_sigterm(self) -> None:
-        """Leave an elastic job at SIGTERM; a second one ends this process, as does the first if it cannot leave.
+        """Leave an elastic job at SIGTERM; end this process at a second SIGTERM, or if it cannot leave.
 
-        A worker that was started again after it had been asked to leave asks at once. Nothing changes outside the main
-        thread, or if the program handles SIGTERM itself.
+        A worker that was restarted after such a request asks at once. Without effect outside the main thread, or if the
+        program handles SIGTERM itself.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -310,7 +310,7 @@ class SchedulerClient:
             if found is None or found.has_left or found.is_joining or found._wants_to_leave:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
-            else:  # the thread of the client does the rest: this one may hold its locks
+            else:  # the client's thread does the rest: this thread may hold its locks
                 found._wants_to_leave = True
 
         signal.signal(signal.SIGTERM, handle)
@@ -330,7 +330,7 @@ class SchedulerClient:
         text = str(answer.exception()) if answer.exception() else answer.result().text
         if text:
             _log.error("%s; it ends by SIGTERM", text)
-            os.kill(os.getpid(), signal.SIGTERM)  # whose handler takes the second one for the end
+            os.kill(os.getpid(), signal.SIGTERM)  # the handler ends the process at the second signal
 
     def _request_view(self, *, enters: bool) -> str:
         what = f"request of worker {self.rank} to {'take part' if enters else 'leave'}"
@@ -350,7 +350,7 @@ class SchedulerClient:
             self._send(protocol.ViewAnswer(self._asked, max(self.begun, self._floor)))
 
     def confirm_views(self, count: int) -> None:
-        """Confirm to the scheduler that this server follows so many views."""
+        """Confirm to the scheduler that this server follows ``count`` views."""
         with self._view_known:
             self.confirmed = count
             self._send(protocol.ViewAnswer(self.confirmed - 1, 0))
@@ -362,7 +362,7 @@ class SchedulerClient:
             self._view_known.notify_all()
 
     def _check_takes_part(self, name: str) -> None:
-        """Check that this worker has not left an elastic job: the others never come to its collectives."""
+        """Check that this worker has not left an elastic job: the others would never join its collectives."""
         first, begun = self.in_view(), self.begun
         if first and begun and begun >= first and self.rank not in self.begin(begun):
             raise RuntimeError(
@@ -371,11 +371,11 @@ class SchedulerClient:
             )
 
     def is_recorded(self, name: str) -> bool:
-        """Return whether this worker was restarted, and the next collective was over before."""
+        """Return whether the next collective was over before this worker was restarted."""
         return self.is_restarted and self._recall(self._following(name))
 
     def skip_collectives(self) -> None:
-        """Make the others end collectives of earlier rounds without this restarted worker, which never calls them."""
+        """Let collectives of earlier rounds end without this restarted worker, which never calls them."""
         self._recall(ROUND * self.position(), skips=True)
 
     def _recall(self, number: int, *, skips: bool = False) -> bool:
@@ -402,7 +402,7 @@ class SchedulerClient:
         return result.data
 
     def _withdraw(self, number: int, answer: Future[Any], error: BaseException) -> protocol.CollectiveResult:
-        """Withdraw from a collective, so that the next call takes its place; return its result if it has completed.
+        """Withdraw from a collective, so that the next call replaces it; return its result if it has completed.
 
         Otherwise raise ``error``, a StallError with the ranks that are missing.
         """
@@ -421,7 +421,7 @@ class SchedulerClient:
         return result
 
     def silent_members(self, seconds: float) -> list[str]:
-        """Return the names of processes that the scheduler has not heard for some time; none if it is dead."""
+        """Return the names of processes that the scheduler has not heard for ``seconds``; none if it is dead."""
         if self.lost:
             return []
         message = protocol.SilenceQuery(max(seconds, 0.0))
@@ -432,7 +432,7 @@ class SchedulerClient:
         return members
 
     def join(self, data: bytes) -> protocol.JoinResult:
-        """Wait until all workers have called it; meanwhile other collectives run without this worker."""
+        """Wait until all workers have called `join`; meanwhile other collectives run without this worker."""
         call = f"join() of worker {self.rank}"
         result: protocol.JoinResult = self._wait(self._ask(protocol.Join(max(self.numbers), data), "join", call), call)
         with self._numbering:
@@ -440,9 +440,9 @@ class SchedulerClient:
         return result
 
     def leave(self, why: str = "") -> None:
-        """Leave the job, but go on listening until `close`. Idempotent.
+        """Leave the job, but keep listening until `close`. Idempotent.
 
-        The others get ``why`` as an error if they cannot go on, such as "ended with an error: ...".
+        Other processes that cannot continue get ``why`` as an error, such as "ended with an error: ...".
         """
         if self.has_left or not self._is_registered or self.lost:
             return
@@ -457,7 +457,7 @@ class SchedulerClient:
             _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
 
     def abandon(self) -> None:
-        """Do not leave: this process ends with an error, and the others wait for its restart, if there is one."""
+        """Close without leaving: this process ends with an error, and the others may wait for its restart."""
         self.has_left |= self.allows_restarts
 
     @property
@@ -467,10 +467,10 @@ class SchedulerClient:
         return bool(self.lost) or others <= self.gone.keys()
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether a call has ended with a DeadNodeError because a worker has closed its store.
+        """Return whether a DeadNodeError was raised because a worker has closed its store.
 
-        A server may say so before the scheduler does: this waits for the scheduler's word on that worker or on a death,
-        at most for the limit of a sign of life.
+        A server may report this before the scheduler does, so wait until the scheduler reports that worker or a death,
+        for at most the heartbeat limit.
         """
         ends = time.monotonic() + self._limit
         while ("worker", rank) not in self.gone and not any(self.gone.values()):
@@ -582,7 +582,7 @@ class SchedulerClient:
                 self._lose(why)
 
     def _death(self, heard_at: float) -> str:
-        """Return why the scheduler counts as dead; "" if it does not, or may be started again."""
+        """Return why the scheduler counts as dead; "" if it does not, or may be restarted."""
         now, disconnected_at = time.monotonic(), self._channel.disconnected_at
         silent = now - heard_at
         waits = self.allows_restarts and not self.has_left

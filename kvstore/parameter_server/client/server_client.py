@@ -37,22 +37,20 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 
 _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
-"""Maximum bytes in flight to a server. Priorities only order what has not been sent."""
+"""Maximum bytes in flight to a server. Priorities only order unsent requests."""
 
 _MAX_QUEUED = 256 << 20
 """Bytes of unsent requests beyond which `wait_for_room` blocks."""
 
 _TICK_MS = 100
 _WATCH_SECONDS = 0.5
-"""Time between two looks at connections while the caller computes and servers may not have received all pushes."""
+"""Interval of checks of connections while the caller computes and servers may not have received all pushes."""
 
 CLOSE_SECONDS = 10.0
-"""Time to deliver what was sent if the caller has failed already, or ends without closing its store."""
+"""Time to deliver sent requests if the caller has failed, or ends without closing its store."""
 
 
 class _ServerConnection:
-    """State of the connection to one server."""
-
     def __init__(self, address: str, channel: Channel) -> None:
         self.address = address
         self.channel = channel
@@ -66,18 +64,18 @@ class _ServerConnection:
         self.pending: dict[int, Request] = {}  # not answered
         self.unreleased: dict[int, Request] = {}  # answered, but the server still reads their memory
         self.last_read = 0  # highest Values.number that has been read
-        self.read_at = -math.inf  # `time.monotonic` seconds when the server was last told so
+        self.read_at = -math.inf  # `time.monotonic` seconds of the last notice to the server
 
 
 def _state(connection: _ServerConnection) -> str:
-    """Return what a StallError says of a connection."""
+    """Return the state of a connection, for a StallError."""
     if connection.channel.disconnected_at:
         return f", which is not connected at {connection.address}"
     return "" if connection.greeted else f", which has not answered its Hello at {connection.address}"
 
 
 class ServerClient:
-    """Connections to all servers. Threads that wait for an answer drive the sockets; otherwise a thread does.
+    """Connections to all servers. Threads that wait for an answer drive the sockets, or else a background thread does.
 
     Args:
         scheduler: this worker's membership.
@@ -111,11 +109,11 @@ class ServerClient:
         self._closed = False
         self._idle = threading.Condition()  # protects the next two
         self._drives = False  # whether the thread drives the sockets all the time
-        self._sleeps = True  # whether the thread looks after nothing
+        self._sleeps = True  # whether the thread is idle
         self._thread: threading.Thread | None = None
         self._failure: GanglineError | None = None  # an error of the thread that drove the sockets
         self.told_error: Exception | None = None
-        """Last error of a request of which all workers have been told."""
+        """Last error of a request that all workers know."""
         self._blocked_at = 0  # number of the last collective that was failed because of a blocked request
         self._checked_at = 0.0
         self._warned = False
@@ -146,14 +144,14 @@ class ServerClient:
         return [connection.shares_memory for connection in self._connections]
 
     def memory_of(self, server: int) -> Segment:
-        """Return a server's shared memory, into which `protocol.Values` point."""
+        """Return a server's shared memory, to which `protocol.Values` refer."""
         memory = self._connections[server].memory
         if memory is None:
             raise ProtocolError(f"server {server} names an offset in shared memory, but shares none")
         return memory
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its callbacks run in the thread that drives the sockets then."""
+        """Queue a request; its callbacks run in the thread that drives the sockets."""
         if self._failure is not None:
             request.on_error(self._failure)
             return
@@ -193,9 +191,9 @@ class ServerClient:
         self._wake_thread(drives=True)
 
     def watch_connections(self) -> None:
-        """Make a thread look twice a second whether a connection is lost, until servers have received all messages.
+        """Check in a thread, twice a second, for lost connections until servers have received all messages.
 
-        A server does not answer that it knows which values were read, but a lost connection shows within the limit.
+        Servers do not acknowledge `ValuesRead`, but a lost connection shows within the heartbeat limit.
         """
         if self._sleeps and (self._may_lose_reads() or any(one.undelivered for one in self._connections)):
             self._wake_thread(drives=False)
@@ -250,13 +248,13 @@ class ServerClient:
                 self.drive_in_background()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Close the sockets once servers have received all requests; fail what is still pending. Idempotent.
+        """Close the sockets once servers have received all requests; fail pending requests. Idempotent.
 
-        If servers may be restarted, wait besides until the rounds of all pushes are final, but at most CLOSE_SECONDS:
-        a restarted server could not get these pushes again.
+        If servers may be restarted, also wait until the rounds of all pushes are final, but at most CLOSE_SECONDS: a
+        restarted server could not get these pushes again.
 
         Raises:
-            StallError: if servers may not have received all requests; the sockets are closed all the same.
+            StallError: if servers may not have received all requests; the sockets are closed anyway.
         """
         withdraw(self)
         self._undelivered = []
@@ -292,7 +290,7 @@ class ServerClient:
             )
 
     def status(self) -> Part:
-        """Return what is sent and not answered, for `gangline status`."""
+        """Return the unanswered requests, for `gangline status`."""
         now, name = time.monotonic(), f"worker {self._scheduler.rank}"
         oldest = [
             (server, min(pending, key=lambda request: request.sent_at))
@@ -309,7 +307,7 @@ class ServerClient:
         }
 
     def _wait_for_releases(self, seconds: float) -> None:
-        """Wait until servers have released all pushes; not after another worker has left, without which none closes."""
+        """Wait until servers have released all pushes, unless a worker has left: no round closes without it."""
         ends = time.monotonic() + seconds
 
         def is_over() -> bool:
@@ -325,7 +323,7 @@ class ServerClient:
         return open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults)
 
     def _on_change(self) -> None:
-        """Look after connections at once: a restarted server waits for a Hello of each worker, busy or not."""
+        """Check connections at once: a restarted server waits for a Hello from each worker, busy or not."""
         self._notify()
         if self._is_replaced() and not self._closed:
             self._wake_thread(drives=True)
@@ -336,7 +334,7 @@ class ServerClient:
         return any(not one.greeted or one.address != servers[i] for i, one in enumerate(self._connections))
 
     def _replace(self, connection: _ServerConnection, address: str) -> None:
-        """Connect to the restarted process of a server; nothing of the former one is read any more."""
+        """Connect to the restarted process of a server; ignore messages of the former process."""
         connection.channel.close()
         connection.address, connection.channel = address, self._open(address)
         connection.greeted = connection.has_hello = False
@@ -393,7 +391,7 @@ class ServerClient:
                 self._outbox = kept + self._outbox  # sorted, so still a heap
 
     def _has_room(self, request: Request) -> bool:
-        """Return whether the window of its server admits a request."""
+        """Return whether the request fits into its server's window."""
         in_flight = self._connections[request.server].in_flight
         return not in_flight or in_flight + request.nbytes <= _WINDOW
 
@@ -425,10 +423,10 @@ class ServerClient:
     # Receiving
 
     def _serve(self) -> None:
-        """Drive the sockets, or look after them now and then, while requests are pending and no other thread does."""
+        """Drive the sockets, or check them now and then, while requests are pending and no other thread does."""
         while True:
             with self._idle:
-                self._sleeps = True  # before the next look: `watch_connections` looks in the other order
+                self._sleeps = True  # before the next check: `watch_connections` reads in the other order
                 busy = self._is_busy()
                 self._drives &= busy
                 self._sleeps = not (busy or self._may_lose_reads())
@@ -448,7 +446,7 @@ class ServerClient:
                 self._send_queued()
 
     def _stop_after(self, error: Exception) -> None:
-        """Fail all requests, pending and later ones, after an error in driving the sockets."""
+        """Fail all pending and later requests after an error in driving the sockets."""
         text = f"worker {self._scheduler.rank} cannot exchange messages with its servers any more"
         self._failure = GanglineError(f"{text}: {type(error).__name__}: {error}")
         self._failure.__cause__ = error
@@ -483,7 +481,7 @@ class ServerClient:
             self._flush_outbox()
 
     def _greet(self, connection: _ServerConnection) -> None:
-        """Send Hello on a new connection, then repeat unanswered requests, which may be lost, under their numbers."""
+        """Send Hello on a new connection, then repeat unanswered requests, which may be lost, with their numbers."""
         hello = connection.hello or self._hello
         connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
         connection.has_hello = True
@@ -621,7 +619,7 @@ class ServerClient:
                     _log.warning("%s has waited %.3g s for server %d", request.what, waited, server)
 
     def _fail_blocked(self, connection: _ServerConnection, sequence: int, request: Request) -> None:
-        """Fail a request that can never be answered, because workers wait for each other; tell the others."""
+        """Fail a request in a deadlock between workers, on all workers."""
         assert request.blocked is not None
         number, text = request.blocked
         request.blocked = None
@@ -639,7 +637,7 @@ class ServerClient:
         return "" if why is None else f"server {server} {why or 'has left the job'}"
 
     def _cut(self, server: int) -> str:
-        """Return why a server cannot be reached though it lives, and leave the job then; "" if it can be reached."""
+        """Return "" if a server can be reached; else leave the job and return why a living server cannot be reached."""
         connection = self._connections[server]
         channel = connection.channel
         if ("server", server) in self._scheduler.away:

@@ -33,11 +33,11 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _MAX_MESSAGE = protocol.MAX_COLLECTIVE + protocol.MAX_HEADER
 _CONFIRM_SECONDS = 1.0
-"""A process of another host counts as dead if it closed its connection and nothing arrives for this long."""
+"""Time without messages after which a process of another host that closed its connection counts as dead."""
 _STATE_SECONDS = 0.3
-"""Time between two looks at the state of the processes of this host."""
+"""Interval of checks of the processes of this host."""
 _NAME = 4096
-"""Characters of a call's name in `Waiting`."""
+"""Maximum characters of a call's name in `Waiting`."""
 _LEAVE_SECONDS = 10.0
 """Time for servers to leave once all workers have."""
 
@@ -48,8 +48,8 @@ class Scheduler:
     Args:
         workers: number of workers.
         servers: number of servers.
-        host: address to listen at.
-        port: port to listen at; 0: any free one.
+        host: address to listen on.
+        port: port to listen on; 0: any free one.
         is_supervised: a launcher ends this process if workers fail to start, so it waits for the first worker without
             a timeout.
 
@@ -83,12 +83,12 @@ class Scheduler:
         kept = os.environ.pop(KEPT_MEMORY, "")
         self._kept = KeptState(int(kept)) if kept else None
         publish(self, "scheduler")
-        self._unsent: list[tuple[Member, Message]] = []  # messages that tell of changes which are not kept yet
+        self._unsent: list[tuple[Member, Message]] = []  # messages about changes that are not kept yet
         if self._kept is not None and (state := self._kept.read()) is not None:
             self._restore(*state)
 
     def _restore(self, state: JobState, last_joined: int | None) -> None:
-        """Take over the state that the former process has left, as if all its connections had broken."""
+        """Restore the state kept before a restart, as if all connections had broken."""
         self._state, self._last_joined = state, last_joined
         self._state.start_again(time.monotonic())
         _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def port(self) -> int:
-        """Port that it listens at; on one host a number in the name of a Unix socket (`unix_sockets.name_of`)."""
+        """Port to listen on; on one host a number in the name of a Unix socket (`unix_sockets.name_of`)."""
         return self._listener.port or 0
 
     def run(self) -> None:
@@ -134,7 +134,7 @@ class Scheduler:
             self.close()
 
     def _send_kept(self) -> None:
-        """Keep the state, and then send the messages that tell of it: a restarted scheduler knows what others know."""
+        """Keep the state before sending messages about it, so that a restarted scheduler knows what others know."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             assert self._kept is not None
@@ -143,7 +143,7 @@ class Scheduler:
                 self._send_now(member, message)
 
     def close(self) -> None:
-        """Close the sockets; what was sent is still delivered. Idempotent."""
+        """Close the sockets; sent messages are still delivered. Idempotent."""
         withdraw(self)
         self._listener.close()
 
@@ -239,7 +239,7 @@ class Scheduler:
             self._send(member, protocol.Rejected(ValueError.__name__, rejection))
             return None
         old = self._state.predecessor(registration) if self._state.started else None
-        if old is not None and old.state is MemberState.PRESENT:  # its death has not been noticed yet
+        if old is not None and old.state is MemberState.PRESENT:  # its death was not noticed yet
             self._set_away(old, "was killed or left: it was started again")
         self._state.enter(member, old)
         if self._state.started:
@@ -257,7 +257,7 @@ class Scheduler:
         member.state, member.why, member.away_since = MemberState.AWAY, why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
         self._send_to_others(member, _away(member))
-        self._send(member, protocol.MemberGone(member.role, member.rank, why))  # it reads this if it goes on
+        self._send(member, protocol.MemberGone(member.role, member.rank, why))  # in case it still runs
 
     def _start_if_full(self) -> None:
         """Assign ranks and start the job once all processes have registered."""
@@ -303,7 +303,7 @@ class Scheduler:
                 self._send(member, protocol.JobOver())
 
     def _advance_views(self) -> None:
-        """Agree on the next view, as far as the answers that have come allow."""
+        """Agree on the next view once all answers have arrived."""
         views, state = self._state.views, self._state
         if any(member.is_gone for member in state.of_role("worker") if member.rank in views.newest):
             return  # the job ends
@@ -383,9 +383,9 @@ class Scheduler:
     def _death_of(self, member: Member, now: float, *, looks: bool) -> str:
         """Return why a member counts as dead; "" if it does not.
 
-        A connection may outlive its process in forked children, and a process its connection. So processes of this host
-        are looked at. The kernel closes the connections of a process that ends on another host at once, but those over
-        a cut link only after some seconds of silence: such a link has until the limit to heal.
+        A connection may outlive its process in forked children, and a process its connection, so processes of this host
+        are checked directly. On other hosts the kernel closes the connections of a process at once when it ends, but
+        over a cut link only after some seconds of silence: such a link has until the heartbeat limit to recover.
         """
         if looks or member.disconnected_at:
             state = state_of(member.registration.process)
@@ -406,14 +406,14 @@ class Scheduler:
             self._state.views.forget(member.rank)
             if why and self._state.started and not self._state.views.has_part(member.rank):
                 _log.warning("%s %s; the others go on without it", member.name, why)
-                why = ""  # nobody needs it
+                why = ""  # no other process needs it
         member.state, member.why = MemberState.DEAD if why else MemberState.LEFT, why or member.why
         if why:
             _log.warning("%s %s", member.name, why)
         if self._state.started:
-            if why:  # the others end with an error, and their restart would be of no use
+            if why:  # the others end with an error, so restarts are useless
                 self._state.restarts = 0
-                self._tell_launcher(LOST)  # before the others learn of it
+                self._tell_launcher(LOST)  # before notifying the others
             self._send_to_others(member, protocol.MemberGone(member.role, member.rank, why))
             self._complete_collectives()
             self._complete_join()

@@ -26,7 +26,7 @@ from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _BLOCKED_SECONDS = 0.05
-"""Time between two looks for workers that wait for each other."""
+"""Interval of checks for workers that wait for each other."""
 
 
 class ShardRounds:
@@ -50,7 +50,7 @@ class ShardRounds:
         self.staleness = -1
         """Staleness bound in rounds, as in `protocol.Hello`; -1 for none."""
         self.kept: KeptMemory | None = None
-        """Memory that outlives this process, where rounds become final; None: there is none."""
+        """Memory that outlives this process, where rounds become final; None without restarts."""
         self.is_held = False
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
         self.faults: Script | None = None
@@ -66,7 +66,7 @@ class ShardRounds:
         self._send_value = send_value
         self._fail = fail
         self._gone: dict[int, str] = {}
-        self._lost: dict[int, str] = {}  # those of them that rounds may need
+        self._lost: dict[int, str] = {}  # gone workers that rounds may need
         self._changed: set[Shard] = set()
         self._stall_warn = limits().stall_warn
         self._warned_at = 0.0
@@ -92,7 +92,7 @@ class ShardRounds:
         self._changed.update(self.shards.values())
 
     def ranks(self) -> frozenset[int]:
-        """Return all workers that take part, or have."""
+        """Return all workers that take part or have taken part."""
         return frozenset().union(*(ranks for _, ranks in self._views))
 
     def before(self, rank: int) -> int:
@@ -122,7 +122,7 @@ class ShardRounds:
 
     def wait(self, shard: Shard, waiter: Waiter) -> None:
         """Add a worker that waits for the value after a round."""
-        if waiter.rank in self._gone:  # it would count as a reader forever
+        if waiter.rank in self._gone:  # would count as a reader forever
             return
         if shard.waiters.setdefault((waiter.rank, waiter.sequence), waiter) is waiter:
             shard.new_waiters.append(waiter)
@@ -146,7 +146,7 @@ class ShardRounds:
         return found
 
     def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
-        """Return of each shard its number, the rounds that this worker has pushed, and the most that any has."""
+        """Return (number, rounds pushed by this worker, maximum of rounds pushed by any worker) of each shard."""
         return [
             (
                 shard.number,
@@ -216,7 +216,7 @@ class ShardRounds:
         count = len(pushes)
         if not problems and 0 < plain < count:
             problems = [_mixed(shard, this)]
-        if refused == count:  # then every worker has raised its own error
+        if refused == count:  # every worker has raised its own error
             problems = []
         if problems:  # these have raised errors of their own
             shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
@@ -301,7 +301,7 @@ class ShardRounds:
             raise ValueError("; ".join(filter(None, problems)))
 
     def _note_problem(self, shard: Shard, this: Round, problem: str) -> None:
-        """Note why the round that closes next has no effect; "": it has."""
+        """Record why the round that closes next has no effect; "": it has an effect."""
         if problem and not self.is_sync:  # the round is of one worker, and only that worker gets the error
             shard.rejected.update(dict.fromkeys(this.pushes, problem))
         elif problem:
@@ -337,7 +337,7 @@ class ShardRounds:
                 self._send_value(waiter, shard)
 
     def _take_problem(self, shard: Shard, waiter: Waiter) -> str:
-        """Return why the push of a waiter's round had no effect, if its worker does not know yet; else ""."""
+        """Return why the push of a waiter's round had no effect, unless its worker knows already; else ""."""
         if not self.is_sync:
             return shard.rejected.pop(waiter.rank, "")
         problem = shard.problems.get(waiter.round, "")
@@ -347,7 +347,7 @@ class ShardRounds:
         return problem
 
     def _slowest(self, shard: Shard) -> int:
-        """Return the least number of pushes of the workers that others may not be too far ahead of."""
+        """Return the minimum number of pushes over the workers that bound the staleness."""
         idle = self._gone.keys() | self.joined | self.in_collectives.keys()
         active = (self.last_push(shard, rank) for rank in self._views[-1][1] if rank not in idle)
         return min(active, default=sys.maxsize)
@@ -355,7 +355,7 @@ class ShardRounds:
     def _must_wait(self, shard: Shard, waiter: Waiter, slowest: int) -> bool:
         if self.is_sync:
             return waiter.round > shard.closed
-        if waiter.was_answered:  # no push is applied until it has read that value, so it gets the same one again
+        if waiter.was_answered:  # no push is applied before it has read the value
             return False
         if self.last_push(shard, waiter.rank) < waiter.round:  # its own earlier pushes come first
             return True
@@ -366,9 +366,10 @@ class ShardRounds:
         return shard.closed < waiter.until
 
     def blocked(self) -> Iterator[tuple[Waiter, int, str]]:
-        """Yield each waiter that needs a push of a worker which waits in a collective for the waiter's worker.
+        """Yield each waiter that deadlocks: it needs a push of a worker that waits in a collective for its worker.
 
-        With the number of the collective, and a text that names both calls. Each waiter is yielded once a collective.
+        Also yields the collective's number and a text that names both calls. Each waiter is yielded once per
+        collective.
         """
         if not self.is_sync or not self.in_collectives or self.is_held:  # a push may have to be repeated yet
             return
@@ -408,7 +409,7 @@ class ShardRounds:
         return new
 
     def drop_waiters(self, rank: int) -> None:
-        """Forget the requests of a worker that has died and may be started again; what it has pushed counts."""
+        """Drop the requests of a dead worker that may be restarted; its pushes still count."""
         for shard in self.shards.values():
             self._drop_waiters(shard, (rank,))
         self._changed.update(self.shards.values())
@@ -446,7 +447,7 @@ class ShardRounds:
                 _log.warning("%s%s", text, places)
 
     def waits(self) -> list[Wait]:
-        """Return the open rounds with the workers that are missing; rounds that miss the same workers count as one."""
+        """Return the open rounds with the missing workers; rounds that miss the same workers are merged."""
         now = time.monotonic_ns()
         found: dict[tuple[int, ...], list[tuple[int, Shard, list[int]]]] = {}
         for shard in list(self.shards.values()) if self.is_sync else ():

@@ -41,12 +41,12 @@ from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemo
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
 _LOOK_SECONDS = 0.05
-"""Time between two looks at waits while messages arrive."""
+"""Interval of checks of waits while messages arrive."""
 _EARLY = 64
-"""Number of workers that may greet before the scheduler has told of them."""
+"""Number of workers that may send Hello before the scheduler has announced them."""
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 8
-"""A message has at most this many times the bytes of all shards, as an optimizer's state has, and those above."""
+"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (an optimizer's state)."""
 
 
 class Server:
@@ -65,7 +65,7 @@ class Server:
         self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
-        self._early: dict[bytes, protocol.Hello] = {}  # of processes that the scheduler has not told of yet
+        self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
         self._fenced: set[bytes] = set()
         self._refusals = RefusalLog()
         self.rejected = 0
@@ -86,7 +86,7 @@ class Server:
         publish(self, f"server {scheduler.rank}")
 
     def status(self) -> Part:
-        """Return what this server does, for `gangline status`."""
+        """Return this server's state, for `gangline status`."""
         rounds = max((shard.closed for shard in list(self._rounds.shards.values())), default=0)
         sent = self._sessions.sent_bytes
         return {
@@ -96,7 +96,7 @@ class Server:
         }
 
     def _restore(self, kept: KeptMemory) -> None:
-        """Take over the state that the former process of this server has left."""
+        """Restore the state that this server kept before its restart."""
         settings, rounds = kept.settings, self._rounds
         if settings.optimizer is not None:
             self._set_optimizer(settings.optimizer)
@@ -137,7 +137,7 @@ class Server:
                 self._pool.close()
 
     def _follow_scheduler(self) -> None:
-        """Handle what the scheduler has told of, which notifies `run`, and waits that have become long."""
+        """Handle changes that the scheduler has announced, which notify `run`, and long waits."""
         self._follow_views()
         self._fence_dead_workers()
         self._greet_early_workers()
@@ -151,8 +151,8 @@ class Server:
     def exit_code(self, *, is_supervised: bool) -> int:
         """Return 1 if the scheduler was lost before the job was over, or another process has died.
 
-        Under a launcher the codes of the workers are those of the job: 1 says there that this process must be started
-        again, since the job goes on without it. It was paused and counts as dead, or lost the scheduler.
+        Under a launcher the job's exit code is that of the workers. There, 1 means that this process must be restarted:
+        the job continues, but this process was paused and counts as dead, or lost the scheduler.
         """
         is_lost = bool(self._scheduler.lost) and not self._scheduler.is_over
         if is_supervised:
@@ -173,9 +173,9 @@ class Server:
                 return
 
     def _end_hold(self) -> None:
-        """Close rounds and run commands again once no request of the former process's time can be missing.
+        """Resume closing rounds and running commands once all requests from before the restart were repeated.
 
-        Workers read values in place until they greet this process, so values must not change before either.
+        Values must not change before, because workers read values in place until they greet this process.
         """
         if not self._rounds.is_held:
             return
@@ -257,7 +257,7 @@ class Server:
             self._sessions.add(worker)
             if self._kept is not None:
                 worker.handled.extend(self._kept.settings.handled.get(identity, ()))
-        elif not hello.memory:  # it could not open this server's memory
+        elif not hello.memory:  # the worker could not open this server's memory
             worker.memory, worker.shares_memory = None, False
         self._listener.admit(identity, self._max_message(hello.rank))
         self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
@@ -347,7 +347,7 @@ class Server:
         self._bound_backlogs()
 
     def _mark_handled(self, worker: WorkerSession, sequence: int) -> None:
-        """Note that a message must not be handled again; with that, its effects are final."""
+        """Record that a message must not be handled again; this makes its effects final."""
         worker.handled.append(sequence)
         if self._kept is not None:
             self._kept.settings.joined = list(self._rounds.joined)
@@ -419,7 +419,7 @@ class Server:
         if value is None:
             return PushedValue(value, push.weight, self._release_early(release))
         nbytes = data.nbytes
-        if kind == CODED:  # it is decoded into memory of the server
+        if kind == CODED:  # decoded into memory of the server
             nbytes, release = shard.flat.nbytes, self._release_early(release)
             if push.weight is not None and isinstance(value, Tensor):  # the worker has divided it
                 value.mul_(self._scheduler.num_workers)
@@ -427,14 +427,14 @@ class Server:
         return PushedValue(value, push.weight, partial(worker.subtract_from_backlog, nbytes, release))
 
     def _release_early(self, release: Callable[[], None] | None) -> Callable[[], None] | None:
-        """Release an entry that is not read any more, unless it must last until the round is final."""
+        """Release an entry that is no longer read, unless it must last until the round is final."""
         if self._kept is None and release is not None:
             release()
             return None
         return release
 
     def _fence_dead_workers(self) -> None:
-        """End the sessions of workers that have died and may be started again."""
+        """End the sessions of dead workers that may be restarted."""
         for identity in self._scheduler.fenced - self._fenced:
             self._fenced.add(identity)
             worker = self._end_session(identity)
@@ -448,7 +448,7 @@ class Server:
         return self._sessions.drop(identity)
 
     def _greet_early_workers(self) -> None:
-        """Greet restarted workers that the scheduler has told of by now."""
+        """Greet restarted workers that the scheduler has announced by now."""
         for identity, hello in list(self._early.items()):
             if hello.view <= self._scheduler.view:
                 del self._early[identity]
@@ -458,7 +458,7 @@ class Server:
                     self._reject(identity, 0, error)
 
     def _follow_views(self) -> None:
-        """Follow the views of the job, before any push of theirs can arrive."""
+        """Follow new views of the job before their first pushes can arrive."""
         views = self._scheduler.views
         if self._scheduler.confirmed < len(views):
             self._rounds.set_views(views)
@@ -471,7 +471,7 @@ class Server:
         gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
         for rank in self._rounds.mark_gone(gone):
             self._sessions.end_reads(rank)
-            if self._scheduler.is_elastic:  # its rank is never given again
+            if self._scheduler.is_elastic:  # its rank is never reused
                 worker = self._sessions.of_rank(rank)
                 if worker is not None:
                     self._end_session(worker.identity)
@@ -556,7 +556,7 @@ class Server:
         self._sessions.pull_codec = None if self._compression is None else self._compression.pull_codec
 
     def _save(self, shards: Iterable[Shard]) -> None:
-        """Make changes of the state of shards final, beside those by rounds."""
+        """Make changes of the state of shards final that no round made."""
         if self._kept is not None:
             for shard in shards:
                 self._kept.save(shard, shard.closed, self._rounds.optimizers)
@@ -602,7 +602,7 @@ def _row_numbers(data: Tensor, shard: Shard) -> Tensor:
 
 def serve(job: environment.ServerJob) -> int:
     """Run a server until its job ends; return its exit code."""
-    torch.set_num_threads(1)  # per thread of the pool: work split over cores would wait for those that workers use
+    torch.set_num_threads(1)  # per thread of the pool: torch's threads would compete with workers for cores
     with open_server(job) as server:
         server.run()
         return server.exit_code(is_supervised=job.is_supervised)

@@ -118,7 +118,7 @@ class Augmentation:
         return Augmentation(mean=self.mean, std=self.std)
 
     def check(self, image_shape: Sequence[int]) -> None:
-        """Check that it can be applied to images of (channels, height, width).
+        """Check that the augmentation can be applied to images of (channels, height, width).
 
         Raises:
             ValueError: if it cannot.

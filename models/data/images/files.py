@@ -21,7 +21,7 @@ def is_url(root: str | Path) -> bool:
 
 
 class FolderListing:
-    """The image files under a folder, and its direct sub-folders."""
+    """Image files under a folder, and its direct sub-folders."""
 
     def __init__(self, root: str | Path) -> None:
         """List a folder; errors as of `Images`, without secrets."""
@@ -115,7 +115,7 @@ def read(root: str | Path, names: Sequence[str]) -> list[bytes | Path | Exceptio
         files, path = _open_store(root)
         paths = [f"{path.rstrip('/')}/{name}" if path.strip("/") else name for name in names]
         contents: dict[str, bytes | Exception] = files.cat(paths, on_error="return")
-        # Some file systems return keys of their own, in the order of the request.
+        # Some file systems return other keys, in the order of the request.
         found: list[bytes | Path | Exception] = (
             [contents[p] for p in paths] if all(p in contents for p in paths) else list(contents.values())
         )

@@ -32,7 +32,7 @@ class ImageOptions(TypedDict, total=False):
 
 
 class Images(Dataset[Any]):
-    """The images at any depth under a folder, in order of their names; items are tensors of ``image_shape``.
+    """Images at any depth under a folder, in order of their names; items are tensors of ``image_shape``.
 
     Only the file names are kept in memory.
     """
@@ -105,13 +105,13 @@ class Images(Dataset[Any]):
         return item
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items without those that are skipped; torch's DataLoader calls this for a batch."""
+        """Return the items that are not skipped; torch's DataLoader calls this for a batch."""
         items = self.items_of_epoch(indices, int(self._epoch))
         self.note_unreadable(item for item in items if isinstance(item, Unreadable))
         return [item for item in items if not isinstance(item, Unreadable)]
 
     def items_of_epoch(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        """Return the items, augmented as in an epoch; `Unreadable` in place of those that may be skipped.
+        """Return the items with an epoch's augmentation; `Unreadable` in place of items to skip.
 
         Raises:
             ValueError: if an image cannot be read and ``skip_unreadable`` is 0.
@@ -155,7 +155,7 @@ class Images(Dataset[Any]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Augment as in this epoch from now on, also in running worker processes of a DataLoader."""
+        """Set the epoch of the augmentation, also in running worker processes of a DataLoader."""
         self._epoch.fill_(epoch)
 
     @property

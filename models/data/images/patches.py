@@ -1,4 +1,4 @@
-"""Segmentation: random patches of images and their masks, cut and moved alike."""
+"""Segmentation: random patches of images and masks with equal crops and warps."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ImagePatches(Images):
         moving = replace(self.augmentation, resize=before, crop=crop)
         [matrix] = moving.matrices((self._shape[0], *crop), self._seed, epoch, [index])
         patch = warp(pixels[None], matrix[None], crop)
-        # Labels move by one, so that 0, which warp gives to pixels from outside, is none of them.
+        # Labels are shifted by one, because warp gives 0 to pixels from outside.
         moved = warp((labels - OUTSIDE)[None, None].to(torch.float64), matrix[None], crop, mode="nearest")
         patch = self.augmentation.for_evaluation()(patch, self._shape, self._seed, epoch, [index])[0]
         cut = moved[0, 0].to(torch.int64) + OUTSIDE

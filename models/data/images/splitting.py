@@ -86,7 +86,7 @@ def _bounds(samples: int, wanted: Sequence[int | Fraction], what: str) -> list[i
 
 
 def _labels_of(data: Any) -> tuple[np.ndarray[Any, Any], list[str] | None]:
-    """Return the labels as numbers, and the class names if there are any."""
+    """Return the labels as numbers, and the class names, if any."""
     if isinstance(data, Subset):
         labels, names = _labels_of(data.dataset)
         return labels[list(data.indices)], names
