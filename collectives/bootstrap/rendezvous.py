@@ -90,7 +90,7 @@ class Rendezvous:
         return local_address(self.host)
 
     def fail(self) -> None:
-        """Let the next rendezvous of this process at this address retry the same job."""
+        """Make the next rendezvous of this process at this address retry the same job."""
         if self._all_gather is not None:
             _next_jobs[self.host, self.port] = _JobAttempt(self._job, self._all_gather.attempt + 1)
 

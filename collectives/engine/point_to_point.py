@@ -53,7 +53,7 @@ class _PendingReceive:
     """Section that writes a GPU tensor, ordered after the work on the caller's streams; None for a CPU tensor."""
 
     def take(self, write: Callable[[Tensor], None]) -> None:
-        """Let ``write`` fill a contiguous 1-d host tensor, and store the values in the tensor."""
+        """Fill a contiguous 1-d host tensor by ``write``, and copy its values to the tensor."""
         with self.section or nullcontext():
             flat = flat_buffer(self.tensor)
             write(flat)

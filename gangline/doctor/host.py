@@ -252,7 +252,7 @@ def _warning_if(is_bad: object, name: str, measured: str, remedy: str) -> Findin
 
 
 def _read_by_child(read: Callable[[int], None], allow: Callable[[int], object] = int) -> tuple[str, str]:
-    """Let a forked child read memory of this process to an address of its own; return the rate and the problem.
+    """Read memory of this process by a forked child, to an address of its own; return the rate and the problem.
 
     ``allow`` gets the child's process id before it reads.
     """

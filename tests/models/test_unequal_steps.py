@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -67,6 +67,18 @@ def fail(*_: Any) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
+@contextmanager
+def skipping(job: Job) -> Iterator[list[Any]]:
+    """Skip the batch if the block fails, and remove the hooks that it has added to the list."""
+    hooks: list[Any] = []
+    try:
+        yield hooks
+    except torch.OutOfMemoryError:
+        for hook in hooks:
+            hook.remove()
+        job.loader.skip()
+
+
 def skip_second(where: str, **options: Any) -> list[float]:
     """Train three steps, of which rank 1 fails in the second; return the weights."""
     job, weights = Job(**options), []
@@ -74,22 +86,17 @@ def skip_second(where: str, **options: Any) -> list[float]:
     for number, (x,) in enumerate(job.loader):
         fails = rank == 1 and number == 1
         job.model.zero_grad()
-        hook: Any = None
-        try:
+        with skipping(job) as hooks:
             if fails and where == "before forward":
                 fail()
             if fails and where == "in forward":
-                hook = module.register_forward_hook(fail)
+                hooks.append(module.register_forward_hook(fail))
             output = job.model(x).mean()
             if fails and where == "before backward":
                 output.register_hook(fail)
             if fails and where == "in backward":
-                hook = module.w.register_hook(fail)
+                hooks.append(module.w.register_hook(fail))
             output.backward()
-        except torch.OutOfMemoryError:
-            if hook is not None:
-                hook.remove()
-            job.loader.skip()
         weights.append(job.step())
     assert job.loader._balance.caps == [None, 1]
     return weights
@@ -102,20 +109,15 @@ def micro_batches(where: str = "", failing: int = 1, **options: Any) -> list[flo
     for number, (x,) in enumerate(job.loader):
         count = 1 + (rank == 0 or number > 0)
         job.model.zero_grad()
-        hook: Any = None
-        try:
+        with skipping(job) as hooks:
             for k in range(count):
                 with job.model.no_sync() if k < count - 1 else nullcontext():
                     if rank == 1 and number == failing and where == ("in first forward", "in last forward")[k]:
-                        hook = module.register_forward_hook(fail)
+                        hooks.append(module.register_forward_hook(fail))
                     output = job.model(x).mean() / count
                     if rank == 1 and number == failing and where == ("before first", "before last")[k]:
                         fail()
                     output.backward()
-        except torch.OutOfMemoryError:
-            if hook is not None:
-                hook.remove()
-            job.loader.skip()
         weights.append(job.step())
     return weights
 

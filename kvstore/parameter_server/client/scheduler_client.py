@@ -375,7 +375,7 @@ class SchedulerClient:
         return self.is_restarted and self._recall(self._following(name))
 
     def skip_collectives(self) -> None:
-        """Let collectives of earlier rounds end without this restarted worker, which never calls them."""
+        """Complete collectives of earlier rounds without this restarted worker, which never calls them."""
         self._recall(ROUND * self.position(), skips=True)
 
     def _recall(self, number: int, *, skips: bool = False) -> bool:
