@@ -504,13 +504,13 @@ class Communicator:
         """
         self._engine.refuse(call, error)
 
-    def takes_nccl(self, tensors: Sequence[Tensor]) -> bool:
+    def uses_nccl(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether this rank's calls on ``tensors`` use NCCL, provided that the other ranks' calls do."""
-        return self._gpus.takes(tensors)
+        return self._gpus.uses_nccl(tensors)
 
-    def agreed_on_nccl(self) -> AbstractContextManager[None]:
-        """Skip the exchange before each call in this context: all ranks already know that `takes_nccl` is true."""
-        return self._gpus.agreed()
+    def skip_nccl_check(self) -> AbstractContextManager[None]:
+        """Skip the exchange before each call in this context: all ranks already know that `uses_nccl` is true."""
+        return self._gpus.skip_check()
 
     def dead_ranks(self) -> list[int]:
         """Return the ranks that are known to be dead, without those that have closed the communicator."""

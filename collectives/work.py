@@ -62,7 +62,7 @@ class Work:
         work.complete()
         return work
 
-    def after(self, earlier: Work) -> Work:
+    def fail_with(self, earlier: Work) -> Work:
         """Make this handle fail with the error of an earlier operation if that one fails; return this handle."""
         self._earlier = earlier
         return self

@@ -411,7 +411,7 @@ class KVStore(abc.ABC):
             for target in targets:
                 check_like(one, target, tensor.shape, tensor.dtype)
         started = self.init(key, value, async_op=async_op)
-        return self._pull(pairs, priority, async_op).after(started)
+        return self._pull(pairs, priority, async_op).fail_with(started)
 
     def row_sparse_pull(
         self, key: Any, out: Any, priority: int = 0, row_ids: Any = None, *, async_op: bool = False

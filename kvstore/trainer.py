@@ -498,7 +498,7 @@ class Trainer(NetworkState):
         if not isinstance(self._reducer, Reducer):  # sharded weights are not in the store
             return
         changed = []
-        places = self._places()
+        places = self._weight_states()
         if places == self._known:
             return
         for (key, parameter), before, now in zip(self._parameters.items(), self._known, places, strict=True):
@@ -529,9 +529,9 @@ class Trainer(NetworkState):
             return
         self._sums_bits = self.kvstore.num_workers > 1 and (self._steps < _CHECKED_STEPS or self._writes_data)
         self._steps += 1
-        self._known = self._places()
+        self._known = self._weight_states()
 
-    def _places(self) -> list[tuple[int, int, int]]:
+    def _weight_states(self) -> list[tuple[int, int, int]]:
         """Return each parameter's address, its version, and in the first steps the sum of its bits.
 
         Only the bits show in-place writes through ``.data``. If there are some, the bits are summed in every step.

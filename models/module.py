@@ -276,7 +276,7 @@ class Module:
             return
         network = self.bound.replicas.first.network
         state = {}
-        if initializer is not None and self.divides_weights:
+        if initializer is not None and self.shards_weights:
             raise RuntimeError(
                 "init_params(initializer) came after init_optimizer(), which has divided the weights among the "
                 "workers; call it before"
@@ -326,7 +326,7 @@ class Module:
             with replicas.state_names():
                 found.update(checkpoint.matched(replicas.first.network, params, allow_missing, allow_extra))
 
-        if self.divides_weights:
+        if self.shards_weights:
             self.workers.run_on_first(match, "check of parameters")
         else:
             match()
@@ -336,7 +336,7 @@ class Module:
         replicas, optimizer = self.bound.replicas, self._step.optimizer
         replicas.average_buffers(self.workers)
         replicas.load_state_dict(dict(state))
-        if optimizer.is_set and not optimizer.divides_weights:  # then all workers have loaded rank 0's
+        if optimizer.is_set and not optimizer.shards_weights:  # then all workers have loaded rank 0's
             optimizer.assign_weights()
             self._share_untrained(self.workers)
 
@@ -355,7 +355,7 @@ class Module:
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ValueError(f"path is {path}; expected a name that ends in .safetensors")
-        params = self.get_params() if self.workers.is_first or self.divides_weights else {}
+        params = self.get_params() if self.workers.is_first or self.shards_weights else {}
         if self.workers.is_first:
             files.save(path, params, {})
 
@@ -460,9 +460,9 @@ class Module:
         return self._step.optimizer.is_set
 
     @property
-    def divides_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """True if weights are sharded over the workers, so that each forward is collective."""
-        return self._step.optimizer.divides_weights
+        return self._step.optimizer.shards_weights
 
     @property
     def store_type(self) -> str | None:
@@ -600,7 +600,7 @@ class Module:
         Raises:
             ValueError: with ``shard="weights"``, where no worker has all weights and gradients to show.
         """
-        if self.divides_weights:
+        if self.shards_weights:
             raise ValueError("a monitor needs all weights, and shard='weights' divides them; use shard='optimizer'")
         monitor.install(self.network, reports=self.workers.is_first)
 
@@ -751,7 +751,7 @@ class Module:
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
         finally:
-            self._step.optimizer.hand_back()
+            self._step.optimizer.release_parameters()
 
     def score(
         self,

@@ -48,7 +48,7 @@ class OptimizerBinding:
     store: KVStore | None = None
     owns_store = False
     """True if `close` must close the store, because it was created here."""
-    divides_weights = False
+    shards_weights = False
     """True if weights are sharded: forward and backward are collective, and backward reduces gradients."""
     _optimizer: KeyedOptimizer
 
@@ -105,11 +105,11 @@ class OptimizerBinding:
     def pull_weights(self) -> None:
         """Copy the store's weights to the replicas."""
 
-    def hand_back(self) -> None:
+    def release_parameters(self) -> None:
         """Move the parameters of the user's network out of their buckets, until the next step."""
 
     def detach(self) -> None:
-        """Remove the hooks from the replicas' parameters, and call `hand_back`."""
+        """Remove the hooks from the replicas' parameters, and call `release_parameters`."""
 
     def close(self) -> None:
         """Detach, and close the store if it was created here."""
@@ -201,8 +201,8 @@ class StoreOptimizer(OptimizerBinding):
             self.store.check_not_restarted("training by a Module of which nothing was kept")
         return found
 
-    def hand_back(self) -> None:  # noqa: D102  inherited
-        self._reducer.hand_back()
+    def release_parameters(self) -> None:  # noqa: D102  inherited
+        self._reducer.release_parameters()
 
     def detach(self) -> None:  # noqa: D102  inherited
         self._reducer.close()
@@ -212,7 +212,7 @@ class ShardedOptimizer(OptimizerBinding):
     """Optimizer over weights sharded by memory; each worker holds and updates the weights that it owns."""
 
     store: KVStore
-    divides_weights = True
+    shards_weights = True
 
     def __init__(
         self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool

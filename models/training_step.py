@@ -223,7 +223,7 @@ class TrainingStep:
             self._weight = None
             return 1.0
         if self._executor.joins_workers or (
-            self.optimizer.divides_weights and (self.grad_req == "add" or not self._gradients_used)
+            self.optimizer.shards_weights and (self.grad_req == "add" or not self._gradients_used)
         ):
             return self._joint_divisor()
         if self.grad_req == "add":
@@ -248,7 +248,7 @@ class TrainingStep:
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
-        if self._weight is not None and not self.optimizer.divides_weights:  # gradients are the mean over all workers
+        if self._weight is not None and not self.optimizer.shards_weights:  # gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
                 self._executor.replicas.scale_gradients(factor)

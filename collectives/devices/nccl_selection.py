@@ -94,13 +94,13 @@ class NcclSelection:
         is_alone = len(tensors) == 1  # a tensor that is not contiguous is copied before its call, and not in a group
         return all(one.device == self._device and (is_alone or one.is_contiguous()) for one in tensors)
 
-    def takes(self, tensors: Sequence[Tensor]) -> bool:
+    def uses_nccl(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether this rank's calls on ``tensors`` use NCCL, provided that the other ranks' calls do."""
         return self.nccl is not None and bool(tensors) and self._all_here(tensors) and all(map(is_known, tensors))
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Skip the check before each call in this context: all ranks already know that `takes` is true."""
+    def skip_check(self) -> Iterator[None]:
+        """Skip the check before each call in this context: all ranks already know that `uses_nccl` is true."""
         self._has_agreed = True
         try:
             yield
@@ -178,7 +178,7 @@ class NcclSelection:
         size, rank = engine.resources.size, engine.resources.rank
         try:
             name = nccl_bindings.selected()
-            problem = nccl_bindings.missing(name)
+            problem = nccl_bindings.unavailable_reason(name)
             gpu = "" if problem else str(torch.cuda.get_device_properties(device).uuid)
         except BaseException as error:  # noqa: BLE001  raised again
             raise engine.failed(error, code) from None

@@ -89,15 +89,15 @@ def places_of_workers(ranks: Iterable[int]) -> str:
     """Return positions of this job's workers on this host, for a warning; "" if unknown."""
     names = {f"worker {rank}" for rank in ranks}
     job = job_name()
-    return _places(lambda name, _: name in names, lambda status: status.job == job)
+    return _locations(lambda name, _: name in names, lambda status: status.job == job)
 
 
 def places_of_processes(processes: Collection[int]) -> str:
     """Return positions of the main threads of processes of this host, for an error; "" if unknown."""
-    return _places(lambda _, process: process in processes)
+    return _locations(lambda _, process: process in processes)
 
 
-def _places(
+def _locations(
     is_wanted: Callable[[str, int], bool], is_shown: Callable[[ProcessStatus], bool] = lambda _status: True
 ) -> str:
     try:

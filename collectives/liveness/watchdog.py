@@ -147,18 +147,18 @@ class Watchdog:
     def _stall_text(self, missing: set[int], waited: float) -> str:
         call = _text(self.code)
         if not self._sequence:
-            peers = f" for {name_ranks(missing)}{self._places(missing)}" if missing else ""
+            peers = f" for {name_ranks(missing)}{self._locations(missing)}" if missing else ""
             return f"{call} on rank {self._membership.rank} has waited {waited:.3g} s{peers}"
         late = self._late_ranks()
         arrived = set(range(self._membership.size)) - late
         ranks = (
-            f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not{self._places(late)}"
+            f"{name_ranks(arrived)} arrived, {name_ranks(late)} did not{self._locations(late)}"
             if late
             else "all ranks arrived"
         )
         return f"{call}, call {self._sequence}, has waited {waited:.3g} s: {ranks}"
 
-    def _places(self, ranks: Iterable[int]) -> str:
+    def _locations(self, ranks: Iterable[int]) -> str:
         """Return the positions of the main threads of ranks on this host."""
         found = [self._membership.process_here(rank) for rank in ranks]
         processes = {process for process in found if process is not None}

@@ -40,7 +40,7 @@ def gpus() -> list[Finding]:
 
 def _nccl_libraries() -> list[Finding]:
     """Check that cupy, which makes gangline's calls of NCCL, loads the library of torch."""
-    if nccl_bindings.missing("cupy"):
+    if nccl_bindings.unavailable_reason("cupy"):
         return []
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     of_torch, of_cupy = major * 10_000 + minor * 100 + patch, import_module("cupy.cuda.nccl").get_version()

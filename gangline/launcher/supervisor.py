@@ -124,7 +124,7 @@ class Supervisor:
         self._is_interrupted = False
         self._key: JobKey | None = None
         self._elastic: ElasticWorkers | None = None
-        self._places: list[Process] = []
+        self._slots: list[Process] = []
         """Workers of an elastic job from `process_table`, one per slot."""
         self._next_rank = 0
         """Rank of the next worker to be added."""
@@ -188,8 +188,8 @@ class Supervisor:
         self._key, self._restarts_left = key, restart_processes
         if elastic is not None:
             self._elastic = elastic
-            self._places = [process for process in processes if process.role == "worker"]
-            self._next_rank = sum(not process.is_spare for process in self._places)
+            self._slots = [process for process in processes if process.role == "worker"]
+            self._next_rank = sum(not process.is_spare for process in self._slots)
             listener = unix_sockets.listen(elastic.control)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         self._start_all([process for process in processes if not process.is_spare])
@@ -238,7 +238,7 @@ class Supervisor:
             return f"{ERROR}the job ends"
         count = int(words)
         used = {child.process.environment["LOCAL_RANK"] for child in running}
-        free = [process for process in self._places if process.environment["LOCAL_RANK"] not in used]
+        free = [process for process in self._slots if process.environment["LOCAL_RANK"] not in used]
         if count - len(staying) > len(free):
             return f"{ERROR}{len(running) - len(staying)} workers are leaving; add others when they have ended"
         for child in staying[count:]:

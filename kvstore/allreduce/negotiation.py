@@ -88,7 +88,7 @@ class Negotiator:
         """Yield the communicator, by `Negotiation.on_gpus`; an error that it raises in the section is final."""
         self._check_communicator()
         try:
-            with self._communicator.agreed_on_nccl() if on_gpus else nullcontext():
+            with self._communicator.skip_nccl_check() if on_gpus else nullcontext():
                 yield self._communicator
         except GanglineError as error:
             self._failure = type(error)(*error.args)  # without the traceback, which holds tensors
@@ -169,7 +169,7 @@ class Negotiator:
         """
         digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
         code = digest * 8 + (_PLAIN if dense == -1 else _UNEVEN)
-        if self._communicator.takes_nccl(tensors):
+        if self._communicator.uses_nccl(tensors):
             code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
         header = _HEADER.pack(weight, learning_rate, code, keys.to_bytes(64, "little"))

@@ -123,7 +123,7 @@ class Reducer:
         self._is_rerun = False  # whether this backward repeats one that failed
         self._repeated: set[Key] = set()  # parameters whose gradient arrives more than once
         self._warned: set[Key] = set()
-        self._handed_back: set[Key] = set()  # parameters that are not views until the next step
+        self._released: set[Key] = set()  # parameters that are not views until the next step
         self._checks_finite = checks_finite()
         self._keeps_hooks = self._checks_finite
         self._lock = threading.Lock()
@@ -523,7 +523,7 @@ class Reducer:
 
     def expect_moved(self, key: Key) -> None:
         """Let a parameter return to its bucket without a warning: the store has its values."""
-        self._handed_back.add(key)
+        self._released.add(key)
 
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code replaced their memory."""
@@ -534,8 +534,8 @@ class Reducer:
                 parameter = of_replica[key]
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     parameter.data = view
-                    if key in self._handed_back:
-                        self._handed_back.discard(key)
+                    if key in self._released:
+                        self._released.discard(key)
                     else:
                         self._warn_once(key, "parameter %r had moved to memory of its own; it is back in its bucket")
 
@@ -548,7 +548,7 @@ class Reducer:
         return [of_replica[key].data for of_replica in self._parameters]
 
     @torch.no_grad()
-    def hand_back(self) -> None:
+    def release_parameters(self) -> None:
         """Move the parameters of the user's network out of their buckets, until the next step.
 
         Otherwise torch.save of some parameters would write their whole buckets.
@@ -558,11 +558,11 @@ class Reducer:
                 parameter = self._parameters[0][key]
                 if parameter.data_ptr() == view.data_ptr():
                     parameter.data = view.clone()
-                    self._handed_back.add(key)
+                    self._released.add(key)
 
     def close(self) -> None:
         """Remove the hooks, and hand back the parameters."""
-        self.hand_back()
+        self.release_parameters()
         self._remove_hooks()
 
 

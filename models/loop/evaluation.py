@@ -100,11 +100,11 @@ def _forwarded(
     Data that the workers do not share is run without them.
     """
     is_joint = data_source.is_shared and not module.workers.is_elastic
-    workers = module.workers if is_joint or module.divides_weights else Workers()
+    workers = module.workers if is_joint or module.shards_weights else Workers()
     for number, item in enumerate(data_source.parts(workers, 0)):
         if num_batch is not None and number >= num_batch:
             return
-        if item is not None or module.divides_weights:
+        if item is not None or module.shards_weights:
             data, label = item if item is not None else (None, None)
             module.forward(data, label if with_labels else None, is_train=False)
         yield item

@@ -731,7 +731,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
             (torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(GPUS))),
             (device_group, "_groups", {}),
             (host_staging, "pinned_memory", _host_memory),
-            (nccl_bindings, "missing", lambda name: nccl),
+            (nccl_bindings, "unavailable_reason", lambda name: nccl),
             (nccl_selection, "_allow_queries_during_capture", _relax),
         ):
             stack.enter_context(patch.object(target, name, value))

@@ -40,8 +40,8 @@ class Known:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(selection, "no_peer_access", lambda devices: self.link)
         for backend in (Nccl, PeerToPeer):
-            monkeypatch.setattr(backend, "missing", lambda devices, name=backend.name: self.missing(name))
-        monkeypatch.setattr(PeerToPeer, "failed_trial", lambda devices: self.failed_trial())
+            monkeypatch.setattr(backend, "unavailable_reason", lambda devices, name=backend.name: self.missing(name))
+        monkeypatch.setattr(PeerToPeer, "trial_failure", lambda devices: self.failed_trial())
 
 
 # -- the choice -----------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_unfit_devices_and_missing_requirements_are_refused(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["nccl", "peer_to_peer"])
 def test_a_missing_library_is_named_with_the_command_to_install_it(name: str) -> None:
-    if not nccl_bindings.missing("cupy"):
+    if not nccl_bindings.unavailable_reason("cupy"):
         pytest.skip("cupy is installed here")
     with pytest.raises(RuntimeError, match=r"cupy .*pip install"):
         check(name, [GPU0], "implementation")

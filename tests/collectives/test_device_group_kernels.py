@@ -245,7 +245,7 @@ def test_pairs_that_hang_or_kill_their_child_are_named_and_the_others_are_tried(
 def test_one_gpu_three_times_agrees_with_the_host(dtype: torch.dtype) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = PeerToPeer.missing([gpu(0).torch_device] * 3)
+    lack = PeerToPeer.unavailable_reason([gpu(0).torch_device] * 3)
     if lack:
         pytest.skip(lack)
     group = DeviceGroup([gpu(0)] * 3, "peer_to_peer")

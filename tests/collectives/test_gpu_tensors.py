@@ -468,7 +468,7 @@ def test_one_rank_with_nccl(binding: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = nccl_bindings.missing(binding)
+    lack = nccl_bindings.unavailable_reason(binding)
     if lack:
         pytest.skip(lack)
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", binding)

@@ -170,7 +170,7 @@ def test_communicators_are_destroyed_as_one_group_before_the_interpreter_ends() 
 def _binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
-    lack = nccl_bindings.missing(request.param)
+    lack = nccl_bindings.unavailable_reason(request.param)
     if lack:
         pytest.skip(lack)
     monkeypatch.setenv("GANGLINE_NCCL_BINDING", request.param)

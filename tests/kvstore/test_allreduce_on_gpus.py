@@ -423,7 +423,7 @@ def test_a_torch_optimizer_on_a_gpu_gets_means() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(num_gpus() < 2, reason="needs two CUDA GPUs")
 def test_with_nccl_nothing_of_a_bucket_goes_through_the_host() -> None:
-    if lack := nccl_bindings.missing(nccl_bindings.selected()):
+    if lack := nccl_bindings.unavailable_reason(nccl_bindings.selected()):
         pytest.skip(lack)
     assert spawn(_through_nccl, 2, timeout=60) == [[3.0], [3.0]]
 

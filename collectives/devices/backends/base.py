@@ -30,17 +30,17 @@ class Backend(ABC):
         """Device of each position; a position is an index into the lists of tensors."""
 
     @classmethod
-    def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
+    def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
         """Return why this backend cannot serve the devices on any machine; "" if it can."""
         return ""
 
     @classmethod
-    def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
+    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
         """Return what this machine lacks to serve the devices; "" if nothing."""
         return ""
 
     @classmethod
-    def failed_trial(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
+    def trial_failure(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
         """Try operations that the driver may report wrongly; return what failed, "" if nothing."""
         return ""
 

@@ -62,7 +62,7 @@ class Nccl(Backend):
         _bindings.add(self._binding)
 
     @classmethod
-    def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+    def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         for position, device in enumerate(devices):
             if device.type != "cuda":
                 return f"{device} is not a GPU"
@@ -71,8 +71,8 @@ class Nccl(Backend):
         return ""
 
     @classmethod
-    def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003, D102  inherited
-        return nccl_bindings.missing(nccl_bindings.selected())
+    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003, D102  inherited
+        return nccl_bindings.unavailable_reason(nccl_bindings.selected())
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
         if not _supports(tensors[0].dtype):

@@ -232,7 +232,7 @@ def selected() -> str:
     return name
 
 
-def missing(name: str) -> str:
+def unavailable_reason(name: str) -> str:
     """Return what this machine lacks for a binding; "" if nothing."""
     try:
         with warnings.catch_warnings():

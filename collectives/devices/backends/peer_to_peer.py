@@ -53,11 +53,11 @@ class PeerToPeer(Backend):
                     peers.reach(one.index, other.index)
 
     @classmethod
-    def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+    def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         return next((f"{device} is not a GPU" for device in devices if device.type != "cuda"), "")
 
     @classmethod
-    def missing(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+    def unavailable_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         try:
             import_module("cupy")
         except Exception as error:  # noqa: BLE001  a broken driver gives errors of cupy's own
@@ -69,7 +69,7 @@ class PeerToPeer(Backend):
         return ""
 
     @classmethod
-    def failed_trial(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+    def trial_failure(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         return peers.problem([device.index for device in devices])
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited

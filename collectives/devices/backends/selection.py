@@ -55,11 +55,11 @@ def choose(devices: Devices) -> tuple[str, str]:
     without_access = no_peer_access(devices)
     if without_access:
         return "staged", without_access
-    without_kernels = PeerToPeer.missing(devices)
-    failed = "" if without_kernels else PeerToPeer.failed_trial(devices)
+    without_kernels = PeerToPeer.unavailable_reason(devices)
+    failed = "" if without_kernels else PeerToPeer.trial_failure(devices)
     if failed:  # NCCL would hang or give wrong sums as well
         return "staged", failed
-    without_nccl = Nccl.unfit(devices) or Nccl.missing(devices)
+    without_nccl = Nccl.unsupported_reason(devices) or Nccl.unavailable_reason(devices)
     if not without_nccl:
         return "nccl", "the GPUs are distinct and have peer access"
     if without_kernels:
@@ -77,12 +77,10 @@ def check(name: str, devices: Devices, source: str) -> None:
     if name not in _BACKENDS:
         raise ValueError(f"{source} is {name!r}; expected one of {', '.join(_BACKENDS)}")
     backend = _BACKENDS[name]
-    unfit = backend.unfit(devices)
-    if unfit:
-        raise ValueError(f"{source} is {name!r}, but {unfit}; expected copies for these devices")
-    missing = backend.missing(devices) or backend.failed_trial(devices)
-    if missing:
-        raise RuntimeError(f"{source} is {name!r}, but {missing}")
+    if reason := backend.unsupported_reason(devices):
+        raise ValueError(f"{source} is {name!r}, but {reason}; expected copies for these devices")
+    if reason := backend.unavailable_reason(devices) or backend.trial_failure(devices):
+        raise RuntimeError(f"{source} is {name!r}, but {reason}")
 
 
 def no_peer_access(devices: Devices) -> str:

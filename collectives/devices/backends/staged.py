@@ -99,7 +99,7 @@ class Staged(Backend):
         self._last: list[torch.cuda.Event] = []  # after these events the previous call's buffers are free
 
     @classmethod
-    def unfit(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
+    def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         return "some are GPUs and some are not" if len({device.type for device in devices}) > 1 else ""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
