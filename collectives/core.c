@@ -16,11 +16,8 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
-#define PAUSE() _mm_pause()
-#elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("yield")
 #else
-#define PAUSE() (void)0
+#define _mm_pause() (void)0
 #endif
 
 enum { DONE = 0, NOT_YET = -1, ELSEWHERE = -2, DECLINED = -3, HELD = -4 };
@@ -119,8 +116,7 @@ typedef struct { int dtype, op; int64_t divisor; /* of the result; 1: none */ } 
 
 static void divide(void *values, size_t n, const Reduction *how) {
     if (how->divisor == 1) return;
-    double *doubles = values;
-    float *floats = values;
+    double *doubles = values; float *floats = values;
     for (size_t i = 0; i < n && how->dtype == F64; i++) doubles[i] /= (double)how->divisor;
     for (size_t i = 0; i < n && how->dtype != F64; i++) floats[i] /= (float)how->divisor;
 }
@@ -197,11 +193,7 @@ typedef struct {
     Group *group;
 } Slots;
 
-static void free_slots(Slots *slots) {
-    if (slots != NULL) PyMem_Free(slots->group), PyMem_Free(slots);
-}
-
-static void close_slots(PyObject *capsule) { free_slots(PyCapsule_GetPointer(capsule, "slots")); }
+static void close_slots(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, "slots")); }
 
 static PyObject *open_slots(PyObject *module, PyObject *packed) {
     char *words;
@@ -211,12 +203,11 @@ static PyObject *open_slots(PyObject *module, PyObject *packed) {
     if (nbytes >= (Py_ssize_t)sizeof(Group)) memcpy(&size, words, sizeof size);
     if (size < 1 || size > MOST_OPERANDS || nbytes != (Py_ssize_t)(sizeof(Group) + (size_t)size * sizeof(Peer)))
         return PyErr_Format(PyExc_ValueError, "%zd bytes describe no group of 1 to %d ranks", nbytes, MOST_OPERANDS);
-    Slots *slots = PyMem_Calloc(1, sizeof *slots);
-    if (slots != NULL) slots->group = PyMem_Malloc((size_t)nbytes);
-    if (slots == NULL || slots->group == NULL) return free_slots(slots), PyErr_NoMemory();
-    memcpy(slots->group, words, (size_t)nbytes);
+    Slots *slots = PyMem_Calloc(1, sizeof *slots + (size_t)nbytes);
+    if (slots == NULL) return PyErr_NoMemory();
+    slots->group = memcpy(slots + 1, words, (size_t)nbytes);
     PyObject *capsule = PyCapsule_New(slots, "slots", close_slots);
-    if (capsule == NULL) free_slots(slots);
+    if (capsule == NULL) PyMem_Free(slots);
     return capsule;
 }
 
@@ -242,10 +233,8 @@ static int look(const Slots *slots, int64_t looks) {
     int64_t count = slots->exchanges;
     for (int64_t r = 0; r < group->size; r++) {
         _Atomic int64_t *mark = group->peers[r].marks[count & 1];
-        while (atomic_load_explicit(mark, memory_order_acquire) != count) {
+        for (; atomic_load_explicit(mark, memory_order_acquire) != count; _mm_pause())
             if (--looks < 0) return NOT_YET;
-            PAUSE();
-        }
     }
     return DONE;
 }
@@ -528,6 +517,16 @@ static PyObject *yield_at_most(PyObject *module, PyObject *count) {
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* Load a word that ranks share, or store it: data before a store is seen after the load, on every processor. */
+static PyObject *word(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    if (given != 1 && given != 2) return PyErr_Format(PyExc_TypeError, "expected address, value");
+    _Atomic int64_t *at = PyLong_AsVoidPtr(args[0]);
+    const int64_t value = given == 2 ? PyLong_AsLongLong(args[1]) : 0;
+    if (PyErr_Occurred()) return NULL;
+    if (given == 2) atomic_store(at, value);
+    return PyLong_FromLongLong(given == 2 ? value : atomic_load(at));
+}
+
 /* ---- Sums of arrays ---- */
 
 /* One of several sums: its addresses are those of the sources, then those of the outs. */
@@ -587,6 +586,7 @@ static PyMethodDef functions[] = {
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
     {"state", state, METH_O, "Return the number of exchanges that this rank has published, and the code of its call."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
+    FAST(word, "Load the word at an address, or store it; return its value."),
     FAST(combine, "Reduce arrays into one or more arrays each; threads that share \"next\" share the work."),
     {NULL, NULL, 0, NULL},
 };

@@ -118,7 +118,7 @@ def _report() -> dict[str, dict[str, Any]]:
     import torch
 
     from gangline.collectives import compiled_core
-    from gangline.collectives.transports.shm.host_group import processor_problem
+    from gangline.collectives.transports.shm.segments import processor_problem
 
     return {
         "versions": {

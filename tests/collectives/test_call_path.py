@@ -6,6 +6,7 @@ import gc
 import logging
 import platform
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from gangline import Communicator, spawn
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.compiled_core import has_collectives, problem
-from gangline.collectives.transports.shm import cma, host_group
+from gangline.collectives.transports.shm import cma, host_group, segments
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.tuner import SHARED_LIMIT
 from tests.collectives.ranks import exchange_over
@@ -124,7 +125,7 @@ def test_a_communicator_on_one_host_opens_in_few_exchanges() -> None:
     assert spawn(_rounds, 3, transport="ipc", timeout=60) == [ROUNDS] * 3
 
 
-def _no_memory_on_rank_1(comm: Communicator, transport: str, machine: str = "") -> tuple[str, int, list[str]]:
+def _no_memory_on_rank_1(comm: Communicator, transport: str, processor: str = "") -> tuple[str, int, list[str]]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
@@ -132,8 +133,9 @@ def _no_memory_on_rank_1(comm: Communicator, transport: str, machine: str = "") 
 
     exchange = Mock(wraps=exchange_over(comm))
     with pytest.MonkeyPatch.context() as patch:
-        if machine:
-            patch.setattr(platform, "machine", lambda: machine)
+        if processor:
+            patch.setattr(segments, "_KEEPS_ORDER", False)
+            patch.setattr(segments, "core", None)
         elif comm.rank == 1:
             patch.setattr(host_group, "Offer", Mock(side_effect=OSError("no memory")))
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
@@ -150,11 +152,52 @@ def test_all_ranks_use_sockets_if_one_cannot_share_memory_and_each_warns_once() 
         spawn(_no_memory_on_rank_1, 3, "shared_memory", transport="ipc", timeout=60)
 
 
-def test_ranks_on_a_processor_that_reorders_stores_use_sockets() -> None:
-    reason = "not implemented for aarch64 processors, which may reorder stores"
+def test_ranks_on_a_processor_that_reorders_stores_use_sockets_without_the_core() -> None:
+    reason = f"{platform.machine()} processors may reorder stores, which only gangline._core prevents: {problem}"
     warning = f"ranks communicate through sockets instead of shared memory: rank 0 cannot offer memory: {reason}"
-    found = spawn(_no_memory_on_rank_1, 2, "auto", "aarch64", transport="ipc", timeout=60)
+    found = spawn(_no_memory_on_rank_1, 2, "auto", "reorders stores", transport="ipc", timeout=60)
     assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 2
+
+
+def _with_atomic_words(comm: Communicator) -> list[float]:
+    peer, found = 1 - comm.rank, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "machine", lambda: "aarch64")
-        assert host_group.processor_problem() == reason
+        patch.setattr(segments, "_KEEPS_ORDER", False)
+        with open_communicator(comm.rank, 2, exchange_over(comm), transport="shared_memory", timeout=60) as other:
+            for count in (3, 1 << 20):
+                given, taken = torch.full((count,), float(comm.rank + 1)), torch.empty(count)
+                work = other.send(given, peer, async_op=True)
+                if comm.rank:
+                    time.sleep(0.05)  # the other one sleeps, and is woken
+                other.recv(taken, peer)
+                assert work is not None
+                work.wait()
+                found += [float(taken.mean()), float(other.all_reduce(given).mean())]
+            memory = other.empty((1 << 20,)).fill_(comm.rank)
+            found.append(float(other.all_reduce(memory).mean()))
+    return found
+
+
+@pytest.mark.skipif(not has_collectives, reason=f"gangline._core is not here: {problem}")
+def test_ranks_share_memory_by_atomic_words_where_stores_may_be_reordered() -> None:
+    found = spawn(_with_atomic_words, 2, transport="ipc", timeout=60)
+    assert found == [[2.0, 3.0] * 2 + [1.0], [1.0, 3.0] * 2 + [1.0]]
+
+
+def test_atomic_words_are_indexed_as_plain_ones() -> None:
+    if segments.core is None:
+        pytest.skip(f"gangline._core is not here: {problem}")
+    offer = segments.Offer(64)
+    plain = offer.segment.words(8, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_KEEPS_ORDER", False)
+        atomic = offer.segment.words(8, 6)
+    for index in range(6):
+        atomic[index] = index - (1 << 40)
+    assert list(plain) == list(atomic) == [index - (1 << 40) for index in range(6)]
+    assert list(atomic[1:5][1:]) == list(plain[1:5][1:])
+    assert list(atomic[::2]) == list(plain[::2])
+    assert atomic[-1] == plain[-1]
+    with pytest.raises(IndexError):
+        atomic[6] = 0
+    offer.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import platform
 import time
 from collections.abc import Callable, Collection
 
@@ -22,7 +23,7 @@ _YIELDS = 5_000  # before the first sleep, at most: a virtual CPU that sleeps is
 _YIELDS_BETWEEN_CHECKS = 20  # of the clock
 _FEW_YIELDS = 20  # the same if other threads of this host's ranks need the core
 _YIELD_SECONDS = 0.005  # after which it sleeps at any rate: on a busy core a yield may take milliseconds
-_FUTEX = 202  # system call number on x86-64, the only CPUs that `open_host_group` accepts
+_FUTEX = 202 if platform.machine() == "x86_64" else 98  # system call number
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _CACHE_LINE = 64  # bytes
 

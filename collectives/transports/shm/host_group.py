@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
-from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered
+from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered, processor_problem
 
 _PAGE = 4096  # bytes
 
@@ -57,19 +56,6 @@ class HostGroup:
 def padded(nbytes: int) -> int:
     """Return the bytes that `HostGroup.take` uses up for a region of ``nbytes``."""
     return -(-nbytes // _PAGE) * _PAGE
-
-
-def processor_problem() -> str:
-    """Return why ranks cannot share memory on this processor; "" if they can.
-
-    A rank writes data, then a flag, with plain stores; another rank reads the flag, then the data. x86-64 keeps the
-    order of stores and of loads. Other processors, such as aarch64, need fences. System calls and semaphores have
-    fences, but the fast path uses neither: a flag that is already set is read without a futex.
-    """
-    machine = platform.machine()
-    if machine == "x86_64":
-        return ""
-    return f"not implemented for {machine} processors, which may reorder stores"
 
 
 def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: BootstrapAllGather) -> HostGroup:

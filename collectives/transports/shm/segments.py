@@ -10,15 +10,19 @@ import ctypes
 import fcntl
 import mmap
 import os
+import platform
 import secrets
 import struct
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
+from gangline.collectives.compiled_core import core, problem
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
@@ -31,6 +35,47 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+_KEEPS_ORDER = platform.machine() == "x86_64"
+
+
+class Words(Protocol):
+    """64-bit integers that one process stores and others load; what was written before a store is seen after the load.
+
+    On x86-64 plain loads and stores have this order, but for a load after a store of another word. Other processors,
+    such as aarch64, need atomic operations, which only `gangline._core` has.
+    """
+
+    def __iter__(self) -> Iterator[int]: ...
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Words: ...
+    def __setitem__(self, at: int, value: int) -> None: ...
+
+
+def processor_problem() -> str:
+    """Return why processes cannot share memory on this processor; "" if they can."""
+    if _KEEPS_ORDER or core is not None:
+        return ""
+    return f"{platform.machine()} processors may reorder stores, which only gangline._core prevents: {problem}"
+
+
+class _AtomicWords:
+    """Words at these addresses, by atomic operations of `gangline._core`; ``memory`` is kept."""
+
+    def __init__(self, addresses: range, memory: object) -> None:
+        assert core is not None
+        self._word, self._addresses, self._memory = core.word, addresses, memory
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._word, self._addresses)
+
+    def __getitem__(self, at: int | slice) -> Any:
+        found = self._addresses[at]
+        return self._word(found) if isinstance(found, int) else _AtomicWords(found, self._memory)
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._word(self._addresses[at], value)
 
 
 class _Mapping:
@@ -83,9 +128,13 @@ class Segment:
         """Return bytes as a view."""
         return self._view[offset : offset + nbytes]
 
-    def words(self, offset: int, count: int) -> memoryview:
+    def words(self, offset: int, count: int) -> Words:
         """Return ``count`` 64-bit integers from byte ``offset``; a load or store of one is a single instruction."""
-        return self._view[offset : offset + 8 * count].cast("q")
+        view = self._view[offset : offset + 8 * count].cast("q")
+        if _KEEPS_ORDER:
+            return view
+        begin = self.address + offset
+        return _AtomicWords(range(begin, begin + view.nbytes, 8), self._mapping)
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Return bytes as a uint8 tensor; writing to another process's segment crashes this process."""

@@ -18,6 +18,7 @@ from gangline.collectives.compiled_core import core
 from gangline.collectives.transports.base import SLOT_BYTES, WaitPolicy
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
+from gangline.collectives.transports.shm.segments import Words
 
 _CACHE_LINE = 64  # bytes
 _SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
@@ -151,5 +152,5 @@ class CompiledSlotExchange(SharedSlotExchange):
         return self._wait(count, sequence, code)
 
 
-def _has_count(marks: memoryview, count: int) -> bool:
+def _has_count(marks: Words, count: int) -> bool:
     return marks[0] == count

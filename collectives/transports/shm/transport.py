@@ -38,7 +38,7 @@ from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
 from gangline.collectives.transports.shm.registered import RegisteredMemory
-from gangline.collectives.transports.shm.segments import Segment, share
+from gangline.collectives.transports.shm.segments import Segment, Words, share
 
 _Queue = TypeVar("_Queue")
 _REGISTERED, _REMOTE, _STAGED = 1, 2, 3
@@ -316,7 +316,7 @@ class _ReceiveQueue:
         number = self._read + 1
         return self._entries[(number % _ENTRIES) * _WORDS] == number
 
-    def next_entry(self) -> memoryview:
+    def next_entry(self) -> Words:
         begin = ((self._read + 1) % _ENTRIES) * _WORDS
         return self._entries[begin : begin + _WORDS]
 
