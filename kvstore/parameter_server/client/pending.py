@@ -70,10 +70,8 @@ class RequestWork(Work):
             self._open += len(requests)
         for request in requests:
             request.work = self
-            request.on_end = request.on_error = self._end
-            if request.completes_when_sent:
-                request.on_error = partial(self._fail, request)
-            elif self._section is not None and request.on_answer is not None:
+            request.on_end, request.on_error = self._end, self._fail
+            if self._section is not None and request.on_answer is not None:
                 request.on_answer = partial(_handle_on_streams, self._section, request.on_answer)
         for request in requests:
             try:
@@ -89,7 +87,7 @@ class RequestWork(Work):
             self.is_awaited = False
 
     def _fail(self, request: Request, error: Exception) -> None:
-        if request.sequence:  # it was sent, so it has completed already
+        if request.completes_when_sent and request.sequence:  # it has completed already
             self.on_error(error)
             self._on_late_error(error)
         else:

@@ -37,7 +37,8 @@ class Request:
     """Called with each answer and its data; returns whether the request is complete. None: it is with the first one."""
     on_end: Callable[[], None] = lambda: None
     """Called when the request has completed, by its answer or because it was sent."""
-    on_error: Callable[[Exception], None] = lambda _: None
+    on_error: Callable[[Request, Exception], None] = lambda *_: None
+    """Called with this request, which so needs no reference to itself, and its error."""
     on_release: Callable[[], None] | None = None
     """Called when the message's shared-memory region may be overwritten; None: it has none."""
     is_held: bool = False

@@ -153,10 +153,10 @@ class ServerClient:
     def submit(self, request: Request) -> None:
         """Queue a request; its callbacks run in the thread that drives the sockets."""
         if self._failure is not None:
-            request.on_error(self._failure)
+            request.on_error(request, self._failure)
             return
         if (self._scheduler.gone or self._scheduler.lost) and (lost := self._lost(request.server)):
-            request.on_error(self._dead(request, lost))
+            request.on_error(request, self._dead(request, lost))
             return
         if not self._outbox and self._driving.acquire(blocking=False):  # nothing is queued
             try:
@@ -403,7 +403,7 @@ class ServerClient:
             request.packed = protocol.pack(request.message)
         except Exception as error:  # noqa: BLE001  passed to the request; others are not affected
             request.sequence = 0  # not sent
-            request.on_error(error)
+            request.on_error(request, error)
             return
         connection.pending[request.sequence] = request
         self._count += 1
@@ -591,7 +591,7 @@ class ServerClient:
         self._mark_received(connection, request)
         if request.is_held:
             connection.unreleased[sequence] = request
-        request.on_error(error)
+        request.on_error(request, error)
 
     def _check(self) -> None:
         """Fail requests to lost servers and requests that have timed out."""
@@ -662,7 +662,7 @@ class ServerClient:
             heapq.heapify(self._outbox)
             self._queued -= sum(request.nbytes for _, _, request in unsent)
         for _, _, request in unsent:
-            request.on_error(error_of(request))
+            request.on_error(request, error_of(request))
 
     def _fail_all(self, error: Exception) -> None:
         for connection in self._connections:

@@ -115,7 +115,7 @@ def failing(number: int, nbytes: int = 10) -> tuple[Request, list[Exception]]:
     """Return a push, and the list that gets its error."""
     errors: list[Exception] = []
     request = push(number, 0, nbytes, [])
-    request.on_error = errors.append
+    request.on_error = lambda _, error: errors.append(error)
     return request, errors
 
 
@@ -156,7 +156,7 @@ def test_requests_to_a_dead_server_free_the_queue(
     errors: list[Exception] = []
     for number in range(80):
         one = push(number, 0, 4 * MIB, [])
-        one.on_error = errors.append
+        one.on_error = lambda _, error: errors.append(error)
         client.submit(one)
     scheduler.gone[("server", 0)] = "was killed"
     client.wait_for_room()

@@ -48,6 +48,32 @@ def test_a_push_and_pull_of_a_small_key_makes_few_calls() -> None:
     assert 100 < calls < MOST_CALLS
 
 
+def count_garbage() -> int:
+    """Return the objects that only the garbage collector frees after pushes, pulls and `pushpull`."""
+    with kvstore.create("dist_sync") as kv:
+        kv.init("a", torch.zeros(1024))
+        given, out = torch.ones(1024), torch.empty(1024)
+
+        def step() -> None:
+            kv.push("a", given)
+            kv.pull("a", out)
+            kv.pushpull("a", given, out)
+            kv.push("a", given, async_op=True).wait()
+
+        step()
+        gc.collect()
+        gc.disable()
+        for _ in range(50):
+            step()
+        kv.barrier()
+        return gc.collect()
+
+
+def test_a_push_and_pull_frees_its_memory_at_once() -> None:
+    (garbage,) = run_job(count_garbage, 1, 1)
+    assert garbage < 50  # not one for each call
+
+
 def calls_per_message(workers: int) -> float:
     """Return the Python calls of a server for three pushes and pulls of a worker, without those of its sockets."""
     calls = 0
