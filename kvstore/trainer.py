@@ -6,8 +6,6 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
-from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,12 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negati
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
+from gangline.kvstore.reducer.written_weights import WrittenWeights
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, of_gradient, summed
 
 _log = logging.getLogger("gangline")
-_data_ptr, _version = methodcaller("data_ptr"), attrgetter("_version")
 _REDUCTIONS = ("mean", "sum")
-_CHECKED_STEPS = 3
-"""Number of first steps in which several workers look for in-place writes through ``.data``."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ON_STORE = (
     "the store updates the weights at each push, so gradients cannot be changed in between; expected clip_global_norm, "
     "clip_norm or clip_gradient in optimizer_params, or gangline.DistributedOptimizer over a torch optimizer, whose "
@@ -144,13 +139,12 @@ class Trainer(NetworkState):
         self._early_samples: float | None = None  # those of the `backward` that has pushed gradients
         self._failed_backward: str | None = None  # error of a `backward` that had pushed a part of the gradients
         self._has_failed = False  # the last step, whose pushes may wait for an update that will not come
-        self._steps = 0
         self._used: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients of the last step, with versions
-        self._writes_data = False  # the user writes weights in place through ``.data``
         self._trained = {key: one for key, one in self._parameters.items() if one.requires_grad}
         network = params if isinstance(params, nn.Module) else None
         self._network = network if shard == "weights" else None
         self._sharded = None
+        self._written: WrittenWeights | None = None  # sharded weights are not in the store
         self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
@@ -175,7 +169,8 @@ class Trainer(NetworkState):
         except BaseException:  # raised again
             self._reducer.close()
             raise
-        self._note_weights()
+        several = self.kvstore.num_workers > 1
+        self._written = WrittenWeights(self._parameters, self._reducer, self.kvstore, sums_bits=several)
         self._reducer.begin([0], push_early=False)
 
     def backward(self, loss: torch.Tensor, batch_size: float) -> None:
@@ -299,8 +294,8 @@ class Trainer(NetworkState):
         Args:
             state: picklable state that the next step depends on: its number, random states, buffers.
         """
-        if isinstance(self._reducer, Reducer):
-            self._reducer.keep([state, self._steps, self._writes_data])
+        if self._written is not None and isinstance(self._reducer, Reducer):
+            self._reducer.keep([state, self._written.steps, self._written.writes_data])
 
     def kept(self) -> Any:
         """Restore the weights that `keep` saved before a restart, and return the saved state; None in the first start.
@@ -317,11 +312,11 @@ class Trainer(NetworkState):
                 trainer.step(len(data[step]))
         """
         found = self._reducer.kept() if isinstance(self._reducer, Reducer) else None
-        if found is None:
+        if found is None or self._written is None:
             return None
-        state, self._steps, self._writes_data = found
-        self._steps -= 1  # `_note_weights` counts the step whose weights these are
-        self._note_weights()
+        state, steps, self._written.writes_data = found
+        self._written.steps = steps - 1  # `note` counts the step whose weights these are
+        self._written.note()
         return state
 
     def _warn_without_gradients(self, batch_size: float) -> None:
@@ -491,54 +486,16 @@ class Trainer(NetworkState):
         return {key: of_gradient(p.grad) for key, p in self._parameters.items() if p.grad is not None}
 
     def _assign_changes(self) -> None:
-        """Copy parameters that were written since the last pull, by load_state_dict for example, into the store."""
         if self._has_failed:
             self.kvstore.drop_updates()
             self._has_failed = False
-        if not isinstance(self._reducer, Reducer):  # sharded weights are not in the store
-            return
-        changed = []
-        places = self._weight_states()
-        if places == self._known:
-            return
-        for (key, parameter), before, now in zip(self._parameters.items(), self._known, places, strict=True):
-            if before[0] != now[0]:
-                self._reducer.expect_moved(key)
-            if before[1:] != now[1:] or (before[0] != now[0] and not self._is_stored(key, parameter)):
-                changed.append(key)
-                self._writes_data |= before[:2] == now[:2]
-        if not changed:
-            return
-        self.kvstore.assign(changed, [self._parameters[key] for key in changed])
-        frozen = [key for key in changed if key not in self._trained]
-        self.kvstore.pull(frozen, [self._parameters[key].data for key in frozen])
-        self._note_weights()
-
-    def _is_stored(self, key: Key, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter whose memory was replaced still has the store's value."""
-        assert isinstance(self._reducer, Reducer)
-        stored = self._reducer.view_of(key)
-        if stored is None:
-            self.kvstore.pull(key, stored := parameter.detach().clone())
-        is_alike = (stored.dtype, stored.device) == (parameter.dtype, parameter.device)
-        return is_alike and torch.equal(stored, parameter)
+        if self._written is not None:
+            frozen = [key for key in self._written.assign() if key not in self._trained]
+            self.kvstore.pull(frozen, [self._parameters[key].data for key in frozen])
 
     def _note_weights(self) -> None:
-        """Record addresses and versions of the parameters, for `_assign_changes`."""
-        if self._sharded is not None:
-            return
-        self._sums_bits = self.kvstore.num_workers > 1 and (self._steps < _CHECKED_STEPS or self._writes_data)
-        self._steps += 1
-        self._known = self._weight_states()
-
-    def _weight_states(self) -> list[tuple[int, int, int]]:
-        """Return each parameter's address, its version, and in the first steps the sum of its bits.
-
-        Only the bits show in-place writes through ``.data``. If there are some, the bits are summed in every step.
-        """
-        parameters = self._parameters.values()
-        sums = map(_sum_of_bits, parameters) if self._sums_bits else repeat(0, len(parameters))
-        return [*zip(map(_data_ptr, parameters), map(_version, parameters), sums, strict=True)]
+        if self._written is not None:
+            self._written.note()
 
     def _drop_stale_gradients(self) -> None:
         for key, parameter in self._parameters.items():
@@ -569,13 +526,6 @@ def _named(params: Any) -> dict[Key, torch.Tensor]:
     if not named:
         raise ValueError("params has no parameters; expected at least one")
     return named
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64))
 
 
 def _scaled(value: Value, factor: float) -> Value:

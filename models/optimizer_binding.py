@@ -16,6 +16,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
+from gangline.kvstore.reducer.written_weights import WrittenWeights
 from gangline.kvstore.sparse import of_gradient
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.names import plain_name
@@ -77,6 +78,9 @@ class OptimizerBinding:
     def load_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state."""
         self._optimizer.load_state(state)
+
+    def begin_forward(self, *, train: bool) -> None:
+        """Copy weights written since the last step into all replicas; in training, rank 0's to all workers."""
 
     def begin_backward(
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
@@ -143,6 +147,17 @@ class StoreOptimizer(OptimizerBinding):
             loose={plain_name(name) for name in cudnn_weights(replicas.first.network)} if uses_gpu else (),
             sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
         )
+        self._written = WrittenWeights(replicas.first.parameters, self._reducer, store, sums_bits=True)
+
+    def begin_forward(self, *, train: bool) -> None:  # noqa: D102  inherited
+        if not train:
+            for name in self._written.find():
+                first, *others = self._replicas.weights(name)
+                for other in others:
+                    other.copy_(first)
+        elif written := self._written.assign():
+            self.store.pull(written, [self._replicas.weights(name) for name in written])
+            self._written.note()
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -160,6 +175,7 @@ class StoreOptimizer(OptimizerBinding):
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
         self._reducer.finish(weight)
+        self._written.note()
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if self.workers.has_others:
@@ -170,6 +186,7 @@ class StoreOptimizer(OptimizerBinding):
         except Exception as second:  # noqa: BLE001  the first error is the one to raise
             error.add_note(f"the store's weights could not be pulled into the replicas either: {second}")
             return
+        self._written.note()
         if pushed:
             error.add_note(
                 f"{pushed} of {buckets} buckets had been pushed to the store; the replicas hold the weights updated "
@@ -178,10 +195,12 @@ class StoreOptimizer(OptimizerBinding):
 
     def assign_weights(self) -> None:  # noqa: D102  inherited
         _assign(self.store, self._replicas, list(self._replicas.first.parameters))
+        self._written.note()
 
     def pull_weights(self) -> None:  # noqa: D102  inherited
         names = list(self._replicas.first.parameters)
         self.store.pull(names, [self._replicas.weights(name) for name in names])
+        self._written.note()
 
     def state(self) -> OptimizerState:  # noqa: D102  inherited
         return self.store.optimizer_state()
@@ -196,6 +215,7 @@ class StoreOptimizer(OptimizerBinding):
     def kept(self) -> Any:
         """Restore the store on this worker and return the state saved before a restart; None if there is none."""
         found = self._reducer.kept()
+        self._written.note()
         self._continues = True
         if found is None and self.store.is_restarted and self.store.first_step:
             self.store.check_not_restarted("training by a Module of which nothing was kept")

@@ -88,6 +88,8 @@ class TrainingStep:
         data, label = self._checked(data, label)
         if train:
             self._begin_batch(data)
+        else:
+            self.optimizer.begin_forward(train=False)
         self._forward_pass(data, label, train)
         self._run_state.step += train
 
@@ -121,6 +123,7 @@ class TrainingStep:
         return data, label
 
     def _begin_batch(self, data: Batch | None) -> None:
+        self.optimizer.begin_forward(train=True)
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
         elif self._executor.dropout_by_sample and self.workers.in_step:

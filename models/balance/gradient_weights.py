@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -52,6 +53,7 @@ class GradientWeights:
         check_not_balanced(networks)
         _check_batchnorm(networks)
         self._weight: float | None = None  # of the current batch; None between batches
+        self._reader = threading.current_thread()  # which began the current batch
         self._of_backward: float | None = None  # of the batch whose gradients arrive
         self._is_pending = False  # no gradient has arrived since a forward in a batch
         self._has_begun = self._is_warned = False
@@ -74,12 +76,21 @@ class GradientWeights:
         """Begin a batch of this weight, or end it with None: backward passes outside of batches have no weight."""
         self._has_begun |= weight is not None
         self._weight = weight
+        self._reader = threading.current_thread()
         if not self._is_pending:
             self._of_backward = weight
 
     def _begin_forward(self, *_: Any) -> None:
-        if self._weight is not None and torch.is_grad_enabled():
-            self._of_backward, self._is_pending = self._weight, True
+        if self._weight is None or not torch.is_grad_enabled():
+            return
+        main = threading.main_thread()
+        if self._reader is not main and threading.current_thread() is main:  # a checkpoint's forward may be in others
+            raise RuntimeError(
+                f"balance: the balanced loader is read in thread {self._reader.name!r}, as by a prefetcher around it, "
+                "while the main thread trains, so batches would get the weights of others; put the prefetcher around "
+                "the loader that balance() is given, and read the balanced loader in the loop"
+            )
+        self._of_backward, self._is_pending = self._weight, True
 
     def _weighted(self, gradient: Tensor) -> Tensor | None:
         """Return a gradient times the weight of its batch; None: unchanged."""

@@ -112,7 +112,7 @@ class _Samples:
     def __init__(self, batches: Iterable[Any], batch_size: int | None) -> None:
         self._batches, self._batch_size = iter(batches), batch_size
         self._left: deque[tuple[int, Any]] = deque()  # (samples, batch)
-        self._lists: set[str] = set()  # names of lists with one tensor or container for each sample
+        self._of_samples: dict[str, bool] = {}  # by name of a list of tensors and containers, as first read
 
     def take(self, samples: int) -> tuple[int, Any]:
         """Return the next samples as one batch, with their number: fewer at the end of the stream, then 0."""
@@ -176,14 +176,12 @@ class _Samples:
 
     def _is_of_samples(self, value: Sequence[Any], name: str) -> bool:
         """Return whether a list has one entry per sample, not one per part of the batch."""
-        if name in self._lists or not any(
-            isinstance(v, Tensor | numpy.ndarray | Mapping | list | tuple) for v in value
-        ):
+        if not any(isinstance(part, Tensor | numpy.ndarray | Mapping | list | tuple) for part in value):
             return True
-        if len(value) != self._batch_size or all(_fits(part, self._batch_size) for part in value):
-            return False
-        self._lists.add(name)
-        return True
+        if name not in self._of_samples:  # parts that were cut do not tell
+            size = self._batch_size
+            self._of_samples[name] = len(value) == size and not all(_fits(part, size) for part in value)
+        return self._of_samples[name]
 
 
 def _fits(part: Any, samples: int) -> bool:

@@ -157,7 +157,7 @@ class Lockstep:
         piece, row, error = Piece(0, None), (Signal.UNREAD, 0.0, 0.0, 0.0), None
         try:
             piece = next(pieces, piece)
-            counted = float(piece.samples if counter is None or not piece.samples else counter(piece.batch))
+            counted = float(piece.samples) if counter is None or not piece.samples else _counted(counter, piece.batch)
             row = (Signal.BATCH, float(piece.samples), counted, float(piece.whole))
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
@@ -337,6 +337,15 @@ class Lockstep:
             "loader.stop() on any rank ends it on all",
             stacklevel=2,
         )
+
+
+def _counted(counter: Count, batch: Any) -> float:
+    value = counter(batch)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"count= returned {shown}; expected one number, such as (labels != -100).sum()") from error
 
 
 def _raiser(error: Exception | None) -> Callable[[], None]:

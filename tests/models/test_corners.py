@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -463,3 +463,49 @@ def test_a_loss_of_ones_own_is_called_as_it_is_now(contexts: Any) -> None:
             loss.scale = scale
             module.forward_backward_update(data, label)
             assert float(module.get_loss()) == pytest.approx(scale * expected, rel=1e-6)
+
+
+# -- weights that user code writes ------------------------------------------------------------------------------------
+
+
+def clamp(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def replace_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+@both
+@pytest.mark.parametrize("write", [clamp, clamp_data, replace_data])
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_weights_written_between_steps_are_those_of_the_next(
+    contexts: list[Any], write: Callable[[nn.Parameter], None], store: str
+) -> None:
+    data, labels = arrays()
+    plain = classifier()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    for begin in range(0, SAMPLES, 5):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(data[begin : begin + 5]), labels[begin : begin + 5]).backward()
+        optimizer.step()
+        write(plain.weight)
+    network = classifier()
+    with Module(network, nn.CrossEntropyLoss(), context=contexts) as module:
+        module.fit(
+            loader(),
+            num_epoch=1,
+            kvstore=store,
+            optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+            batch_end_callback=lambda _: write(network.weight),
+        )
+        assert distance(module.get_params(), plain.state_dict()) < 1e-6
+        with torch.no_grad():
+            network.weight.zero_()
+            network.bias.fill_(1.0)
+        assert module.predict(data, batch_size=10).unique().tolist() == [1.0]  # on all contexts

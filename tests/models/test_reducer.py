@@ -487,7 +487,7 @@ def test_changes_to_all_gradients_before_update_take_effect(change: str, count: 
 
 
 @small_buckets
-def test_a_parameter_that_moved_is_put_back_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_moved_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
     network = perceptron()
     with module_of(network, 2) as module:
         module.forward_backward_update(*batch())
@@ -496,8 +496,7 @@ def test_a_parameter_that_moved_is_put_back_and_logged_once(caplog: pytest.LogCa
             network[0].weight.data = network[0].weight.data.clone()  # type: ignore[index]
             module.forward_backward_update(*batch())
             assert places == {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
-    logged = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage().split(" had")[0] for record in logged] == ["parameter '0.weight'"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @small_buckets
@@ -801,7 +800,8 @@ def test_an_update_adds_each_gradient_once_and_copies_weights_as_one(layers: int
     network = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
     data, label = batch(8, columns=FEATURES)
     with create(store) as kv, module_of(network, count, kv) as module:
-        module.forward_backward_update(data, label)
+        for _ in range(3):  # afterwards no bits are summed to find writes through .data
+            module.forward_backward_update(data, label)
         module.forward_backward(data, label)
         with operations() as (copies, sums):
             module.update()

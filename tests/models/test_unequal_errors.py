@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,23 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         lambda: list(balanced(plain, count=lambda batch: batch[rank * 99].sum())), "index 99 is out of bounds"
     )
     assert list(balanced(plain, count=lambda batch: torch.tensor(3 * (1 - rank))))
+    check_refused(
+        lambda: list(balanced(plain, count=lambda batch: torch.ones(3))), "count= returned a tensor of shape (3,)"
+    )
+    check_refused(lambda: list(balanced(plain, count=lambda _: None)), "count= returned None; expected one number")
+
+    # A thread that reads ahead of the loop.
+    network = nn.Sequential(nn.Linear(1, 1))
+    loader = gangline.balance(network, plain, loads=[3, 1])
+
+    def train_what_a_thread_reads() -> None:
+        with ThreadPoolExecutor(1, "prefetcher") as pool:
+            batches = iter(loader)
+            pool.submit(next, batches).result()
+            network(torch.ones(2, 1)).sum().backward()
+
+    check_refused(train_what_a_thread_reads, "is read in thread 'prefetcher_0'", "around the loader that balance()")
+    loader.close()
 
     # A layer that is replaced while a batch is current has no weight.
     network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

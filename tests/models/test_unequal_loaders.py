@@ -310,6 +310,17 @@ def streams(comm: Communicator, path: str) -> None:
         parts.append(batch["a"][: loader.samples].tolist())
     assert [n for of_rank in zip(*gathered(parts), strict=True) for n in flat(list(of_rank))] == list(range(25))
 
+    # Batches with as many parts as samples.
+    for size in (1, 2, 3):
+        for kind in ("same", "own"):
+            triples = Stream(range(23), lambda n: (torch.tensor([n]), n, str(n)))
+            taken = []
+            for first, second, third in balanced(DataLoader(triples, batch_size=size), loads=[3, 1], stream=kind):
+                assert first.flatten().tolist() == second.tolist() == [int(text) for text in third]
+                taken += second.tolist()
+            found = {number for of_rank in gathered(taken) for number in of_rank}
+            assert found == set(range(23))
+
     # Lists with a tensor for each sample are cut between samples, also in a last batch that is smaller.
     detection: DataLoader[Any] = DataLoader(Stream(range(14), int), batch_size=4, collate_fn=lists_of_tensors)
     seen = []
