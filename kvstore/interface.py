@@ -525,6 +525,10 @@ class KVStore(abc.ABC):
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
         """Set the learning rate from the next push on; with several workers, rank 0's value is used.
 
+        While rank 0 is inside `join`, the value of the lowest rank outside it that has set one is used; after `join`
+        it is rank 0's value. With ``dist_async`` the servers have the value when the call returns, so that it also
+        applies to pushes that other workers begin afterwards.
+
         Raises:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.

@@ -432,7 +432,7 @@ class Trainer(NetworkState):
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate from the next step on; rank 0's value is used.
+        """Set the learning rate from the next step on; rank 0's value is used, see `KVStore.set_learning_rate`.
 
         Raises:
             TypeError: if it is not a number.

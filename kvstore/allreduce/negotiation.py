@@ -41,7 +41,9 @@ class Negotiation:
     dense: int | None
     """Keys that some rank has a dense value for: bit i is set for key i, -1 for all; None if it is not known."""
     learning_rate: float
-    """Rank 0's learning rate; NaN if it has none."""
+    """That of the lowest rank outside `KVStore.join` that sent one, else rank 0's; NaN if it has none."""
+    rate_of: int
+    """Rank that sent it."""
     on_gpus: bool = False
     """True if NCCL takes the tensors of all ranks."""
     plan: Any = None
@@ -161,7 +163,7 @@ class Negotiator:
             plan: plain data by which ranks that have joined take part; None if they cannot.
             weight: this worker's weight.
             dense: keys that this worker has a dense value for, as in `Negotiation`.
-            learning_rate: this worker's; NaN if it has none.
+            learning_rate: that of rank 0, or one that this rank has set; else NaN.
             tensors: what the call reduces or copies, for `Negotiation.on_gpus`.
 
         Raises:
@@ -214,12 +216,15 @@ class Negotiator:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
             error = _disagreement(self._gather_plain(call), kinds)
             raise failed if failed is not None and isinstance(error, _RefusedByAllError) else error
+        sent = (rank for rank, (_, rate, *_) in enumerate(rows) if kinds[rank] != _JOINED and not math.isnan(rate))
+        rate_of = next(sent, 0)
         dense = reduce(or_, (int.from_bytes(keys, "little") for *_, keys in rows))
         return Negotiation(
             weights=[weight for weight, *_ in rows],
             has_joined=self._had_joined,
             dense=-1 if _PLAIN in kinds else None if dense & _UNKNOWN else dense,
-            learning_rate=rows[0][1],
+            learning_rate=rows[rate_of][1],
+            rate_of=rate_of,
             on_gpus=all(code & _ON_GPU for _, _, code, _ in rows),
         )
 

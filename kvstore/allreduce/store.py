@@ -304,14 +304,14 @@ class AllReduceStore(LocalStore):
             self._reduce_and_update(negotiation, part, bucket, is_mean=plan["is_mean"])
 
     def _use_rate(self, negotiation: Negotiation) -> None:
-        """Set rank 0's learning rate."""
+        """Set the learning rate that counts: that of rank 0, or of the lowest rank outside join() that has set one."""
         assert self._optimizer is not None
         rate, own = negotiation.learning_rate, self._optimizer.learning_rate
         if not math.isnan(rate) and rate != own:
             if self._sets_rate:
                 _log.warning(
-                    "set_learning_rate(%g) on rank %d has no effect: rank 0's learning rate %g counts; set it there",
-                    *(own, self.rank, rate),
+                    "set_learning_rate(%g) on rank %d has no effect: rank %d's learning rate %g counts; set it there",
+                    *(own, self.rank, negotiation.rate_of, rate),
                 )
             self._optimizer.learning_rate = rate
         self._sets_rate = False
@@ -575,7 +575,10 @@ class AllReduceStore(LocalStore):
         return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=rate, tensors=tensors)
 
     def _rate(self) -> float:
-        return math.nan if self._optimizer is None else self._optimizer.learning_rate
+        """Return the learning rate to send: rank 0's, or one that was set here since the last update; else NaN."""
+        if self._optimizer is None or (self.rank and not self._sets_rate):
+            return math.nan
+        return self._optimizer.learning_rate
 
 
 def with_owners(store: KVStore) -> AllReduceStore:

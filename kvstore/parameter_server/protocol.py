@@ -434,7 +434,7 @@ class Push(Message, kind=23):
     entries: Entries
     weight: OptionalNumber
     learning_rate: OptionalNumber
-    """Rank 0's learning rate from this round on."""
+    """Learning rate from this round on, of rank 0 and of ranks that have set one; the lowest rank's counts."""
     wants_values: Flag
     """True if the server answers with the `Values` of these rounds."""
     region: Region

@@ -85,7 +85,7 @@ class PushEncoder:
         Args:
             values: what is pushed.
             rounds: round of each key.
-            learning_rate: on rank 0.
+            learning_rate: on rank 0, and on ranks that have set one.
             targets: destination of the values after those rounds; None: they are not pulled.
             what: name of the call, for errors.
             priority: requests of higher priority are sent first.

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,6 +127,7 @@ class DistStore(KVStore):
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._spec: OptimizerSpec | None = None
         self._learning_rate: float | None = None
+        self._sent_rate: float | None = None  # sent with pushes: on rank 0, and where set since the last join()
         self._late_error: Exception | None = None  # of a push that had already returned
         self._final_error: Exception | None = None  # raised by all later calls: a push may be lost, or join() failed
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
@@ -260,7 +261,7 @@ class DistStore(KVStore):
         self._settle()
         command(self._servers, "join")
         try:
-            result = self._scheduler.join(msgpack.packb(list(self._rounds.items())))
+            result = self._scheduler.join(msgpack.packb([list(self._rounds.items()), self._sent_rate]))
         except BaseException as error:  # rounds have closed without this worker, so it cannot push any more
             why = f"has given up join(): {str(error) or type(error).__name__}"
             kind = type(error) if isinstance(error, GanglineError) else GanglineError
@@ -268,11 +269,17 @@ class DistStore(KVStore):
             if not isinstance(error, DeadNodeError):  # else the others have the error of that death
                 self._scheduler.leave(why)
             raise
+        rates: list[tuple[int, float]] = []  # pushes of a worker with a learning rate, and the rate
         for packed in result.data:
-            for key, number in msgpack.unpackb(packed) if packed else ():
+            rounds, rate = msgpack.unpackb(packed) if packed else ([], None)
+            if rate is not None:
+                rates.append((sum(number for _, number in rounds), rate))
+            for key, number in rounds:
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
         self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
+        if rates:  # the first of those who pushed longest: rank 0, or one whose rate counted after rank 0's join()
+            self._resume_rate(max(rates, key=itemgetter(0))[1])
         self.barrier()
         return result.last
 
@@ -346,7 +353,7 @@ class DistStore(KVStore):
         pairs = merged(pairs)
         if self._scheduler.keeps_positions:
             self._continuation.count([key for key, _ in pairs])
-        rate = self._learning_rate if self._scheduler.rank == 0 else None
+        rate = self._sent_rate
         merged_outs = None if outs is None else merged(outs)
 
         def push(work: RequestWork) -> None:
@@ -491,6 +498,9 @@ class DistStore(KVStore):
         self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
         self._spec = spec
         self._learning_rate = float(spec.arguments["lr"])
+        self._sent_rate = None if self.rank else self._learning_rate
+        if self._sent_rate is not None and self.is_async and self.is_restarted:
+            self._send_rate(self._sent_rate)  # servers have the rate of the former process
 
     def _merge_shards(self) -> None:
         """Replace the shards of each split key by one, for an optimizer that needs the whole tensor."""
@@ -525,7 +535,7 @@ class DistStore(KVStore):
         return self._spec is not None and self._spec.clip_global_norm is not None
 
     def _update(self) -> None:
-        def update(rate: float) -> None:
+        def update(rate: float | None) -> None:
             assert self._spec is not None
             assert self._spec.clip_global_norm is not None
             norms = [one for packed, _ in command(self._servers, "norms") for one in msgpack.unpackb(packed)]
@@ -539,12 +549,13 @@ class DistStore(KVStore):
     def _drop_updates(self) -> None:
         self._end_updates(lambda _: command(self._servers, "drop"), "drop_updates")
 
-    def _end_updates(self, action: Callable[[float], object], what: str) -> None:
-        """Run an action on the first worker that is not inside join(), with its learning rate."""
+    def _end_updates(self, action: Callable[[float | None], object], what: str) -> None:
+        """Run an action on the first worker that is not inside join(), with the learning rate; None: no change."""
         self._catch_up(what)
-        rates = self._workers.all_gather(self._learning_rate, what)
-        first = next(rank for rank, rate in enumerate(rates) if rate is not None)
-        self._workers.run_on_rank(lambda: action(rates[first]), what, first)
+        gathered = self._workers.all_gather([self._sent_rate], what)
+        present = [rank for rank, one in enumerate(gathered) if one is not None]
+        rate = next((gathered[rank][0] for rank in present if gathered[rank][0] is not None), None)
+        self._workers.run_on_rank(lambda: action(rate), what, present[0])
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
@@ -552,11 +563,33 @@ class DistStore(KVStore):
         return self._with_optimizer("learning_rate")
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate from the next push on; only rank 0's is sent to the servers."""
+        """Set the learning rate from the next push on; that of the lowest rank outside `join` is used.
+
+        In an async store it is sent to the servers at once, and applies to pushes of all workers that arrive later.
+
+        Raises:
+            StallError: if a server of an async store does not answer within the timeout.
+            DeadNodeError: if a server of an async store has died.
+        """
         self._check_open()
         check_learning_rate(learning_rate)
         self._with_optimizer("set_learning_rate")
-        self._learning_rate = float(learning_rate)
+        rate = float(learning_rate)
+        if self.is_async and rate != self._sent_rate:
+            self._send_rate(rate)
+        self._learning_rate = self._sent_rate = rate
+
+    def _send_rate(self, rate: float) -> None:
+        """Set this worker's learning rate on all servers, after its earlier pushes."""
+        self._settle()
+        command(self._servers, "learning_rate", msgpack.packb(rate))
+
+    def _resume_rate(self, rate: float) -> None:
+        """Continue after join() with the same learning rate on all workers, which rank 0 sends."""
+        if self.is_async and self.rank == 0 and rate != self._sent_rate:
+            self._send_rate(rate)
+        self._learning_rate = rate
+        self._sent_rate = None if self.rank else rate
 
     def _with_optimizer(self, call: str) -> float:
         """Return the learning rate; RuntimeError if no optimizer is set."""

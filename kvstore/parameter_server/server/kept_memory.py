@@ -4,7 +4,7 @@ The launcher creates it (a memfd) and passes its descriptor to each start of the
 any two instructions; what it has written until then stays. Layout, in bytes from the beginning:
 
     0      magic number
-    64     record of the settings: optimizer, compression, workers inside join(), messages that were handled
+    64     record of the settings: optimizer, compression, workers inside join(), messages that were handled, rates
     128    record of the shards: their definitions, and the offsets of their values and of their own records
     4096   undo area of each thread, 64 bytes each: see `_UndoArea`
     ...    allocations: values, state tensors, kept sums, records and their slots, copies for undo
@@ -187,6 +187,8 @@ class Settings:
     """Workers inside join()."""
     handled: dict[bytes, list[int]] = field(default_factory=dict)
     """Sequence numbers of messages that must not be handled twice, by identity of the worker."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Async mode: learning rates that workers have set, by rank."""
 
 
 class KeptMemory:

@@ -123,7 +123,7 @@ class ShardOptimizers:
         """Shards whose sums are kept."""
         return [shard for shard, _, _ in list(self._kept.values())]
 
-    def update_kept(self, shard: Shard, factor: float, learning_rate: float) -> None:
+    def update_kept(self, shard: Shard, factor: float, learning_rate: float | None) -> None:
         """Update a shard by its kept sum times a factor; runs in the shard's thread."""
         _, total, _ = self._kept.pop(shard.number)
         scale_([_elements(total)], torch.tensor(factor, dtype=torch.float64, device="cpu"))

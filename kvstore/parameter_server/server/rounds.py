@@ -57,6 +57,8 @@ class ShardRounds:
         """Scripted faults of this server, for tests."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
+        self.rates: dict[int, float] = {}
+        """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number; no round or
         acknowledgement may hold the others up then."""
@@ -108,16 +110,22 @@ class ShardRounds:
         self._changed.update(shards)
 
     def push(self, shard: Shard, rank: int, number: int, value: PushedValue, learning_rate: float | None) -> None:
-        """Add a worker's value to a round of a shard, and the learning rate if rank 0 sent one."""
+        """Add a worker's value to a round of a shard, and its learning rate if it sent one."""
         if self.is_sync:
             if number not in shard.open:
                 shard.open[number] = Round()
             this = shard.open[number]
             this.pushes[rank] = value
+            if learning_rate is not None:
+                sent = rank, learning_rate
+                this.learning_rate = min(this.learning_rate or sent, sent)
         else:  # every push is a round of its own
             this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value}, number=number)
-        if rank == 0 and learning_rate is not None:
-            this.learning_rate = learning_rate
+            if self.rates:
+                first = min(self.rates.keys() - self.joined or self.rates)
+                if rank != first or learning_rate is None:  # else a restarted server may get an old push again
+                    learning_rate = self.rates[first]
+                this.learning_rate = first, learning_rate
         self._changed.add(shard)
 
     def wait(self, shard: Shard, waiter: Waiter) -> None:
@@ -251,7 +259,7 @@ class ShardRounds:
 
         total = shard.total(values, allocate, absent)
         if optimizers is not None:
-            optimizers.apply(shard, total, this.learning_rate)
+            optimizers.apply(shard, total, this.learning_rate[1] if this.learning_rate else None)
         elif type(total) is RowSparse:
             table = shard.flat.view(-1, shard.width)
             if self.is_sync:
@@ -287,7 +295,7 @@ class ShardRounds:
         """Return whether no worker reads a value that `update` would change."""
         return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
 
-    def update(self, factor: float, learning_rate: float) -> None:
+    def update(self, factor: float, learning_rate: float | None) -> None:
         """Update the shards with their kept sums times a factor; no worker may be reading them."""
         optimizers = self.optimizers
         assert optimizers is not None

@@ -23,6 +23,7 @@ from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
+from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import CODED, REFUSED, Message
@@ -103,6 +104,7 @@ class Server:
         if settings.compression is not None:
             self._set_compression(settings.compression)
         rounds.joined.update(settings.joined)
+        rounds.rates = dict(settings.rates)
         self._follow_views()
         for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
@@ -291,6 +293,11 @@ class Server:
                     self._define(worker, message, frames)
                     self._mark_handled(worker, sequence)
                 self._sessions.acknowledge(worker, [sequence])
+            case protocol.Command(sequence, "learning_rate", payload):  # for pushes that arrive later
+                if sequence not in worker.handled:
+                    self._set_learning_rate(worker.rank, payload)
+                    self._mark_handled(worker, sequence)
+                self._sessions.send(worker.identity, protocol.CommandResult(sequence, b""))
             case protocol.Command():
                 self._commands.append((worker, message, frames))
             case protocol.Repeated():
@@ -351,6 +358,7 @@ class Server:
         worker.handled.append(sequence)
         if self._kept is not None:
             self._kept.settings.joined = list(self._rounds.joined)
+            self._kept.settings.rates = dict(self._rounds.rates)
             self._kept.settings.handled[worker.identity] = list(worker.handled)
             self._kept.save_settings()
 
@@ -538,6 +546,8 @@ class Server:
                 rounds.mark_changed(rounds.shards.values())
             case "resume":
                 rounds.joined.discard(worker.rank)
+                if worker.rank:  # worker 0's learning rate counts again
+                    rounds.rates.pop(worker.rank, None)
                 for shard in rounds.shards.values():
                     shard.resume(worker.rank)
             case "remove":
@@ -549,6 +559,14 @@ class Server:
     def _set_optimizer(self, payload: bytes) -> None:
         spec = optimizer_shards.read_spec(payload)
         self._rounds.optimizers = optimizer_shards.ShardOptimizers(spec, self._thread_pool.size)
+        self._rounds.rates = {0: float(spec.arguments["lr"])}
+
+    def _set_learning_rate(self, rank: int, payload: bytes) -> None:
+        if self._rounds.optimizers is None:
+            raise RuntimeError("there is no optimizer, so there is no learning rate")
+        rate = msgpack.unpackb(payload)
+        check_learning_rate(rate)
+        self._rounds.rates[rank] = float(rate)
 
     def _set_compression(self, payload: bytes) -> None:
         params = msgpack.unpackb(payload)

@@ -33,10 +33,11 @@ class PushedValue:
 
 @dataclass(slots=True)
 class Round:
-    """Pushed values by rank, and the learning rate that rank 0 sent with its push."""
+    """Pushed values by rank, and the learning rate of the update."""
 
     pushes: dict[int, PushedValue] = field(default_factory=dict)
-    learning_rate: float | None = None
+    learning_rate: tuple[int, float] | None = None
+    """Lowest rank that sent a learning rate, and that rate; None: the rate does not change."""
     number: int = 0
     """Async mode: number that the worker has given to its push."""
     began: int = field(default_factory=time.monotonic_ns)

@@ -313,6 +313,29 @@ def test_an_async_push_counts_once_though_servers_are_killed(
             assert torch.equal(table if spec else -table, every_push(steps))
 
 
+def rated() -> Tensor:
+    """Set the learning rate on rank 0 before a push of rank 1."""
+    with kvstore.create("dist_async") as kv:
+        out = torch.zeros(4)
+        kv.init("w", out)
+        kv.set_optimizer(ADDING)
+        kv.push("w", torch.ones(4))
+        kv.barrier()
+        kv.set_learning_rate(4.0 if kv.rank == 0 else 1000.0)
+        kv.barrier()
+        if kv.rank == 1:
+            kv.push("w", torch.ones(4))
+            kv.pull("w", out)
+        kv.barrier()
+        kv.pull("w", out)
+        return out
+
+
+def test_a_restarted_server_has_the_learning_rate_of_an_async_store(tmp_path: Path) -> None:
+    for weight in run(tmp_path, [f"update {WORKERS + 1}"], rated):
+        assert weight.tolist() == [-WORKERS - 4.0] * 4
+
+
 @pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(TWENTY_ASYNC[:20], marks=pytest.mark.slow)], ids=len)
 def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
     more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}

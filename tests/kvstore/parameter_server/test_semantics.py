@@ -222,7 +222,51 @@ def the_learning_rate_of_rank_0_is_sent_with_pushes(kv: KVStore) -> None:
     same(pulled(kv, "rated cut", CUT), ramp(CUT, done))
 
 
+def an_async_store_sends_the_learning_rate_at_once(kv: KVStore) -> None:
+    kv.init(["at once", "at once cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    kv.push(["at once", "at once cut"], [ramp(SMALL, 1), ramp(CUT, 1)])
+    kv.barrier()  # servers have received these pushes, which the next rate does not apply to
+    kv.set_learning_rate(8.0 if kv.rank == 0 else 1000.0)
+    kv.barrier()
+    if kv.rank:
+        kv.push(["at once", "at once cut"], [ramp(SMALL, 1), ramp(CUT, 1)])
+        pulled(kv, "at once")
+        pulled(kv, "at once cut", CUT)  # the servers have applied the push
+    kv.barrier()
+    done = -8.0 * (kv.num_workers - 1) - kv.num_workers
+    same(pulled(kv, "at once"), ramp(SMALL, done))
+    same(pulled(kv, "at once cut", CUT), ramp(CUT, done))
+    kv.barrier()
+
+
 # join()
+
+
+def the_lowest_remaining_rank_sets_the_learning_rate(kv: KVStore) -> None:
+    kv.init("remaining", torch.zeros(SMALL))
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    kv.set_learning_rate(0.5)
+    if kv.rank:
+        for _ in range(2):  # not before rank 0 has called join(), so that async stores apply them after that
+            kv.barrier()
+        kv.set_learning_rate(2.0 * kv.rank)
+        kv.barrier()
+        kv.push("remaining", ramp(SMALL, 1))
+        pulled(kv, "remaining")
+    else:
+        kv.barrier()
+    kv.join()
+    done = -2.0 * (kv.num_workers - 1)
+    same(pulled(kv, "remaining"), ramp(SMALL, done))
+    assert kv.learning_rate == 2.0
+    kv.barrier()
+    kv.push("remaining", ramp(SMALL, 1))
+    pulled(kv, "remaining")
+    kv.barrier()
+    same(pulled(kv, "remaining"), ramp(SMALL, done - 2.0 * kv.num_workers))
+    kv.join()
+    assert kv.learning_rate == 2.0
 
 
 def rounds_go_on_without_joined_workers(kv: KVStore) -> int:
@@ -283,6 +327,15 @@ def test_over_collectives() -> None:
 @pytest.mark.slow
 def test_exchanges_of_any_size() -> None:
     check("dist_sync", 3, 1, [exchanges_may_exceed_one_chunk])
+
+
+@pytest.mark.parametrize(("store", "servers"), [("dist_sync", 2), ("dist_async", 2), ("allreduce", 0)])
+def test_the_learning_rate_while_rank_0_is_in_join(store: str, servers: int) -> None:
+    check(store, 3, servers, [the_lowest_remaining_rank_sets_the_learning_rate])
+
+
+def test_the_learning_rate_of_an_async_store() -> None:
+    check("dist_async", 3, 2, [an_async_store_sends_the_learning_rate_at_once])
 
 
 # Async
