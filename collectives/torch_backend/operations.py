@@ -224,7 +224,9 @@ def _reduction(tensor: Tensor, op: Op) -> str | Callable[[Any], Tensor]:
     if isinstance(op, str):
         return _mean_of_integers if op == "mean" and not has_fractions and tensor.dtype != torch.bool else op
     if has_fractions:
-        raise TypeError(f"a tensor of {tensor.dtype} has no bits to combine; expected integers or bools for {op.__name__}")
+        raise TypeError(
+            f"a tensor of {tensor.dtype} has no bits to combine; expected integers or bools for {op.__name__}"
+        )
     return partial(reduce_values, op)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 _LONGEST = 1 << 20
 """Maximum bytes of a line, to bound memory; longer lines are broken."""
-_LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\n|\Z))")  # a trailing \r may be half of \r\n
+_END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")  # of a line; a trailing \r may be half of \r\n
 _MESSAGE = b"\x1e"
 """Prefix of messages for the launcher: ASCII's record separator."""
 
@@ -50,12 +50,12 @@ class Output:
         """
         stream.pending += data
         end, out = 0, bytearray()
-        for match in _LINE.finditer(stream.pending):
-            end = match.end()
-            if stream.on_message is not None and match[1].startswith(_MESSAGE):
-                stream.on_message(match[1][1:].decode())
-            elif match[1] or match[2] != b"\r":  # a progress bar may begin with \r: no line to end
-                out += stream.prefix + match[1] + b"\n"
+        for match in _END.finditer(stream.pending):
+            line, end = bytes(stream.pending[end : match.start()]), match.end()
+            if stream.on_message is not None and line.startswith(_MESSAGE):
+                stream.on_message(line[1:].decode())
+            elif line or match[0] != b"\r":  # a progress bar may begin with \r: no line to end
+                out += stream.prefix + line + b"\n"
         if len(stream.pending) - end > _LONGEST:
             out += stream.prefix + stream.pending[end:] + b"\n"
             end = len(stream.pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_each_state_of_a_progress_bar_is_a_line(log: Log, bar: list[bytes]) -> N
     for state in bar:
         log.output.write(log.zero, state)
     assert log.text() == b"[worker 0]  0%\n[worker 0]  50%\n[worker 0]  100%\n"
+
+
+@pytest.mark.timeout(20)
+def test_a_long_line_is_written_whole(tmp_path: Path) -> None:  # in time that grows with its length, not its square
+    with (tmp_path / "log").open("wb") as file:
+        written = Output(file.fileno(), file.fileno())
+        stream = written.stream("worker 0", is_error=False)
+        for _ in range(8):
+            written.write(stream, bytes(1 << 16))
+        written.write(stream, b"\n")
+    assert (tmp_path / "log").read_bytes() == b"[worker 0] " + bytes(1 << 19) + b"\n"
 
 
 def test_carriage_return_and_newline_end_one_line_together(log: Log) -> None:
