@@ -581,6 +581,11 @@ class KVStore(abc.ABC):
 
     # Lifetime
 
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
     def close(self) -> None:
         """Finish pending calls and release the store's memory; a second call does nothing."""
         self._closed = True

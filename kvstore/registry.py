@@ -63,7 +63,8 @@ def create(name: str = "local", **options: Any) -> KVStore:
     Raises:
         TypeError: if ``name`` is not a str, or the store has no such option.
         ValueError: if no store has that name, or an option has a value that the store refuses.
-        RuntimeError: if the store needs a job and the environment describes none.
+        RuntimeError: if the store needs a job and the environment describes none; or for a second ``dist_*`` store
+            after this process has closed its first, in a job with servers.
 
     For example:
 

@@ -410,7 +410,10 @@ class Module:
         try:
             self._join(binding.workers)
         except BaseException:
-            binding.close()
+            if binding.store is not previous.store:
+                binding.close()
+            elif binding is not previous:
+                binding.detach()
             raise
         self._pending_optimizer_state = None
         if binding is not previous:
@@ -704,7 +707,8 @@ class Module:
             seed: seed of the order and of the contexts' random streams.
             begin_epoch: number of the first epoch.
             kvstore: argument of `init_optimizer`. An optimizer that the user has set with `init_optimizer` is kept,
-                with a warning if ``optimizer`` differs; one set by an earlier `fit` is replaced.
+                with a warning if ``optimizer`` differs; one set by an earlier `fit` is replaced. A store that this
+                module has created by the same name is kept.
             optimizer: argument of `init_optimizer`.
             optimizer_params: argument of `init_optimizer`; None: torch's defaults.
             batch_end_callback: one or several, called after each update with a `BatchEndParam`: index of the update's

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -203,7 +204,10 @@ class StoreOptimizer(OptimizerBinding):
         self._written.note()
 
     def state(self) -> OptimizerState:  # noqa: D102  inherited
-        return self.store.optimizer_state()
+        trained = self._replicas.first.parameters  # the store may also hold weights that only an earlier fit trained
+        state = self.store.optimizer_state().of_keys(trained.__contains__)
+        shapes = {name: shape for name, shape in state.shapes.items() if json.loads(name) in trained}
+        return replace(state, shapes=shapes)
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
         self.store.load_optimizer_state(state)
@@ -321,7 +325,8 @@ def bind_optimizer(
     """Bind an optimizer to the weights of replicas; a single replica of a single worker needs no store.
 
     Collective with a store of several workers; rank 0's weights are used. On a single worker ``shard`` has no effect.
-    The optimizer starts from ``state`` and replaces the optimizer of ``previous``.
+    The optimizer starts from ``state`` and replaces the optimizer of ``previous``, whose store is kept if it was
+    created here by the same name.
 
     Raises:
         TypeError: if ``kvstore`` is anything else.
@@ -343,7 +348,7 @@ def bind_optimizer(
     if kvstore is None:
         return OptimizerBinding(replicas, optimizer)
     owns_store = isinstance(kvstore, str)
-    store = create(kvstore) if isinstance(kvstore, str) else kvstore
+    store = _own_store(kvstore, previous) if isinstance(kvstore, str) else kvstore
     workers = (
         ElasticWorkers(store, options.num_contexts)
         if store.is_elastic
@@ -366,6 +371,17 @@ def bind_optimizer(
     if state is not None:
         store.load_optimizer_state(state)
     return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
+
+
+def _own_store(name: str, previous: OptimizerBinding) -> KVStore:
+    """Return the open store that the module created by this name before, or create one.
+
+    A job with servers has one store per worker, so a second one could not take the place of the first.
+    """
+    store = previous.store
+    if store is not None and previous.owns_store and store.type == name and not store.is_closed:
+        return store
+    return create(name)
 
 
 def _init_store(

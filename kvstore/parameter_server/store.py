@@ -53,6 +53,8 @@ _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _is_cuda = attrgetter("is_cuda")
 _DEFINE_BYTES = 16 << 20
 """Bytes of initial values that share one message."""
+_closed_jobs: set[tuple[str, str]] = set()
+"""Jobs with servers of their own whose store this process, or one that it was forked from, has closed."""
 
 
 class DistStore(KVStore):
@@ -80,7 +82,8 @@ class DistStore(KVStore):
             timeout: seconds that a call may wait for other processes; None: GANGLINE_TIMEOUT, by default 1800.
 
         Raises:
-            RuntimeError: if the environment describes no job.
+            RuntimeError: if the environment describes no job, or this process has closed its store of a job whose
+                servers were started with it: they end when all workers have closed theirs.
             ValueError: if ``max_staleness`` is negative or given for a sync store, or the environment is invalid.
             MismatchError: if another worker's store has a different mode or ``max_staleness``.
             StallError: if a process does not take part within the timeout.
@@ -97,6 +100,14 @@ class DistStore(KVStore):
         mode = "async" if is_async else "sync"
         staleness = -1 if max_staleness is None else max_staleness
         job, child_servers = _find_job(self._timeout)
+        own_job = (os.environ.get("GANGLINE_JOB_ID", ""), job.scheduler) if child_servers is None else None
+        if own_job in _closed_jobs:
+            raise RuntimeError(
+                f"this process has closed its dist_* store of the job at {job.scheduler.removeprefix('tcp://')}, whose "
+                f"servers end when all workers have closed theirs, so it cannot create another ({name!r}); keep one "
+                "store for the whole program and pass it on, as in Module.fit(kvstore=store), start the job without "
+                "servers (gangline launch -s 0), or use an 'allreduce' store"
+            )
         with ExitStack() as stack:
             if child_servers is not None:
                 stack.callback(child_servers.kill)
@@ -115,6 +126,7 @@ class DistStore(KVStore):
             self,
             _finish_unclosed,
             self._process,
+            own_job,
             self._queue,
             self._servers,
             self._scheduler,
@@ -695,6 +707,7 @@ def _find_job(timeout: float) -> tuple[environment.ServerJob, ChildServers | Non
 
 
 def _finish(
+    job: tuple[str, str] | None,
     queue: WorkQueue,
     servers: ServerClient,
     scheduler: SchedulerClient,
@@ -704,6 +717,8 @@ def _finish(
     seconds: float = CLOSE_SECONDS,
 ) -> Exception | None:
     """Close the resources of a store; return the error if servers may not have received all pushes in time."""
+    if job is not None:
+        _closed_jobs.add(job)
     try:
         queue.close()
         servers.close(seconds)
@@ -724,7 +739,7 @@ def _finish_unclosed(process: int, *resources: Any) -> None:
     if os.getpid() != process:  # a forked one
         return
     if getattr(sys, "last_value", None) is not None:  # an error ends this process
-        resources[2].abandon()
+        resources[3].abandon()
 
     def close_all() -> None:
         error = _finish(*resources)

@@ -34,7 +34,7 @@ from gangline.kvstore.parameter_server.protocol import (
 )
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server.server import Server, open_server
-from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.store import DistStore, _closed_jobs
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
 from gangline.kvstore.parameter_server.transport.poller import Poller
 
@@ -120,6 +120,7 @@ class Job:
                     one.result(LIMIT)
         finally:
             self._pool.shutdown()
+            _closed_jobs.clear()  # a later job of this process may get the same port
 
 
 class RawClient:

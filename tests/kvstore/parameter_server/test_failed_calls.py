@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -315,3 +316,22 @@ def test_close_raises_if_servers_did_not_get_all_pushes(
             push_and_fail(kv)
         gate.set()
     assert "one of its pushes was lost" in caplog.text
+
+
+def test_a_second_store_of_a_job_is_refused_after_the_first_was_closed() -> None:
+    said = r"has closed its dist_\* store of the job at 127.0.0.1:\d+, whose servers end .* keep one store"
+    with Job(1) as job:
+        [kv] = job.stores()
+        kv.close()
+        for name in ("dist_sync", "dist_async"):
+            with pytest.raises(RuntimeError, match=said):
+                job.stores(name, timeout=5)
+        with Job(1) as other:
+            [kv] = other.stores()
+            kv.init("key", torch.ones(2))
+    with Job(1) as job:
+        job.stores()[0].init("key", torch.ones(2))
+        job._stores.clear()  # drops the store, which closes it
+        gc.collect()
+        with pytest.raises(RuntimeError, match=said):
+            job.stores(timeout=5)
