@@ -186,8 +186,8 @@ class KVStore(abc.ABC):
     def kept(self) -> Any:
         """Return the state that `keep` saved before this worker's restart, and continue from there; None without one.
 
-        Call it right before the loop. Earlier calls, such as `init` and `set_optimizer`, must be the same in every
-        start; pushes and collectives then continue as after `keep`.
+        Call it right before the loop; until the next `keep` it returns the same again. Earlier calls, such as `init`
+        and `set_optimizer`, must be the same in every start; pushes and collectives then continue as after `keep`.
         """
         return None
 

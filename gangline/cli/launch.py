@@ -145,7 +145,7 @@ def launch(options: LaunchOptions) -> None:
 
     Each process gets the DMLC_* variables of MXNet's launcher, workers also those of torchrun. The exit code is that
     of the first process that failed in the last start, 128+N if signal N killed it, and 75 if a signal stopped the job
-    and all workers wrote a checkpoint. A signal that stops the job and the codes 2, 75, 126 and 127 restart nothing.
+    and all workers wrote a checkpoint. A signal that stops the job and the codes 2, 3, 75, 126 and 127 restart nothing.
     """
     launcher, servers, elastic = options.launcher, options.servers, options.elastic
     _check_used(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,7 @@ def plan(
 
 def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
     found = numbers("--speeds", speeds, float)
-    if not found or min(found) <= 0:
+    if not found or not all(0 < one < math.inf for one in found):
         raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
     sizes = numbers("--memory", memory, float, len(found)) or [None] * len(found)
     if sample_memory is not None and memory is None:

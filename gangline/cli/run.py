@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +29,16 @@ def run(
     script = arguments[0]
     if not module and not Path(script).exists():
         raise UsageError(f"{script} is not a file; expected a Python file, or -m and the name of a module")
+    if not module and Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
+        raise UsageError(f"{script} is a folder without __main__.py; expected a Python file")
+    if module:
+        sys.path.insert(0, str(Path.cwd()))
+        if find_spec(script.partition(".")[0]) is None:
+            raise UsageError(f"there is no module {script}; expected one in this folder or an installed one")
     os.environ[REPLACE_GLOO] = "1"  # for child processes
     replace_gloo()
     sys.argv[:] = arguments
     if module:
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(script).resolve().parent))

@@ -105,7 +105,7 @@ def _rates(earlier: ProcessStatus | None, now: ProcessStatus, seconds: float) ->
     counters, previous = _counters(now), {} if earlier is None else _counters(earlier)
     words = []
     for name, value in counters.items():
-        rate = (value - previous.get(name, value)) / seconds
+        rate = max(value - previous.get(name, value), 0) / seconds  # less if a group was closed meanwhile
         kind, _, unit = name.rpartition("_")
         words.append(
             f"{rate / 1e6:.1f} MB/s {kind}".rstrip() if unit == "bytes" else f"{value:,} {name} ({rate:.0f}/s)"

@@ -95,6 +95,9 @@ def launch(
         work_load_list = tuple(check_work_load_list(work_load_list, workers))
     loads: Any = work_load_list if work_load_list == "auto" else tuple(work_load_list)
     packed = _pack(fn, args)
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"env has {name!r}: {value!r}; expected texts")
     environment = {**os.environ, "PYTHONPATH": search_path(os.environ), **(env or {})}
     host = read_host(gpus, environment)
     job = JobSpec((), workers, servers, loads)

@@ -19,8 +19,8 @@ def serve_metrics(address: str) -> int:
     The host is 127.0.0.1 unless given, the port any free one if 0.
     """
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise UsageError(f"the address of metrics is {address!r}; expected PORT or HOST:PORT")
+    if not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"the address of metrics is {address!r}; expected PORT or HOST:PORT with a port up to 65535")
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:

@@ -54,6 +54,7 @@ class Continuation:
         self.pushes: dict[Key, int] = {}
         """Number of calls that push a key, which may not have a round yet."""
         self._step: int | None = None if scheduler.is_restarted else 0
+        self._kept: Any = None
         self._is_set_up = not scheduler.is_restarted  # and collectives belong to steps
         self._has_pushed = not scheduler.is_restarted
         memory = os.environ.pop(KEPT_MEMORY, "")
@@ -87,12 +88,15 @@ class Continuation:
 
     def keep(self, state: Any) -> None:
         """Keep a state with this worker's pushes and collectives; see `KVStore.keep`."""
+        self._kept = None
         if self._memory is not None:
             self._memory.write([state, self.pushes, self._rounds, self._scheduler.numbers])
 
     def kept(self) -> Any:
         """Return the kept state, and continue from there; see `KVStore.kept`."""
         found = None
+        if self._kept is not None:
+            return self._kept
         if self._memory is not None and self._scheduler.is_restarted and self._step is None:
             found = self._memory.read()
         if found is None:
@@ -103,6 +107,7 @@ class Continuation:
         self.pushes.update(pushes)
         self._rounds.update(rounds)
         _log.warning("worker %d was restarted and repeats step %d", self._scheduler.rank, self._step)
+        self._kept = state
         return state
 
     def before_pull(self) -> None:

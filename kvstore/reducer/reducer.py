@@ -216,7 +216,7 @@ class Reducer:
         if found is None:
             return None
         state, order, weights, residuals, learning_rate = found
-        if order:
+        if order and not self._buckets:
             self._use_order(order)
         for of_replica in self._parameters:
             for key, value in weights.items():

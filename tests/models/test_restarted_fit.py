@@ -54,7 +54,7 @@ trainer = gangline.Trainer(
     network, "adam", {"lr": 0.01}, "dist_sync", compression_params={"type": "2bit", "threshold": 0.05}
 )
 first = 0
-if (kept := trainer.kept()) is not None:
+if trainer.kept() is not None and (kept := trainer.kept()) is not None:  # a repeated call returns the same
     first, random, buffers = kept
     torch.set_rng_state(random)
     for own, value in zip(network.buffers(), buffers):
