@@ -315,9 +315,8 @@ class WorkQueue:
                 call = heapq.heappop(self._ready)
             call.work.queued = None
             self._execute(call.operation, call.work)
-            if (error := call.work.exception()) is not None:  # logged, because `wait` may never be called
-                _log.error("%s failed: %s: %s", call.work._name, type(error).__name__, error)
-            del error  # its traceback would hold this frame
+            if call.work.exception() is not None:  # logged, because `wait` may never be called
+                _log.error("%r", call.work, exc_info=call.work.exception())
             self._finish(call)
             del call  # a waiting thread must not hold the last operation's tensors
 
