@@ -522,7 +522,7 @@ class Reducer:
         return state.weight_views[0][key] if state is not None and state.weight_views else None
 
     def expect_moved(self, key: Key) -> None:
-        """Let a parameter return to its bucket without a warning: the store has its values."""
+        """Accept that a parameter has moved, whose values the store has: it returns to its bucket without a warning."""
         self._released.add(key)
 
     def _restore_views(self, state: BucketState) -> None:

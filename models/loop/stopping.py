@@ -27,7 +27,7 @@ _MOST_UPDATES = 100
 
 @contextmanager
 def stop_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals end `fit` after the current step in this context, instead of killing the process.
+    """Stop `fit` after the current step at these signals in this context, instead of killing the process.
 
     In a job all workers end after the same update if one of them receives the signal. A second signal has its previous
     effect. Python delivers signals to the main thread only; in any other thread only a warning is logged.
