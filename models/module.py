@@ -945,6 +945,7 @@ class Module:
             for name, value in replica.untrained().items():
                 value.copy_(values[name])
             replica.samples_seen = seen
+        replicas.note()
         self.run_state.step, self.run_state.position = state["step"], state["position"]
         if self.loss_scale is not None:
             self.loss_scale.load_state(state["loss_scale"])

@@ -37,6 +37,15 @@ class Replica:
         """All parameters, including untrained ones."""
         return list(self.network.parameters())
 
+    @cached_property
+    def _buffers_by_module(self) -> list[dict[str, torch.Tensor | None]]:
+        return [module._buffers for module in self.network.modules() if module._buffers]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return parameters and buffers, in the same order for all replicas."""
+        buffers = [one for named in self._buffers_by_module for one in named.values() if one is not None]
+        return [*self.all_parameters, *buffers]
+
     def untrained(self) -> dict[str, torch.Tensor]:
         """Return all buffers and the parameters that are not trained."""
         fixed = {name: one.detach() for name, one in self.network.named_parameters() if not one.requires_grad}
@@ -62,12 +71,14 @@ class Replicas:
             parameters[name].requires_grad_(False)
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
+        self._noted: list[tuple[int, int]] = []
         self.divided: ShardedWeights | None = None
         """The sharded weights of the only replica; None if weights are not sharded."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
             if load:
                 own = (copy.deepcopy(network) if self.all else network).to(context.torch_device)
                 self.all.append(Replica(index, context, own, _trained(own)))
+        self.note()
 
     @property
     def first(self) -> Replica:
@@ -81,6 +92,26 @@ class Replicas:
             for name, parameter in parameters_of(replica.network).items():
                 parameter.requires_grad_(trained[name])
             replica.parameters = _trained(replica.network)
+
+    def note(self) -> None:
+        """Record the state of the user's network after a pass, for `copy_written`."""
+        if len(self.all) > 1:
+            self._noted = list(map(_write_state, self.first.tensors()))
+
+    @torch.no_grad()
+    def copy_written(self, *, weights: bool) -> None:
+        """Copy tensors of the user's network that were written since `note` to the other replicas.
+
+        These are buffers and untrained parameters, and with ``weights`` trained ones, too. A write shows in a
+        tensor's address or version; one in place through ``.data`` does not show.
+        """
+        if len(self.all) == 1:
+            return
+        first, *others = [replica.tensors() for replica in self.all]
+        for before, tensor, *copies in zip(self._noted, first, *others, strict=False):
+            if _write_state(tensor) != before and (weights or not tensor.requires_grad):
+                for target in copies:
+                    target.copy_(tensor)
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
@@ -101,6 +132,7 @@ class Replicas:
                 replica.samples_seen = count
             for buffer, value in zip(buffers, self._saved_buffers, strict=True):
                 buffer.copy_(value)
+            self.note()
             self.clear_gradients()
 
         return restore
@@ -236,6 +268,7 @@ class Replicas:
             for name, per_replica in values.items():
                 buffers[name].copy_(per_replica[index])
             replica.samples_seen = samples_seen[index]
+        self.note()
 
 
 @torch.no_grad()
@@ -250,3 +283,9 @@ def _trained(network: nn.Module) -> dict[str, nn.Parameter]:
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _write_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's address and version, which writes change."""
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    return address, 0 if tensor.is_inference() else tensor._version

@@ -89,8 +89,9 @@ class TrainingStep:
         if train:
             self._begin_batch(data)
         else:
-            self.optimizer.begin_forward(train=False)
-        self._forward_pass(data, label, train)
+            self._begin_forward(train=False)
+        with self._noting_writes():
+            self._forward_pass(data, label, train)
         self._run_state.step += train
 
     def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
@@ -122,8 +123,21 @@ class TrainingStep:
         self._executor.bind(data)
         return data, label
 
+    def _begin_forward(self, *, train: bool) -> None:
+        """Copy into all replicas what user code wrote into the network since the last pass."""
+        self.optimizer.begin_forward(train=train)
+        self._executor.replicas.copy_written(weights=not self.optimizer.is_set)
+
+    @contextmanager
+    def _noting_writes(self) -> Iterator[None]:
+        """After a pass, record which tensors of the network it wrote, to know later what user code writes."""
+        try:
+            yield
+        finally:
+            self._executor.replicas.note()
+
     def _begin_batch(self, data: Batch | None) -> None:
-        self.optimizer.begin_forward(train=True)
+        self._begin_forward(train=True)
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
         elif self._executor.dropout_by_sample and self.workers.in_step:
@@ -174,11 +188,12 @@ class TrainingStep:
             for share in self._shares
         ):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
-        if out_grads is None:
-            self._backward_from_loss(push_early=False)
-            self._record_times()
-        else:
-            self._backward_from_outputs(out_grads)
+        with self._noting_writes():
+            if out_grads is None:
+                self._backward_from_loss(push_early=False)
+                self._record_times()
+            else:
+                self._backward_from_outputs(out_grads)
         self._gradients_used = False
 
     def _backward_from_outputs(self, out_grads: Any) -> None:
@@ -374,10 +389,11 @@ class TrainingStep:
         self._divisor = None
         self._shares = []
         balancer = self._load_balancer
-        if data is None or balancer is None or self._executor.sync_batchnorm:  # joint statistics need the whole batch
-            self._run_whole(data, label, push_early)
-        else:
-            self._run_in_parts(balancer, data, label, push_early)
+        with self._noting_writes():
+            if data is None or balancer is None or self._executor.sync_batchnorm:  # joint statistics: the whole batch
+                self._run_whole(data, label, push_early)
+            else:
+                self._run_in_parts(balancer, data, label, push_early)
         self._run_state.step += 1
         self._gradients_used = False
         self._record_times()

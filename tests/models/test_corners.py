@@ -509,3 +509,33 @@ def test_weights_written_between_steps_are_those_of_the_next(
             network.weight.zero_()
             network.bias.fill_(1.0)
         assert module.predict(data, batch_size=10).unique().tolist() == [1.0]  # on all contexts
+
+
+@both
+def test_a_module_without_an_optimizer_uses_the_weights_that_the_network_has_now(contexts: list[Any]) -> None:
+    data, _ = arrays()
+    network = classifier()
+    with Module(network, nn.CrossEntropyLoss(), context=contexts) as module:
+        module.predict(data, batch_size=10)
+        with torch.no_grad():
+            network.weight.zero_()
+            network.bias.fill_(1.0)
+        assert module.predict(data, batch_size=10).unique().tolist() == [1.0]  # on all contexts
+
+
+@both
+@pytest.mark.parametrize("trained", [False, True])
+def test_statistics_and_frozen_weights_that_are_written_reach_all_contexts(contexts: list[Any], trained: bool) -> None:
+    data, labels = arrays()
+    network = with_statistics()
+    network[1].requires_grad_(False)
+    with Module(network, nn.CrossEntropyLoss(), context=contexts) as module:
+        module.bind((2, FEATURES))
+        if trained:
+            module.fit((data, labels), num_epoch=1, batch_size=10)
+        with torch.no_grad():
+            network[0].running_mean.copy_(torch.arange(FEATURES))
+            network[0].running_var.fill_(4.0)
+            network[1].weight.mul_(2.0)
+        found = module.predict(data, batch_size=10)
+        assert distance({"outputs": found}, {"outputs": copy.deepcopy(network).eval()(data).detach()}) < 1e-5
