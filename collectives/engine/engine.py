@@ -16,7 +16,6 @@ from gangline.collectives import compiled_core as core
 from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.faults import script_of
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
@@ -104,8 +103,7 @@ class Engine:
         """True in a fork of the process that opened the communicator; a fork must not use its sockets."""
         self._watchdog = resources.watchdog
         self._number_of_hosts = len(set(resources.hosts))
-        self._faults = script_of("rank", resources.rank)
-        self._words[core.ENDED] = timeline is not None or self._faults is not None
+        self._words[core.ENDED] = timeline is not None
         self.call_compiled = self._compiled_caller(memory)
         """Runs a collective without the lock if it can: `CompiledSlotExchange.caller` has the arguments."""
         _engines.add(self)
@@ -196,8 +194,6 @@ class Engine:
         Raises:
             GanglineError: if the communicator has failed before.
         """
-        if self._faults is not None:
-            self._faults.reach("collective")
         if self.error is not None:
             self.check_open()
         self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
@@ -232,8 +228,6 @@ class Engine:
         slot_exchange = self.resources.slot_exchange
         assert isinstance(slot_exchange, CompiledSlotExchange)
         with self.lock:
-            if self._faults is not None:
-                self._faults.reach("collective")
             if self.error is not None:
                 return False
             self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1

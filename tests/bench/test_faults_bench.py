@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.bench import bench
-from gangline.collectives.faults import parse
 from tests.bench.faults.cases import PHASES, cases
+from tests.scripted_faults import parse
 
 
 def test_the_cases_are_valid_and_differ() -> None:

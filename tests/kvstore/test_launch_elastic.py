@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.kvstore.test_launch import Launch, launch
+from tests.scripted_faults import script_processes
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -90,7 +91,7 @@ def test_resize_adds_and_removes_workers() -> None:
 def test_a_scheduler_killed_while_a_view_is_agreed_on_changes_no_sum(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setenv("GANGLINE_FAULT", f"scheduler kill at view {number}")
+    script_processes(monkeypatch, f"scheduler kill at view {number}")
     with job({3: [0, 1, 2], 8: [0]}, "--elastic", "1:4", "--restart-processes", "1") as run:
         run.hear("at 3")
         assert resize(run, 3)[0] == 0
@@ -172,7 +173,7 @@ def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
     ],
 )
 def test_weights_are_those_of_one_process_though_workers_change(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_FAULT", script)
+    script_processes(monkeypatch, script)
     words = ("--restart-processes", "3") if script else ()
     with job({4: [0, 1, 2], 9: [0, 1]}, "--elastic", "1:3", *words) as run:
         run.hear("at 4")

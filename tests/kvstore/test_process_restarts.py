@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kvstore.test_launch import PYTHON, Launch, launch
+from tests.scripted_faults import script_processes
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -127,7 +128,7 @@ PAUSES = {
 @pytest.mark.parametrize("role", PAUSES)
 def test_a_loop_goes_on_after_a_pause_of_a_server_or_the_scheduler(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, warning, restarts = PAUSES[role]
-    monkeypatch.setenv("GANGLINE_FAULT", script)
+    script_processes(monkeypatch, script)
     monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.5")
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "2")
     monkeypatch.setenv("GANGLINE_RESTART_LIMIT", "30")

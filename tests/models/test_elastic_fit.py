@@ -11,6 +11,7 @@ import pytest
 from tests.kvstore.parameter_server.test_elastic import wait_for
 from tests.kvstore.test_launch import Launch, launch
 from tests.kvstore.test_launch_elastic import resize
+from tests.scripted_faults import script_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -151,7 +152,7 @@ def test_worker_0_ends_the_job(tmp_path: Path, who: str, late: str) -> None:
 
 
 def test_a_worker_that_dies_in_fit_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_FAULT", "worker 1 kill at push-sent 1")
+    script_processes(monkeypatch, "worker 1 kill at push-sent 1")
     with job(tmp_path, "{}", "{}", "--restart-processes", "1") as run:
         status, _, errors = run.end(60)
     assert status

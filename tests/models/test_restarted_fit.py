@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests import scripted_faults
 from tests.kvstore.test_launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
@@ -80,7 +81,7 @@ def program(kind: str) -> str:
 
 def run(kind: str, script: str) -> tuple[set[str], list[str]]:
     """Run a job with scripted faults; return the lines of weights and epochs, and standard error."""
-    environment = {"GANGLINE_FAULT": script, "OMP_NUM_THREADS": "1"}
+    environment = {**scripted_faults.variables(script), "OMP_NUM_THREADS": "1"}
     with TemporaryDirectory() as folder, patch.dict("os.environ", environment):
         code = HEAD.replace("FOLDER", repr(folder)) + program(kind)
         words = ("-n", "2", "-s", "1", "--restart-processes", "3", "--", sys.executable, "-c", code)
@@ -137,7 +138,7 @@ for epoch in range(2):
     ("code", "event", "reason"), [(LOOP, 9, "training by a Module without fit"), (TWICE, 7, "a second call of fit")]
 )
 def test_what_one_worker_cannot_continue_is_an_error_on_all(code: str, event: int, reason: str, tmp_path: Path) -> None:
-    with patch.dict("os.environ", {"GANGLINE_FAULT": f"worker 1 kill at push-sent {event}"}):
+    with patch.dict("os.environ", scripted_faults.variables(f"worker 1 kill at push-sent {event}")):
         code = HEAD.replace("FOLDER", repr(str(tmp_path))) + code
         with launch("-n", "2", "-s", "1", "--restart-processes", "3", "--", sys.executable, "-c", code) as job:
             status, _, errors = job.end(100)

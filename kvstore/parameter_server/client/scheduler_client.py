@@ -26,7 +26,6 @@ from gangline.collectives.errors import (
     StallError,
     name_ranks,
 )
-from gangline.collectives.faults import script_of
 from gangline.collectives.limits import JOIN_REPORT_SECONDS, limits
 from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
@@ -34,9 +33,8 @@ from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.zmq.context import end
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
-from gangline.kvstore.parameter_server.transport.client_channel import scheduler_address
+from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
 from gangline.kvstore.parameter_server.transport.poller import Poller
-from gangline.kvstore.parameter_server.transport.scripted import open_scripted
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -125,8 +123,6 @@ class SchedulerClient:
         """Called in the thread when ``gone``, ``lost`` or ``is_over`` has changed."""
         self.position: Callable[[], int] = lambda: 0
         """Returns the number of rounds that this worker has pushed, to find its collectives after a restart."""
-        self.faults = script_of(role, rank)
-        """Scripted faults of this process, for tests; None: none."""
         bounds = limits()
         self._timeout = bounds.timeout if timeout is None else timeout
         self.numbers = CollectiveNumbers()
@@ -144,7 +140,7 @@ class SchedulerClient:
         self._poller = Poller()
         try:
             endpoint = scheduler_address(scheduler)
-            self._channel = open_scripted(endpoint, self._context, self.identity, self._poller, self.faults)
+            self._channel = open_channel(endpoint, self._context, self.identity, self._poller)
         except BaseException:
             self._poller.close()
             self._context.term()
@@ -173,8 +169,6 @@ class SchedulerClient:
         self.rank = registered.rank
         if recorder.current is not None:
             recorder.current.set_process(f"{role} {self.rank}")
-        if self.faults is not None:
-            self.faults.rank = self.rank
         self.is_joining = self.is_restarted and self.in_view() is None
         """True if this worker joined an elastic job after its start, and has not asked to take part yet."""
 

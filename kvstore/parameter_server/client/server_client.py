@@ -29,10 +29,9 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import Message
-from gangline.kvstore.parameter_server.transport.client_channel import Channel
+from gangline.kvstore.parameter_server.transport.client_channel import Channel, open_channel
 from gangline.kvstore.parameter_server.transport.frames import tensor_of
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
-from gangline.kvstore.parameter_server.transport.scripted import open_scripted
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 
 _log = logging.getLogger("gangline")
@@ -319,8 +318,7 @@ class ServerClient:
     # Sending
 
     def _open(self, address: str) -> Channel:
-        scheduler = self._scheduler
-        return open_scripted(address, self._context, scheduler.identity, self._poller, scheduler.faults)
+        return open_channel(address, self._context, self._scheduler.identity, self._poller)
 
     def _on_change(self) -> None:
         """Check connections at once: a restarted server waits for a Hello from each worker, busy or not."""

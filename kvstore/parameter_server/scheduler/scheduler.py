@@ -15,7 +15,6 @@ from gangline.collectives.environments.restart import (
     incarnation,
 )
 from gangline.collectives.errors import ProtocolError, StallError
-from gangline.collectives.faults import script_of
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
@@ -26,7 +25,6 @@ from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.transport.listener import Listener
-from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
 
 _log = logging.getLogger("gangline")
@@ -69,9 +67,7 @@ class Scheduler:
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
-        address, script = resolved(host), script_of("scheduler", 0)
-        scripted = None if script is None else ScriptedListener(address, port=port, script=script)
-        self._listener = scripted or Listener(address, port=port)
+        self._listener = Listener(resolved(host), port=port)
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, name_ranks
-from gangline.collectives.faults import Script
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
@@ -53,8 +52,6 @@ class ShardRounds:
         """Memory that outlives this process, where rounds become final; None without restarts."""
         self.is_held = False
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
-        self.faults: Script | None = None
-        """Scripted faults of this server, for tests."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.rates: dict[int, float] = {}
@@ -282,8 +279,6 @@ class ShardRounds:
             kept.begin(shard)
         try:
             update()
-            if self.faults is not None:
-                self.faults.reach("update")
         except Exception as error:
             note(f"{type(error).__name__}: {error}")
             raise
@@ -326,8 +321,6 @@ class ShardRounds:
             if one.release is not None:
                 one.release()
         self._changed.add(shard)
-        if self.faults is not None:
-            self.faults.reach("close")
 
     def _answer_waiters(self, shard: Shard) -> None:
         """Send the value, or the error of the round, to waiters whose round is closed."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
-from gangline.collectives.faults import VARIABLE
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.shm.segments import Segment, open_offered
@@ -36,7 +35,6 @@ from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, 
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
-from gangline.kvstore.parameter_server.transport.scripted import ScriptedListener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
 
 _log = logging.getLogger("gangline")
@@ -63,7 +61,6 @@ class Server:
             listener, lambda shards: self._rounds.mark_changed(shards), lambda blocked: self._rounds.awaited(blocked)
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
-        self._rounds.faults = scheduler.faults
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
         self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
@@ -633,12 +630,10 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     descriptor = os.environ.pop(KEPT_MEMORY, "")
     kept = KeptMemory(int(descriptor)) if descriptor else None
     thread_pool = ThreadPool()
-    listener = (ScriptedListener if VARIABLE in os.environ else Listener)(job.interface, thread_pool.event_fd)
+    listener = Listener(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
         scheduler = SchedulerClient("server", job.scheduler, rank=job.rank, address=listener.address, timeout=timeout)
-        if isinstance(listener, ScriptedListener):
-            listener.script = scheduler.faults
         try:
             if scheduler.is_restarted and kept is None:
                 scheduler.leave("was started again, but the values that it held are lost")

@@ -12,7 +12,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.errors import ProtocolError
-from gangline.collectives.faults import shut_down_connections
 from gangline.collectives.limits import limits
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
@@ -55,9 +54,6 @@ class Channel(Protocol):
 
     def is_refused(self) -> bool:
         """Return True if the host of the peer answers that nobody listens there, False if the link may be cut."""
-
-    def cut(self) -> None:
-        """Break the connection, as a lost network would; it is made again."""
 
     def close(self) -> None:
         """Close the connection; what was sent is still delivered."""
@@ -147,9 +143,6 @@ class SocketChannel:
             pass
         return False
 
-    def cut(self) -> None:  # noqa: D102
-        shut_down_connections(int(self._port))
-
     def close(self) -> None:  # noqa: D102
         for source in (self._socket, self._monitor):
             self._poller.remove(source)
@@ -200,9 +193,6 @@ class StreamChannel:
 
     def is_refused(self) -> bool:  # noqa: D102
         return self._is_refused
-
-    def cut(self) -> None:  # noqa: D102
-        self.close()
 
     def close(self) -> None:  # noqa: D102
         if self._stream is not None:

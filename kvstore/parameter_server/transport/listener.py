@@ -15,7 +15,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.errors import ProtocolError
-from gangline.collectives.faults import shut_down
 from gangline.collectives.limits import limits
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
@@ -200,13 +199,6 @@ class Listener:
         """Return whether a peer does not read what was sent to it, as far as that is known: by a Unix stream."""
         descriptor = self._descriptors.get(identity)
         return descriptor is not None and self._streams[descriptor].is_full
-
-    def cut(self, identity: bytes) -> None:
-        """Break the connection of an admitted process, or of the last message's sender, as a lost network would."""
-        if identity in self._descriptors:
-            self._close_stream(self._descriptors[identity])
-        else:
-            shut_down(self._remote.get(identity, self._source))
 
     def close(self) -> None:
         """Close all sockets; what was sent is still delivered. Idempotent."""

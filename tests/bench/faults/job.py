@@ -17,6 +17,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
+from tests import scripted_faults
 from tests.hosts import enter
 
 ROLES = ("scheduler", "server 0", "worker 0", "worker 1")
@@ -66,6 +67,7 @@ def play(
     torch.set_num_threads(1)
     logging.getLogger("gangline").setLevel(logging.CRITICAL)
     os.environ.update(variables)
+    scripted_faults.install()
     tempfile.tempdir = None
     if hosts:
         enter(hosts[place.rank])

@@ -13,6 +13,7 @@ from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
+from tests import scripted_faults  # noqa: F401  wraps the points of faults in these processes
 
 
 class RoleProcess:

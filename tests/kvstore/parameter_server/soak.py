@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import gangline
+from tests import scripted_faults
 
 NUMEL = 300_000
 """Elements of the key, in shared memory and in more than one shard."""
@@ -129,7 +130,7 @@ def main() -> int:
     command = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--restart-processes", str(count + 1)]
     command += ["--", sys.executable, "-m", "tests.kvstore.parameter_server.soak", "--work", str(int(seconds * RATE))]
     mark = f"GANGLINE_SOAK={os.getpid()}"
-    environment = {**os.environ, "GANGLINE_FAULT": text, **dict([mark.split("=")])}
+    environment = {**os.environ, **scripted_faults.variables(text), **dict([mark.split("=")])}
     before = set(os.listdir("/dev/shm"))
     output = Path(f"/tmp/gangline-soak-{os.getpid()}.log")
     samples: list[dict[str, tuple[int, int]]] = []

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from gangline.kvstore.parameter_server.kept_state import KeptState
+from tests import scripted_faults
 from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
@@ -40,7 +41,7 @@ def run(script: str, store: str) -> tuple[int, set[str], list[str]]:
     """Run the loop; return exit code, the distinct results of the workers, and the lines of standard error."""
     restarts = ("--restart-processes", str(script.count("kill"))) if script else ()
     with (
-        patch.dict(os.environ, GANGLINE_FAULT=script),
+        patch.dict(os.environ, scripted_faults.variables(script)),
         launch("-n", "2", "-s", "1", *restarts, "--", sys.executable, "-c", LOOP, store) as job,
     ):
         status, out, errors = job.end(100)
@@ -80,7 +81,7 @@ def test_a_killed_scheduler_changes_no_bit(script: str, store: str) -> None:
 
 @pytest.mark.slow
 def test_a_scheduler_that_dies_too_often_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_FAULT", "scheduler kill at meet 5; scheduler.1 kill at meet 5")
+    scripted_faults.script_processes(monkeypatch, "scheduler kill at meet 5; scheduler.1 kill at meet 5")
     words = ("-n", "2", "-s", "1", "--restart-processes", "1", "--", sys.executable, "-c", LOOP, "dist_sync")
     with launch(*words) as job:
         status, _, errors = job.end(100)

@@ -27,6 +27,7 @@ from gangline.launcher.job import free_ports
 from tests.kvstore.parameter_server.processes import RoleProcess, join_job
 from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
 from tests.kvstore.test_launch import launch
+from tests.scripted_faults import script_processes
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -348,7 +349,7 @@ def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: 
 def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for script in ("", "server 0 kill at update 9; server 1 kill at values 5; server 0.1 kill at close 6"):
-        monkeypatch.setenv("GANGLINE_FAULT", script)
+        script_processes(monkeypatch, script)
         words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP, "dist_sync")
         with launch(*words) as job:
             status, out, errors = job.end(100)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kvstore.test_launch import launch
+from tests.scripted_faults import script_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
 PAGE = Path(__file__).parents[3] / "docs" / "reliability.md"
@@ -30,9 +31,8 @@ def weights(folder: Path) -> tuple[set[str], list[str]]:
     "script", ["server 1 kill at update 13", "server 0 kill at close 16", "worker 1 kill at push-sent 29"]
 )
 def test_a_killed_job_resumes_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.delenv("GANGLINE_FAULT", raising=False)
     undisturbed, _ = weights(tmp_path / "undisturbed")
-    monkeypatch.setenv("GANGLINE_FAULT", script)
+    script_processes(monkeypatch, script)
     killed, errors = weights(tmp_path / "killed")
     assert any("restart 1 of 1" in line for line in errors), errors
     assert len(undisturbed) == 1

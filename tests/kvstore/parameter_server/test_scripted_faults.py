@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from gangline import spawn
-from gangline.collectives import faults
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import DeadNodeError, GanglineError
 from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.store import DistStore
+from tests import scripted_faults as faults
 from tests.collectives.stage import Actor
 from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.faults import DistStage
@@ -96,12 +95,6 @@ def test_an_invalid_script_is_refused(script: str, text: str) -> None:
     with pytest.raises(ValueError, match="GANGLINE_FAULT has ") as error:
         faults.parse(script)
     assert text in str(error.value)
-
-
-def test_without_a_script_there_is_none() -> None:
-    with patch.dict(os.environ):
-        os.environ.pop(faults.VARIABLE, None)
-        assert faults.script_of("worker", 0) is None
 
 
 def test_messages_are_broken_repeated_and_swapped() -> None:
