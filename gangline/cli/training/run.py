@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.advise.context_scaling import scaling_of
-from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     as_usage_errors,
@@ -32,7 +29,7 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.context import Context, contexts
+from gangline.collectives.context import Context
 from gangline.collectives.environments.restart import restart_number
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
@@ -120,34 +117,6 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         result = _fit_and_score(module, options, splits, model.num_classes, batch_size, schedule, resume, callbacks)
         module.close()
     return result
-
-
-def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
-    """Measure steps of one context, two and so on up to all that the options name; train nothing.
-
-    ``verifies``: measure what is predicted as well.
-    """
-    autocast, dtype = _number_formats(options)
-    words = options.devices()
-    store, _ = _store(options, words)
-    if store not in IN_PROCESS:
-        raise UsageError(
-            f"--scale measures the contexts of one gangline train, and the store is {store}; expected a command that "
-            "starts the processes of the job, such as gangline launch -n 2 -- gangline train"
-        )
-    splits, _ = _data(options, dtype)
-    torch.manual_seed(options.seed)
-    model = _network(options, splits, dtype)
-    params = _optimizer_params(options, options.lr, model.factors)
-    on = contexts(words)
-
-    def make(count: int) -> Module:
-        network = copy.deepcopy(model.network)
-        made = Module(network, nn.CrossEntropyLoss(), on[:count], fixed_param_names=model.frozen, autocast=autocast)
-        made.init_optimizer(store, options.optimizer, params)
-        return made
-
-    return scaling_of(make, len(on), splits.train, options.batch_size, verifies=verifies)
 
 
 def _number_formats(options: TrainOptions) -> tuple[torch.dtype | None, torch.dtype]:
