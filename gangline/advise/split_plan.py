@@ -11,29 +11,21 @@ from gangline.models.balance.speed_model import LinearFit, shortest_step, step_s
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Speed and memory of a rank: time and memory of a step's forward and backward, by the number of samples."""
+    """Speed and memory of a rank."""
 
-    fixed: float
-    """Seconds of a step whatever the number of samples."""
-    per_sample: float
-    """Seconds that each sample adds."""
+    speed: float
+    """Samples per second of forward and backward."""
     memory: float | None = None
     """Memory of its device in GiB; None: without a limit."""
     fixed_memory: float = 0.0
     """GiB that a step takes whatever the number of samples: weights, gradients, optimizer state."""
     sample_memory: float | None = None
     """GiB that each sample adds; None: unknown."""
-    device: str = ""
-    """Host and device, if it was measured."""
-    largest: int = 0
-    """Largest number of samples that was measured."""
-    samples_per_second: float = 0.0
-    """Speed at that number."""
 
     @property
     def time(self) -> LinearFit:
         """Seconds of a step by the number of samples."""
-        return LinearFit(self.fixed, self.per_sample)
+        return LinearFit(0.0, 1 / self.speed)
 
     @property
     def max_samples(self) -> int | None:
@@ -82,7 +74,7 @@ def plan_splits(batch: int, ranks: Sequence[RankProfile]) -> list[SplitPlan]:
     equal = [batch // len(ranks) + (index < batch % len(ranks)) for index in range(len(ranks))]
     plans.append(_plan("equal", equal, ranks))
     if len(ranks) > 1:
-        slowest = max(range(len(ranks)), key=lambda index: ranks[index].time.seconds(batch))
+        slowest = min(range(len(ranks)), key=lambda index: ranks[index].speed)
         others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
         if not _holds(batch, others):  # shown although it does not fit
             others = [0 if index == slowest else None for index in range(len(ranks))]
