@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop import schedules
-from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.epochs import LEFT
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
@@ -139,20 +137,15 @@ def _fit_and_score(
     """Train a module with an initialized optimizer; return the result of `run`."""
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
     metrics = metrics_of(options.top_k, num_classes)
-    on_terminal = sys.stderr.isatty()
-    with_loss = [*metrics, "loss"]
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
     stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *signals_of(os.environ.get("GANGLINE_STOP_SIGNALS"))))
-    with stop_on(*stops), reported_first(), ExitStack() as stack:
-        if on_terminal:  # `_EpochLine` logs instead
-            module.logger.addFilter(_is_not_mxnets)
-            stack.callback(module.logger.removeFilter, _is_not_mxnets)
+    with stop_on(*stops), reported_first():
         try:
             ended = module.fit(
                 splits.train,
                 splits.validation,
-                with_loss if on_terminal else metrics,
+                metrics,
                 num_epoch=options.num_epochs,
                 batch_size=None if has_batches[0] and has_batches[1] else batch_size,
                 seed=options.seed,
@@ -160,7 +153,7 @@ def _fit_and_score(
                 optimizer=optimizer,
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
-                validation_metric=with_loss if options.plots and not on_terminal else None,
+                validation_metric=[*metrics, "loss"] if options.plots else None,
                 monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
                 **callbacks,
@@ -383,47 +376,13 @@ def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-class _EpochLine:
-    """Callback that logs one line for each epoch."""
-
-    def __init__(self, module: Module, num_epochs: int, batch_size: int) -> None:
-        self._module, self._num_epochs, self._batch_size = module, num_epochs, batch_size
-        self._epoch, self._batches, self._began = -1, 0, 0.0
-        self._training: list[tuple[str, float]] = []
-
-    def after_batch(self, param: BatchEndParam) -> None:
-        """Count a batch."""
-        if param.epoch != self._epoch:
-            self._epoch, self._batches, self._began = param.epoch, 0, time.perf_counter()
-        self._batches += param.batches
-        self._training = param.eval_metric.get_global_name_value()
-        self._seconds = time.perf_counter() - self._began
-
-    def after_validation(self, param: BatchEndParam) -> None:
-        """Log the line of the epoch."""
-        if not self._module.workers.is_first or param.epoch != self._epoch:
-            return
-        values = [f"{name} {value:.4g}" for name, value in self._training]
-        values += [f"validation {name} {value:.4g}" for name, value in param.eval_metric.get_name_value()]
-        speed = self._batches * self._batch_size / max(self._seconds, 1e-9)
-        text = ", ".join([*values, f"{speed:.0f} samples/s", f"{self._seconds:.1f} s"])
-        self._module.logger.info("epoch %d of %d: %s", self._epoch + 1, self._num_epochs, text)
-
-
-def _is_not_mxnets(record: logging.LogRecord) -> bool:
-    """Return whether a line is not one of `fit`'s epoch lines in MXNet's format."""
-    return not record.getMessage().startswith("Epoch[")
-
-
 def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
     """Build the callbacks, by the names of the arguments of `fit`."""
     after_batch: list[Any] = []
     after_epoch: list[Any] = []
     after_validation: list[Any] = []
     if sys.stderr.isatty():
-        line = _EpochLine(module, options.num_epochs, batch_size)
-        after_batch += [ProgressBar(batch_size=batch_size), line.after_batch]
-        after_validation.append(line.after_validation)
+        after_batch.append(ProgressBar(batch_size=batch_size))
     else:
         after_batch.append(Speedometer(batch_size, options.disp_batches))
     prefix, (period, minutes) = options.model_prefix, _save_period(options.save_period)
