@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gangline.advise.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes, refined
+from gangline.advise.scaling import Scaling, StepTimes, fitted_sizes, refined
 from gangline.advise.steps import Event, JobSteps, read_events, steps_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline.recorder import VARIABLE
@@ -92,11 +92,10 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) -> Scaling:
+def scaling_of_job(arguments: Sequence[str], seconds: float) -> Scaling:
     """Run a command with 1 up to its number of processes or contexts and several batch sizes, each for so many seconds.
 
-    The batch size from which all of them win is found by `refined`. ``verifies``: run other batch sizes as well, beside
-    what is predicted for them.
+    The batch size from which all of them win is found by `refined`.
     """
     most, given = (_value(arguments, names) for names in (PROCESSES, BATCH_SIZES))
     counts = [one for one in range(1, most + 1) if most <= _MOST_COUNTS or one.bit_count() == 1 or one == most]
@@ -123,12 +122,7 @@ def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) 
         times.append(StepTimes(count, tuple(points)))
     if len(times) > 1:
         times = refined(times, measure, _FARTHEST * whole)
-    checks = []
-    for one in times if verifies else ():
-        for size in checked_sizes(whole):
-            samples, took = measure(one.count, size)
-            checks.append(Check(one.count, samples, one.seconds(samples), took))
-    return Scaling(unit, whole, tuple(times), tuple(checks))
+    return Scaling(unit, whole, tuple(times))
 
 
 def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) -> JobSteps:

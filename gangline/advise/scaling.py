@@ -29,11 +29,6 @@ def fitted_sizes(batch_size: int, least: int) -> tuple[int, ...]:
     )
 
 
-def checked_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return the batch sizes to measure beside what `fitted_sizes` predict for them."""
-    return batch_size, 2 * batch_size, 3 * batch_size
-
-
 @dataclass(frozen=True)
 class StepTimes:
     """Step times of a number of devices: lines between the batch sizes that were measured."""
@@ -100,22 +95,6 @@ def refined(
 
 
 @dataclass(frozen=True)
-class Check:
-    """A batch size that was predicted, and then measured."""
-
-    count: int
-    batch_size: int
-    predicted: float
-    """Seconds of a step."""
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """The prediction's error, relative to what was measured."""
-        return self.predicted / self.measured - 1
-
-
-@dataclass(frozen=True)
 class Scaling:
     """Step times of several numbers of devices, and what they advise."""
 
@@ -125,7 +104,6 @@ class Scaling:
     """Samples of all devices in a step that the advice is for."""
     times: tuple[StepTimes, ...]
     """By ascending number of devices."""
-    checks: tuple[Check, ...] = ()
 
     @property
     def units(self) -> str:
@@ -178,11 +156,4 @@ class Scaling:
             seconds = one.seconds(self.batch_size)
             wins = "" if one is self.times[0] else str(wins_from[one.count] or "never")
             lines.append(f"{one.count:<14} {seconds * 1e3:>10.2f} ms {self.batch_size / seconds:>10.0f}  {wins:>22}")
-        if self.checks:
-            lines += ["", f"{self.unit + ' count':<14} batch size  predicted    measured   error"]
-        lines += [
-            f"{one.count:<14} {one.batch_size:>10} {one.predicted * 1e3:>7.2f} ms {one.measured * 1e3:>8.2f} ms "
-            f"{one.error:>6.0%}"
-            for one in self.checks
-        ]
         return "\n".join([*lines, "", f"Verdict: {self.verdict}"])

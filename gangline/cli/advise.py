@@ -33,7 +33,7 @@ def advise(
         typer.Option(
             "--scale",
             help="Run CMD with 1 up to its number of processes, or contexts of one gangline train, at several batch "
-            "sizes, and say how many pay. --verify runs other batch sizes as well.",
+            "sizes, and say how many pay.",
         ),
     ] = False,
     seconds: Annotated[float, typer.Option(metavar="S", min=1, help="Time for which each run of --scale trains.")] = 4,
@@ -44,12 +44,12 @@ def advise(
     """
     paths = [Path(argument) for argument in arguments]
     is_timeline = all(path.suffix == ".json" for path in paths)
-    if is_timeline and verify:
-        raise UsageError("--verify runs a command again with a remedy; expected -- CMD, not a timeline")
+    if verify and (is_timeline or scale):
+        raise UsageError("--verify runs a command again with a remedy; expected -- CMD, without --scale")
     if scale:
         if is_timeline:
             raise UsageError("--scale runs a command; expected -- CMD, not a timeline")
-        scaling = scaling_of_job(arguments, seconds, verifies=verify)
+        scaling = scaling_of_job(arguments, seconds)
         print(json.dumps(scaling.as_json()) if as_json else scaling)
         return
     code, events = (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-from gangline.advise.split_plan import RankProfile, SplitPlan, plan_splits
 from gangline.cli.options import JsonFile, numbers, print_table, write_json
 from gangline.collectives.errors import UsageError
+from gangline.models.balance.speed_model import LinearFit, shortest_step, step_seconds
 
 
 def plan(
@@ -32,37 +34,89 @@ def plan(
     found = numbers("--speeds", speeds, float)
     if not found or not all(0 < one < math.inf for one in found):
         raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
-    sizes = numbers("--memory", memory, float, len(found)) or [None] * len(found)
+    sizes: list[float] = numbers("--memory", memory, float, len(found))
     if sample_memory is not None and memory is None:
         raise UsageError("--sample-memory is given without --memory; expected the memory of each rank, such as 24,11")
-    ranks = [RankProfile(speed, size, fixed_memory, sample_memory) for speed, size in zip(found, sizes, strict=True)]
-    plans = plan_splits(batch, ranks)
-    write_json(json, [_plain(each, plans[1]) for each in plans])
-    if json is None:
-        _show(plans)
-
-
-def _plain(each: SplitPlan, equal: SplitPlan) -> dict[str, Any]:
-    return {
-        "split": each.name,
-        "counts": each.counts,
-        "seconds": each.seconds,
-        "samples_per_s": each.samples_per_second,
-        "times_equal": equal.seconds / each.seconds,
-        "fits": each.fits,
-        "sample_memory_max": each.room,
-    }
-
-
-def _show(plans: list[SplitPlan]) -> None:
-    equal = plans[1]
+    splits = _splits(batch, found, [size - fixed_memory for size in sizes], sample_memory)
+    equal = splits[1].seconds
+    rows = [
+        {
+            "split": one.name,
+            "counts": one.counts,
+            "seconds": one.seconds,
+            "samples_per_s": batch / one.seconds,
+            "times_equal": equal / one.seconds,
+            "fits": one.fits,
+            "sample_memory_max": one.room,
+        }
+        for one in splits
+    ]
+    write_json(json, rows)
+    if json is not None:
+        return
     print_table(
         {
-            "split": [each.name for each in plans],
-            **{f"rank {index}": [str(each.counts[index]) for each in plans] for index in range(len(equal.counts))},
-            "step": [f"{each.seconds:.4g} s" if each.fits else "out of memory" for each in plans],
-            "samples/s": [f"{each.samples_per_second:.4g}" if each.fits else "" for each in plans],
-            "x equal": [f"{equal.seconds / each.seconds:.2f}" if each.fits else "" for each in plans],
-            "max GiB/sample": ["" if each.room is None else f"{each.room:.3g}" for each in plans],
+            "split": [one.name for one in splits],
+            **{f"rank {index}": [str(one.counts[index]) for one in splits] for index in range(len(found))},
+            "step": [f"{one.seconds:.4g} s" if one.fits else "out of memory" for one in splits],
+            "samples/s": [f"{batch / one.seconds:.4g}" if one.fits else "" for one in splits],
+            "x equal": [f"{equal / one.seconds:.2f}" if one.fits else "" for one in splits],
+            "max GiB/sample": ["" if one.room is None else f"{one.room:.3g}" for one in splits],
         }
     )
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A split of the global batch."""
+
+    name: str
+    counts: list[int]
+    """Samples of each rank."""
+    seconds: float
+    """Expected time of a step, without the exchange of gradients."""
+    fits: bool
+    """True if no rank has more samples than fit into its memory."""
+    room: float | None
+    """GiB that a sample may take at most; None: without a limit."""
+
+
+def _splits(batch: int, speeds: Sequence[float], memory: Sequence[float], sample_memory: float | None) -> list[_Split]:
+    """Return the balanced split, the equal one, and the best one without the slowest rank if there are others.
+
+    ``memory``: GiB for the samples of each rank; empty: without a limit.
+    """
+    times, ranks = [LinearFit(0.0, 1 / speed) for speed in speeds], range(len(speeds))
+    caps: list[int | None] = [None for _ in ranks]
+    if memory and sample_memory:
+        caps = [max(0, math.floor(size / sample_memory + 1e-9)) for size in memory]
+    if not _holds(batch, caps):
+        most = ", ".join(f"rank {index}: {cap}" for index, cap in enumerate(caps))
+        raise ValueError(
+            f"a global batch of {batch} samples does not fit: the ranks hold at most {most}; use a smaller batch and "
+            "accumulate gradients over more steps, or recompute activations"
+        )
+    found = {
+        "balanced": shortest_step(batch, times, caps=caps),
+        "equal": [batch // len(ranks) + (index < batch % len(ranks)) for index in ranks],
+    }
+    if len(ranks) > 1:
+        slowest = min(ranks, key=lambda index: speeds[index])
+        others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
+        if not _holds(batch, others):  # shown although it does not fit
+            others = [0 if index == slowest else None for index in ranks]
+        found[f"without rank {slowest}"] = shortest_step(batch, times, caps=others)
+    return [
+        _Split(
+            name,
+            counts,
+            step_seconds(counts, times),
+            all(cap is None or count <= cap for count, cap in zip(counts, caps, strict=True)),
+            min((size / count for count, size in zip(counts, memory, strict=False) if count), default=None),
+        )
+        for name, counts in found.items()
+    ]
+
+
+def _holds(batch: int, caps: Sequence[int | None]) -> bool:
+    return any(cap is None for cap in caps) or sum(cap or 0 for cap in caps) >= batch

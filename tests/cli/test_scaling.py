@@ -114,12 +114,10 @@ def test_a_batch_size_that_does_not_fit_ends_the_refinement() -> None:
 @pytest.mark.timeout(240)
 def test_every_number_of_contexts_is_measured() -> None:
     train = ("gangline", "train", "--network", "mlp", "--cpus", "2", "--batch-size", "16")
-    done = gangline("advise", "--scale", "--verify", "--seconds", "1", "--json", "--", sys.executable, "-m", *train)
+    done = gangline("advise", "--scale", "--seconds", "1", "--json", "--", sys.executable, "-m", *train)
     found = json.loads(done.stdout)
     assert [one["count"] for one in found["times"]] == [1, 2]
-    assert {(one["count"], one["batch_size"]) for one in found["checks"]} == {
-        (count, size) for count in (1, 2) for size in (16, 32, 48)
-    }
+    assert all({8, 22, 64} <= {size for size, _ in one["points"]} for one in found["times"])
     assert found["verdict"].startswith("with batches of 16, 2 contexts are ")
 
 
