@@ -31,6 +31,8 @@ _MOST_COUNTS = 4
 """Numbers of processes up to this one are all measured; of more, powers of two."""
 _FARTHEST = 64
 """Largest batch size that is measured, in times the given one."""
+_START_SECONDS = 60
+"""Longest time from the beginning of the timeline to the first step."""
 _END_SECONDS = 30
 
 
@@ -69,7 +71,7 @@ def run_with_timeline(
 
 
 def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Path, output: Path, seconds: float) -> int:
-    """Run a command until it has written its timeline for so many seconds; return its exit code, 0 if it was ended."""
+    """Run a command until it has trained for so many seconds; return its exit code, 0 if it was ended."""
     with (
         output.open("w") as printed,
         subprocess.Popen(  # noqa: S603  the user's own
@@ -80,7 +82,8 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
             ends = float("inf")
             while process.poll() is None and time.monotonic() < ends:
                 if path.exists() and path.stat().st_size:
-                    ends = min(ends, time.monotonic() + seconds)
+                    has_begun = b'"backward"' in path.read_bytes()
+                    ends = min(ends, time.monotonic() + (seconds if has_begun else _START_SECONDS))
                 time.sleep(0.05)
             code = process.poll()
             process.terminate()

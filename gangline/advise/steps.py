@@ -256,7 +256,7 @@ class _Trace:
         }
         parts["other"] = max(end - began - sum(parts.values()), 0.0)
         samples: dict[int, int] = defaultdict(int)  # of each thread, which computes for one context
-        for _, _, event in self.begun("forward", began, backward):
+        for _, _, event in self.begun("forward", began, end):
             samples[event["tid"]] = max(samples[event["tid"]], event["args"].get("samples", 0))
         contexts: dict[str, float] = defaultdict(float)
         for name in ("forward", "backward"):

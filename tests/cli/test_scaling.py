@@ -111,7 +111,7 @@ def test_a_batch_size_that_does_not_fit_ends_the_refinement() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_every_number_of_contexts_is_measured() -> None:
     train = ("gangline", "train", "--network", "mlp", "--cpus", "2", "--batch-size", "16")
     done = gangline("advise", "--scale", "--seconds", "1", "--json", "--", sys.executable, "-m", *train)
