@@ -26,27 +26,6 @@ BIN = Path(sys.executable).parent
 DOCS = ROOT / "docs" / "pictures"
 SITE = ROOT / "build" / "pictures"
 TERMINAL = "font: 14px/1.4 monospace; color: #ddd; background: #222; padding: 16px; margin: 0; display: inline-block"
-SLOW = """
-import time
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from gangline import torch_backend
-
-dist.init_process_group("gangline")
-network = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-model = DistributedDataParallel(network)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(30):
-    data, label = torch.randn(128, 64), torch.randint(0, 10, (128,))
-    output = model(data)
-    if dist.get_rank() == 1:
-        output.register_hook(lambda gradient: time.sleep(0.2))
-    torch.nn.functional.cross_entropy(output, label).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
-"""
 LATE = """
 import time
 import gangline
@@ -83,13 +62,6 @@ def progress_page(folder: Path) -> Path:
         "gangline train --network lenet --cpus 2 --num-epochs 3 --work-load-list auto --plots training-progress", folder
     )
     return folder / "training-progress.html"
-
-
-def advice_page(folder: Path) -> Path:
-    """Run `gangline advise` on a script whose second rank sleeps in backward."""
-    (folder / "train.py").write_text(SLOW)
-    run(f"gangline advise --page advise.html -- {BIN}/torchrun --nproc-per-node 2 train.py", folder)
-    return folder / "advise.html"
 
 
 def status_page(folder: Path) -> Path:
@@ -165,7 +137,6 @@ def main() -> None:
         folder = Path(name)
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         photograph(browser, progress_page(folder).as_uri(), DOCS / "progress.png")
-        photograph(browser, advice_page(folder).as_uri(), DOCS / "advise.png")
         photograph(browser, status_page(folder).as_uri(), DOCS / "status.png", element="pre")
         with timeline(folder) as address:
             photograph_timeline(browser, address, DOCS / "timeline.png")

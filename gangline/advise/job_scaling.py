@@ -11,18 +11,28 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from gangline.advise.scaling import Check, Scaling, StepTimes, checked_sizes, fitted_sizes
+from gangline.advise.scaling import Scaling, StepTimes, fitted_sizes, refined
 from gangline.advise.steps import Event, JobSteps, read_events, steps_of
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline.recorder import VARIABLE
 
-PROCESSES = ("--nproc-per-node", "--nproc_per_node", "-n", "-np", "--workers", "--num-workers", "--num_processes")
-"""Options of launchers for the number of processes; the first one in a command counts."""
+_CONTEXTS = ("--cpus", "--context")
+"""Options of `gangline train` for its contexts: their number, and a list of them."""
+PROCESSES = (
+    *("--nproc-per-node", "--nproc_per_node", "-n", "-np", "--workers", "--num-workers", "--num_processes"),
+    *_CONTEXTS,
+)
+"""Options for the number of processes or contexts; the first one in a command, which is the launcher's, counts."""
 BATCH_SIZES = ("--batch-size", "--batch_size", "--per_device_train_batch_size")
 """Options of scripts for the batch size; the last one in a command counts."""
 _MOST_COUNTS = 4
 """Numbers of processes up to this one are all measured; of more, powers of two."""
+_FARTHEST = 64
+"""Largest batch size that is measured, in times the given one."""
+_START_SECONDS = 60
+"""Longest time from the beginning of the timeline to the first step."""
 _END_SECONDS = 30
 
 
@@ -61,7 +71,7 @@ def run_with_timeline(
 
 
 def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Path, output: Path, seconds: float) -> int:
-    """Run a command until it has written its timeline for so many seconds; return its exit code, 0 if it was ended."""
+    """Run a command until it has trained for so many seconds; return its exit code, 0 if it was ended."""
     with (
         output.open("w") as printed,
         subprocess.Popen(  # noqa: S603  the user's own
@@ -72,7 +82,8 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
             ends = float("inf")
             while process.poll() is None and time.monotonic() < ends:
                 if path.exists() and path.stat().st_size:
-                    ends = min(ends, time.monotonic() + seconds)
+                    has_begun = b'"backward"' in path.read_bytes()
+                    ends = min(ends, time.monotonic() + (seconds if has_begun else _START_SECONDS))
                 time.sleep(0.05)
             code = process.poll()
             process.terminate()
@@ -84,10 +95,10 @@ def _run_for(arguments: Sequence[str], environment: Mapping[str, str], path: Pat
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) -> Scaling:
-    """Run a command with 1 up to its number of processes and several batch sizes, each for so many seconds.
+def scaling_of_job(arguments: Sequence[str], seconds: float) -> Scaling:
+    """Run a command with 1 up to its number of processes or contexts and several batch sizes, each for so many seconds.
 
-    ``verifies``: run other batch sizes as well, beside what is predicted for them.
+    The batch size from which all of them win is found by `refined`.
     """
     most, given = (_value(arguments, names) for names in (PROCESSES, BATCH_SIZES))
     counts = [one for one in range(1, most + 1) if most <= _MOST_COUNTS or one.bit_count() == 1 or one == most]
@@ -95,31 +106,26 @@ def scaling_of_job(arguments: Sequence[str], seconds: float, *, verifies: bool) 
     if not whole:
         raise UsageError("the timeline does not have the number of samples; expected a tensor as the model's input")
     of_each = whole > given and most > 1  # else the option means the batch of all processes
+    unit = "context" if _place(arguments, PROCESSES).option in _CONTEXTS else "process"
 
-    def measure(sizes: Sequence[int]) -> dict[int, dict[int, tuple[int, float]]]:
-        """Return, by count and batch size, the samples of a step and its seconds."""
-        found: dict[int, dict[int, tuple[int, float]]] = {count: {} for count in counts}
-        for size in sizes:
-            for count in counts:
-                job = _job(arguments, count, max(round(size / count), 1) if of_each else size, seconds)
-                found[count][size] = job.samples, job.step_seconds
-        return found
+    def measure(count: int, size: int) -> tuple[int, float]:
+        """Return the samples of a step and its seconds."""
+        job = _job(arguments, count, max(round(size / count), 1) if of_each else size, seconds)
+        return job.samples, job.step_seconds
 
-    fitted = measure(fitted_sizes(whole, most))
-    for count, points in fitted.items():
-        if len({samples for samples, _ in points.values()}) < len(points):
+    times: list[StepTimes] = []
+    sizes = fitted_sizes(whole, most)
+    for count in counts:
+        points = sorted(measure(count, size) for size in sizes)
+        if len(dict(points)) < len(points):
             raise UsageError(
-                f"with {count} processes a step has {sorted(samples for samples, _ in points.values())} samples at the "
-                f"batch sizes {sorted(points)}; expected a script that trains with the batch size of its option"
+                f"{unit} count {count}: a step has {[samples for samples, _ in points]} samples at the batch sizes "
+                f"{[*sizes]}; expected a script that trains with the batch size of its option"
             )
-    times = [StepTimes(count, tuple(sorted(points.values()))) for count, points in fitted.items()]
-    measured = measure(checked_sizes(whole) if verifies else ())
-    checks = [
-        Check(one.count, samples, one.seconds(samples), took)
-        for one in times
-        for samples, took in measured[one.count].values()
-    ]
-    return Scaling("process", whole, tuple(times), tuple(checks))
+        times.append(StepTimes(count, tuple(points)))
+    if len(times) > 1:
+        times = refined(times, measure, _FARTHEST * whole)
+    return Scaling(unit, whole, tuple(times))
 
 
 def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) -> JobSteps:
@@ -134,28 +140,42 @@ def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) 
         raise UsageError(f"{' '.join(words)}: {error}") from error
 
 
-def _place(arguments: Sequence[str], names: Sequence[str]) -> tuple[int, str, str]:
-    """Return the place of the word that has an option's value, what precedes it in the word, and the value.
+class _Place(NamedTuple):
+    """Where a command has the value of an option."""
 
-    Of several options the first counts for a launcher's, the last for a script's.
-    """
-    places = [place for place, word in enumerate(arguments) if word.partition("=")[0] in names]
-    if not places:
+    at: int
+    """Index of the word."""
+    option: str
+    prefix: str
+    """What precedes the value in the word."""
+    text: str
+    """The value."""
+
+
+def _place(arguments: Sequence[str], names: Sequence[str]) -> _Place:
+    """Return the place of an option's value: of several options the first for a launcher's, the last for a script's."""
+    indices = [index for index, word in enumerate(arguments) if word.partition("=")[0] in names]
+    if not indices:
         raise UsageError(f"--scale changes {' or '.join(names)}, and the command has no such option")
-    place = places[0 if names is PROCESSES else -1]
-    name, equals, text = arguments[place].partition("=")
-    return (place, name + equals, text) if equals else (place + 1, "", "".join(arguments[place + 1 : place + 2]))
+    index = indices[0 if names is PROCESSES else -1]
+    option, equals, text = arguments[index].partition("=")
+    if equals:
+        return _Place(index, option, option + equals, text)
+    return _Place(index + 1, option, "", "".join(arguments[index + 1 : index + 2]))
 
 
 def _value(arguments: Sequence[str], names: Sequence[str]) -> int:
-    """Return the value of an option in a command."""
-    place, name, text = _place(arguments, names)
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{name.rstrip('=') or arguments[place - 1]} is {text!r}; expected a number")
-    return int(text)
+    """Return the value of an option in a command; of a list, its length."""
+    place = _place(arguments, names)
+    if place.option == "--context":
+        return len(place.text.split(","))
+    if not place.text.isdecimal() or int(place.text) < 1:
+        raise UsageError(f"{place.option} is {place.text!r}; expected a number")
+    return int(place.text)
 
 
 def _replaced(arguments: Sequence[str], names: Sequence[str], value: int) -> list[str]:
-    """Return a command with another value of an option."""
-    place, name, _ = _place(arguments, names)
-    return [*arguments[:place], f"{name}{value}", *arguments[place + 1 :]]
+    """Return a command with another value of an option; of a list, with its first entries."""
+    place = _place(arguments, names)
+    text = ",".join(place.text.split(",")[:value]) if place.option == "--context" else str(value)
+    return [*arguments[: place.at], f"{place.prefix}{text}", *arguments[place.at + 1 :]]

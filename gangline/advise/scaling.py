@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from gangline.collectives.errors import UsageError
+
 _LEAST_GAIN = 1.05
 """Ratio of speeds from which more devices are advised."""
 _SUSPICIOUS = 1.5
@@ -27,11 +29,6 @@ def fitted_sizes(batch_size: int, least: int) -> tuple[int, ...]:
     )
 
 
-def checked_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return the batch sizes to measure beside what `fitted_sizes` predict for them."""
-    return batch_size, 2 * batch_size, 3 * batch_size
-
-
 @dataclass(frozen=True)
 class StepTimes:
     """Step times of a number of devices: lines between the batch sizes that were measured."""
@@ -50,7 +47,7 @@ class StepTimes:
             slope = min(slope, seconds / size)  # no step takes less than no time
         return seconds + slope * (batch_size - size)
 
-    def with_point(self, batch_size: int, seconds: float) -> StepTimes:
+    def with_point(self, batch_size: float, seconds: float) -> StepTimes:
         """Return the times with one more batch size that was measured."""
         return StepTimes(self.count, tuple(sorted({**dict(self.points), batch_size: seconds}.items())))
 
@@ -72,37 +69,29 @@ class StepTimes:
         return size
 
 
-def refined(times: Sequence[StepTimes], measure: Callable[[int, int], float], farthest: int) -> list[StepTimes]:
+def refined(
+    times: Sequence[StepTimes], measure: Callable[[int, int], tuple[float, float]], farthest: int
+) -> list[StepTimes]:
     """Measure where the lines through the measured times meet, until they meet near a batch size that was measured.
 
-    ``times`` are by ascending number of devices; ``measure`` returns the seconds of a step for a number of devices and
-    a batch size. If the lines do not meet, the farthest batch size is measured.
+    ``times`` are by ascending number of devices; ``measure`` returns samples and seconds of a step for a number of
+    devices and a batch size, which fails with UsageError if memory does not suffice, for example. If the lines do not
+    meet, the farthest batch size is measured.
     """
-    times = list(times)
+    times, tried = list(times), [size for size, _ in times[-1].points]
     while farthest > 1 and max(one.seconds(farthest) for one in times) > _LONGEST_STEP:
         farthest //= 2
     for _ in range(_REFINEMENTS):
         size = min(times[-1].wins_from(times[:-1]) or farthest, farthest)
-        if size < times[-1].count or any(known / _NEAR <= size <= known * _NEAR for known, _ in times[-1].points):
+        if size < times[-1].count or any(known / _NEAR <= size <= known * _NEAR for known in tried):
             break
-        times = [one.with_point(size, measure(one.count, size)) for one in times]
+        try:
+            points = [measure(one.count, size) for one in times]
+        except UsageError:
+            break
+        tried.append(size)
+        times = [one.with_point(*point) for one, point in zip(times, points, strict=True)]
     return times
-
-
-@dataclass(frozen=True)
-class Check:
-    """A batch size that was predicted, and then measured."""
-
-    count: int
-    batch_size: int
-    predicted: float
-    """Seconds of a step."""
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """The prediction's error, relative to what was measured."""
-        return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,6 @@ class Scaling:
     """Samples of all devices in a step that the advice is for."""
     times: tuple[StepTimes, ...]
     """By ascending number of devices."""
-    checks: tuple[Check, ...] = ()
 
     @property
     def units(self) -> str:
@@ -168,11 +156,4 @@ class Scaling:
             seconds = one.seconds(self.batch_size)
             wins = "" if one is self.times[0] else str(wins_from[one.count] or "never")
             lines.append(f"{one.count:<14} {seconds * 1e3:>10.2f} ms {self.batch_size / seconds:>10.0f}  {wins:>22}")
-        if self.checks:
-            lines += ["", f"{self.unit + ' count':<14} batch size  predicted    measured   error"]
-        lines += [
-            f"{one.count:<14} {one.batch_size:>10} {one.predicted * 1e3:>7.2f} ms {one.measured * 1e3:>8.2f} ms "
-            f"{one.error:>6.0%}"
-            for one in self.checks
-        ]
         return "\n".join([*lines, "", f"Verdict: {self.verdict}"])

@@ -255,12 +255,14 @@ class _Trace:
             "transfer": max(finish - ready - late - (update if exchanges else 0.0), 0.0),
         }
         parts["other"] = max(end - began - sum(parts.values()), 0.0)
-        samples = [event["args"].get("samples", 0) for _, _, event in self.begun("forward", began, backward)]
+        samples: dict[int, int] = defaultdict(int)  # of each thread, which computes for one context
+        for _, _, event in self.begun("forward", began, end):
+            samples[event["tid"]] = max(samples[event["tid"]], event["args"].get("samples", 0))
         contexts: dict[str, float] = defaultdict(float)
         for name in ("forward", "backward"):
             for one, other, event in self.begun(name, began, end):
                 contexts[self._threads.get(event["tid"], "")] += other - one
-        return Step(began, end, parts, max(samples, default=0), contexts)
+        return Step(began, end, parts, sum(samples.values()), contexts)
 
     def _total(self, name: str, begin: float, end: float) -> float:
         """Return the seconds of spans that lie between two times."""

@@ -13,13 +13,9 @@ import typer
 from gangline.advise.advice import Advice
 from gangline.advise.advice import advise as advise_on
 from gangline.advise.job_scaling import run_with_timeline, scaling_of_job
-from gangline.advise.page import advice_page, scaling_page
-from gangline.advise.scaling import Scaling
 from gangline.advise.steps import read_events, steps_of
-from gangline.cli.logs import logging_to_stderr
-from gangline.cli.training.options import TrainOptions, parsed
+from gangline.cli.training.options import TrainOptions
 from gangline.collectives.errors import UsageError
-from gangline.collectives.host_files import write_text
 
 
 def advise(
@@ -32,13 +28,12 @@ def advise(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run CMD again with the first remedy that can be applied to it.")
     ] = False,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with the picture.")] = None,
     scale: Annotated[
         bool,
         typer.Option(
             "--scale",
             help="Run CMD with 1 up to its number of processes, or contexts of one gangline train, at several batch "
-            "sizes, and say how many pay. --verify runs other batch sizes as well.",
+            "sizes, and say how many pay.",
         ),
     ] = False,
     seconds: Annotated[float, typer.Option(metavar="S", min=1, help="Time for which each run of --scale trains.")] = 4,
@@ -49,19 +44,13 @@ def advise(
     """
     paths = [Path(argument) for argument in arguments]
     is_timeline = all(path.suffix == ".json" for path in paths)
-    if is_timeline and verify:
-        raise UsageError("--verify runs a command again with a remedy; expected -- CMD, not a timeline")
+    if verify and (is_timeline or scale):
+        raise UsageError("--verify runs a command again with a remedy; expected -- CMD, without --scale")
     if scale:
         if is_timeline:
             raise UsageError("--scale runs a command; expected -- CMD, not a timeline")
-        scaling = (
-            _scaling_of_contexts(arguments[arguments.index("train") + 1 :], verify)
-            if _is_one_train(arguments)
-            else scaling_of_job(arguments, seconds, verifies=verify)
-        )
+        scaling = scaling_of_job(arguments, seconds)
         print(json.dumps(scaling.as_json()) if as_json else scaling)
-        if page is not None:
-            write_text(page, scaling_page(scaling))
         return
     code, events = (
         (0, [event for path in paths for event in read_events(path)])
@@ -74,26 +63,9 @@ def advise(
         print(f"gangline: {error}", file=sys.stderr)
         raise typer.Exit(code or 1) from error
     print(json.dumps(found.as_json()) if as_json else found)
-    if page is not None:
-        write_text(page, advice_page(found))
     if verify:
         print(_verified(found, arguments))
     raise typer.Exit(code)
-
-
-def _is_one_train(arguments: Sequence[str]) -> bool:
-    """Return whether a command is `gangline train`, without a launcher before it."""
-    return [Path(word).stem for word in arguments[:2]] == ["gangline", "train"] or (
-        list(arguments[1:4]) == ["-m", "gangline", "train"] and Path(arguments[0]).name.startswith("python")
-    )
-
-
-def _scaling_of_contexts(words: Sequence[str], verifies: bool) -> Scaling:
-    """Measure the contexts of a `gangline train` in this process, whose start would take longer than its steps."""
-    from gangline.cli.training.run import scaling_of_contexts
-
-    with logging_to_stderr():
-        return scaling_of_contexts(parsed(words), verifies=verifies)
 
 
 def _verified(before: Advice, arguments: Sequence[str]) -> str:

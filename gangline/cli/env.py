@@ -101,7 +101,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def show_devices(rows: Sequence[Device]) -> None:
-    """Print a table of devices, with the links between GPUs."""
+    """Print a table of devices, with the access of GPUs to each other's memory."""
     print_table(
         {
             "context": [row.context for row in rows],

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,8 +24,6 @@ from gangline.collectives.transports.unix_sockets import connect
 from gangline.collectives.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
-from gangline.launcher.engines.kubernetes import KubernetesKind, KubernetesOptions, manifests
-from gangline.launcher.engines.kubernetes import text as text_of_manifests
 from gangline.launcher.engines.mpi import detect, mpi_table
 from gangline.launcher.engines.slurm import batch_script, slurm_table
 from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
@@ -42,7 +39,7 @@ _host_option = partial(typer.Option, rich_help_panel="Hosts")
 _engine_option = partial(typer.Option, rich_help_panel="Engines")
 
 
-Launcher = Literal["local", "ssh", "mpi", "slurm", "k8s", "ray"]
+Launcher = Literal["local", "ssh", "mpi", "slurm"]
 """Ways to start processes."""
 _OF_LAUNCHERS = {
     "interface": ("ssh", "mpi", "slurm"),
@@ -50,14 +47,10 @@ _OF_LAUNCHERS = {
     "remote_python": ("ssh",),
     "mpirun": ("mpi",),
     "engine_option": ("mpi", "slurm"),
-    "name": ("slurm", "k8s"),
-    "image": ("k8s",),
-    "k8s_kind": ("k8s",),
-    "log_dir": ("local", "ssh", "mpi", "slurm"),
-    "stop_signals": ("local", "ssh", "mpi", "slurm"),
+    "name": ("slurm",),
     "idle_surplus": ("local", "ssh"),
     "bind": ("local", "ssh"),
-    "max_restarts": ("local", "ssh", "ray"),
+    "max_restarts": ("local", "ssh"),
     "restart_processes": ("local",),
     "elastic": ("local",),
 }
@@ -66,8 +59,6 @@ _RESTARTS = {
     "mpi": "mpirun restarts nothing, so start the job again with --load-epoch auto",
     "slurm": "Slurm queues the job again: at exit code 75, or after the loss of a node by "
     "--engine-option=--requeue; --load-epoch auto then resumes",
-    "k8s": "Kubernetes starts it again: failurePolicy.maxRestarts in the manifest of --k8s-kind jobset, "
-    "backoffLimit in that of rayjob; --load-epoch auto then resumes",
 }
 """Restarts of engines that gangline does not restart."""
 
@@ -132,10 +123,6 @@ class LaunchOptions:
     """Option for mpirun, sbatch or srun, such as --engine-option=--partition=gpu; repeatable."""
     name: Annotated[str, _engine_option()] = "gangline"
     """Name of the job."""
-    image: Annotated[str | None, _engine_option()] = None
-    """Container image of --launcher k8s."""
-    k8s_kind: Annotated[KubernetesKind, _engine_option()] = KubernetesKind.JOB
-    """Kind of manifest."""
     dry_run: Annotated[bool, typer.Option("--dry-run")] = False
     """Print the commands; start nothing."""
 
@@ -163,7 +150,7 @@ def launch(options: LaunchOptions) -> None:
         serve_metrics(options.metrics_port)
     bounds = _bounds(elastic, workers, servers, options.work_load_list)
     stops = signals_of(options.stop_signals)
-    if options.gpus is not None and launcher not in ("local", "k8s"):
+    if options.gpus is not None and launcher != "local":
         raise UsageError(
             f"--gpus names GPUs of this host; with --launcher {launcher} name them by gpus=0,2 in a --hostfile, "
             "or by options of the engine"
@@ -179,12 +166,8 @@ def launch(options: LaunchOptions) -> None:
         restart_processes=options.restart_processes,
         elastic=bounds,
     )
-    if launcher == "k8s":
-        raise typer.Exit(_apply(job, options))
     if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
         raise typer.Exit(_submit(job, options))
-    if launcher == "ray" and not options.dry_run:
-        raise typer.Exit(_on_ray(job, options))
     engine_options = tuple(options.engine_option or ())
     timeouts = StopTimeouts(stop=options.grace)
     connection = SshOptions(options.ssh, options.remote_python, options.interface)
@@ -245,15 +228,6 @@ def _address_here(options: LaunchOptions, entries: Sequence[HostEntry]) -> Host 
     return Host(resolved(name) if is_slurm else local_address(entries[0].name))
 
 
-def _apply(job: JobSpec, options: LaunchOptions) -> int:
-    """Give the manifests of a job to Kubernetes, or print them; return the exit code."""
-    if options.image is None:
-        raise UsageError("--launcher k8s needs --image, a container image with gangline and the program")
-    gpus = len(numbers("--gpus", options.gpus, int)) // job.workers
-    given = KubernetesOptions(options.image, options.name, options.k8s_kind, gpus, options.grace)
-    return _feed(["kubectl", "apply", "-f", "-"], text_of_manifests(manifests(job, given)), options.dry_run)
-
-
 def _submit(job: JobSpec, options: LaunchOptions) -> int:
     """Submit a job to Slurm and wait for it, or print its batch script; return the exit code."""
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
@@ -269,28 +243,13 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
             words += [option, str(value)]
     engine_options = tuple(options.engine_option or ())
     script = batch_script([*words, "--", *job.command], job.workers, options.grace, options.name, engine_options)
-    return _feed(["sbatch", "--wait"], script, options.dry_run)
-
-
-def _feed(command: Sequence[str], text: str, dry_run: bool) -> int:
-    """Run a command with this text on its standard input, or print the text; return the exit code."""
-    if dry_run:
-        print(text, end="")
+    if options.dry_run:
+        print(script, end="")
         return 0
     try:
-        return subprocess.run(command, input=text, text=True, check=False).returncode  # noqa: S603
+        return subprocess.run(["sbatch", "--wait"], input=script, text=True, check=False).returncode  # noqa: S607
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not here; install it, or print what it would get by --dry-run") from None
-
-
-def _on_ray(job: JobSpec, options: LaunchOptions) -> int:
-    """Run a job on Ray; return the exit code."""
-    try:
-        ray_jobs = import_module("gangline.integrations.ray_jobs")
-    except ImportError as error:
-        raise UsageError(f"--launcher ray needs Ray: pip install ray ({error})") from error
-    code: int = ray_jobs.run(job, grace=options.grace, max_restarts=options.max_restarts)
-    return code
+        raise UsageError("sbatch is not here; install Slurm, or print what it would get by --dry-run") from None
 
 
 def _check_used(options: LaunchOptions) -> None:
@@ -311,7 +270,7 @@ def _hosts(options: LaunchOptions) -> list[HostEntry]:
     if hostfile is not None and words is not None:
         raise UsageError("--hostfile and -H both name the hosts; expected one of them")
     if launcher == "ssh" and hostfile is None and words is None:
-        raise UsageError(f"--launcher {launcher} needs the hosts: --hostfile FILE or -H node1,node2:4")
+        raise UsageError("--launcher ssh needs the hosts: --hostfile FILE or -H node1,node2:4")
     if launcher not in ("ssh", "mpi") and (hostfile is not None or words is not None):
         raise UsageError("--hostfile and -H are for --launcher ssh and mpi; other engines choose the hosts themselves")
     with as_usage_errors():

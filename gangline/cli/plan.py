@@ -1,39 +1,22 @@
-"""`gangline plan`: decide how to split batches over unequal devices, from given or measured speeds."""
+"""`gangline plan`: decide how to split batches over devices of unequal speed."""
 
 from __future__ import annotations
 
-import json as json_format
 import math
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-from gangline.advise.split_plan import RankProfile, SplitPlan, plan_splits
 from gangline.cli.options import JsonFile, numbers, print_table, write_json
 from gangline.collectives.errors import UsageError
+from gangline.models.balance.speed_model import LinearFit, shortest_step, step_seconds
 
 
 def plan(
-    step: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODULE:FUNCTION]",
-            help="Your training step, to measure: a function of the number of samples that runs forward and backward "
-            "on this rank's device, without exchanging gradients.",
-        ),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples in a global batch, over all ranks.", min=1)] = None,
-    speeds: Annotated[
-        str | None, typer.Option(help="Samples per second of each rank, or relative speeds, such as 3,1.")
-    ] = None,
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Speeds and memory as `gangline plan MODULE:FUNCTION --json FILE` wrote them."
-        ),
-    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples in a global batch, over all ranks.", min=1)],
+    speeds: Annotated[str, typer.Option(help="Samples per second of each rank, or relative speeds, such as 3,1.")],
     memory: Annotated[str | None, typer.Option(help="Memory of each rank's device in GiB, such as 24,11.")] = None,
     fixed_memory: Annotated[
         float, typer.Option(help="GiB that weights, gradients and optimizer take on each rank.", min=0)
@@ -41,110 +24,99 @@ def plan(
     sample_memory: Annotated[
         float | None, typer.Option(help="GiB that each sample adds; the split then fits into the memory.", min=0)
     ] = None,
-    sizes: Annotated[str, typer.Option(help="Numbers of samples to run the step with, such as 1,8,32.")] = "1,4,16,64",
-    runs: Annotated[int, typer.Option(help="Runs of each size; the median counts.", min=1)] = 5,
     json: JsonFile = None,
 ) -> None:
     """Compare the split of batches by speed with the equal one and with leaving out the slowest rank.
 
-    With MODULE:FUNCTION your step is run at a few sizes in each rank instead, and time and memory are fitted by the
-    number of samples, for --measured. Start it as the training is started, on all ranks: `torchrun --nproc-per-node 2
-    --no-python gangline plan train:step --json speeds.json`, or alone for one device. A size that does not fit into
-    memory ends the series.
-
     Step times are those of forward and backward, without the exchange of gradients. With --memory and without
     --sample-memory the last column shows how much memory a sample may take at most.
     """
-    if step is not None:
-        _measure(step, sizes, runs, json)
-        return
-    if batch is None:
-        raise UsageError("--batch is missing; expected the number of samples in a global batch, or MODULE:FUNCTION")
-    if (speeds is None) == (measured is None):
-        raise UsageError("expected either --speeds, such as --speeds 3,1, or --measured FILE")
-    if measured is not None:
-        ranks = _measured(measured, memory)
-    else:
-        ranks = _given(speeds or "", memory, fixed_memory, sample_memory)
-    plans = plan_splits(batch, ranks)
-    write_json(json, [_plain(each, plans[1]) for each in plans])
-    if json is None:
-        _show(plans)
-
-
-def _given(speeds: str, memory: str | None, fixed_memory: float, sample_memory: float | None) -> list[RankProfile]:
     found = numbers("--speeds", speeds, float)
     if not found or not all(0 < one < math.inf for one in found):
         raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
-    sizes = numbers("--memory", memory, float, len(found)) or [None] * len(found)
+    sizes: list[float] = numbers("--memory", memory, float, len(found))
     if sample_memory is not None and memory is None:
         raise UsageError("--sample-memory is given without --memory; expected the memory of each rank, such as 24,11")
-    return [
-        RankProfile(0.0, 1 / speed, size, fixed_memory, sample_memory) for speed, size in zip(found, sizes, strict=True)
+    splits = _splits(batch, found, [size - fixed_memory for size in sizes], sample_memory)
+    equal = splits[1].seconds
+    rows = [
+        {
+            "split": one.name,
+            "counts": one.counts,
+            "seconds": one.seconds,
+            "samples_per_s": batch / one.seconds,
+            "times_equal": equal / one.seconds,
+            "fits": one.fits,
+            "sample_memory_max": one.room,
+        }
+        for one in splits
     ]
-
-
-def _measured(path: Path, memory: str | None) -> list[RankProfile]:
-    try:
-        rows: list[dict[str, Any]] = json_format.loads(path.read_text())["ranks"]
-        sizes = numbers("--memory", memory, float, len(rows)) or [row["memory"] for row in rows]
-        return [
-            RankProfile(row["fixed"], row["per_sample"], size, row["fixed_memory"], row["sample_memory"])
-            for row, size in zip(rows, sizes, strict=True)
-        ]
-    except (KeyError, TypeError, json_format.JSONDecodeError) as error:
-        raise UsageError(
-            f"--measured {path} is not a file that `gangline plan MODULE:FUNCTION --json FILE` wrote: {error!r}"
-        ) from error
-
-
-def _plain(each: SplitPlan, equal: SplitPlan) -> dict[str, Any]:
-    return {
-        "split": each.name,
-        "counts": each.counts,
-        "seconds": each.seconds,
-        "samples_per_s": each.samples_per_second,
-        "times_equal": equal.seconds / each.seconds,
-        "fits": each.fits,
-        "sample_memory_max": each.room,
-    }
-
-
-def _show(plans: list[SplitPlan]) -> None:
-    equal = plans[1]
+    write_json(json, rows)
+    if json is not None:
+        return
     print_table(
         {
-            "split": [each.name for each in plans],
-            **{f"rank {index}": [str(each.counts[index]) for each in plans] for index in range(len(equal.counts))},
-            "step": [f"{each.seconds:.4g} s" if each.fits else "out of memory" for each in plans],
-            "samples/s": [f"{each.samples_per_second:.4g}" if each.fits else "" for each in plans],
-            "x equal": [f"{equal.seconds / each.seconds:.2f}" if each.fits else "" for each in plans],
-            "max GiB/sample": ["" if each.room is None else f"{each.room:.3g}" for each in plans],
+            "split": [one.name for one in splits],
+            **{f"rank {index}": [str(one.counts[index]) for one in splits] for index in range(len(found))},
+            "step": [f"{one.seconds:.4g} s" if one.fits else "out of memory" for one in splits],
+            "samples/s": [f"{batch / one.seconds:.4g}" if one.fits else "" for one in splits],
+            "x equal": [f"{equal / one.seconds:.2f}" if one.fits else "" for one in splits],
+            "max GiB/sample": ["" if one.room is None else f"{one.room:.3g}" for one in splits],
         }
     )
 
 
-def _measure(step: str, sizes: str, runs: int, json: JsonFile) -> None:
-    """Run a step at a few sizes in each rank; rank 0 prints and writes time and memory by the number of samples."""
-    from gangline.advise.step_profile import measure_ranks
-    from gangline.models.import_by_name import resolve
+@dataclass(frozen=True)
+class _Split:
+    """A split of the global batch."""
 
-    counts = sorted(set(numbers("--sizes", sizes, int)))
-    if len(counts) < 2 or counts[0] < 1:
-        raise UsageError(f"--sizes is {sizes!r}; expected two or more numbers of samples above 0, such as 1,8,32")
-    rows = measure_ranks(resolve(step), counts, runs)
-    if rows is None:
-        return  # rank 0 prints
-    write_json(json, {"ranks": [asdict(row) for row in rows]})
-    if json is None or str(json) != "-":
-        print_table(
-            {
-                "rank": [str(rank) for rank in range(len(rows))],
-                "device": [row.device for row in rows],
-                "samples/s": [f"{row.samples_per_second:.4g}" for row in rows],
-                "fixed": [f"{row.fixed:.3g} s" for row in rows],
-                "per sample": [f"{row.per_sample:.3g} s" for row in rows],
-                "GiB/sample": ["" if row.sample_memory is None else f"{row.sample_memory:.3g}" for row in rows],
-                "largest size": [str(row.largest) for row in rows],
-            }
+    name: str
+    counts: list[int]
+    """Samples of each rank."""
+    seconds: float
+    """Expected time of a step, without the exchange of gradients."""
+    fits: bool
+    """True if no rank has more samples than fit into its memory."""
+    room: float | None
+    """GiB that a sample may take at most; None: without a limit."""
+
+
+def _splits(batch: int, speeds: Sequence[float], memory: Sequence[float], sample_memory: float | None) -> list[_Split]:
+    """Return the balanced split, the equal one, and the best one without the slowest rank if there are others.
+
+    ``memory``: GiB for the samples of each rank; empty: without a limit.
+    """
+    times, ranks = [LinearFit(0.0, 1 / speed) for speed in speeds], range(len(speeds))
+    caps: list[int | None] = [None for _ in ranks]
+    if memory and sample_memory:
+        caps = [max(0, math.floor(size / sample_memory + 1e-9)) for size in memory]
+    if not _holds(batch, caps):
+        most = ", ".join(f"rank {index}: {cap}" for index, cap in enumerate(caps))
+        raise ValueError(
+            f"a global batch of {batch} samples does not fit: the ranks hold at most {most}; use a smaller batch and "
+            "accumulate gradients over more steps, or recompute activations"
         )
+    found = {
+        "balanced": shortest_step(batch, times, caps=caps),
+        "equal": [batch // len(ranks) + (index < batch % len(ranks)) for index in ranks],
+    }
+    if len(ranks) > 1:
+        slowest = min(ranks, key=lambda index: speeds[index])
+        others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
+        if not _holds(batch, others):  # shown although it does not fit
+            others = [0 if index == slowest else None for index in ranks]
+        found[f"without rank {slowest}"] = shortest_step(batch, times, caps=others)
+    return [
+        _Split(
+            name,
+            counts,
+            step_seconds(counts, times),
+            all(cap is None or count <= cap for count, cap in zip(counts, caps, strict=True)),
+            min((size / count for count, size in zip(counts, memory, strict=False) if count), default=None),
+        )
+        for name, counts in found.items()
+    ]
+
+
+def _holds(batch: int, caps: Sequence[int | None]) -> bool:
+    return any(cap is None for cap in caps) or sum(cap or 0 for cap in caps) >= batch

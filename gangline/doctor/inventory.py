@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from gangline.doctor.gpu_links import read_links
-
 
 @dataclass(frozen=True)
 class Device:
@@ -22,10 +20,7 @@ class Device:
     memory_total: int
     compute_capability: str | None = None
     peers: dict[str, str] | None = None
-    """The other GPUs, each with the nearest link to it."""
-    peers_gb_per_s: dict[str, float] | None = None
-    """Estimated GB/s of the link to each other GPU, in each direction."""
-    numa_node: int | None = None
+    """The other GPUs: "P2P" if this one reads their memory, "host" if copies go through the host's."""
 
 
 def device_table() -> list[Device]:
@@ -36,12 +31,15 @@ def device_table() -> list[Device]:
     models = info.read_text().partition("model name")[2].partition("\n")[0] if info.is_file() else ""
     name = models.lstrip("\t :") or platform.processor() or platform.machine()
     rows = [Device("cpu(0)", f"{name}, {os.cpu_count()} cores", memory.available, memory.total)]
-    matrix = read_links()
-    for index, (links, node) in enumerate(zip(matrix.links, matrix.numa_nodes, strict=True)):
+    count = torch.cuda.device_count()
+    for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{properties.major}.{properties.minor}"
-        peers = {f"gpu({peer})": str(link) for peer, link in enumerate(links) if peer != index}
-        speeds = {f"gpu({peer})": link.gb_per_s for peer, link in enumerate(links) if peer != index}
-        rows.append(Device(f"gpu({index})", properties.name, free, total, capability, peers, speeds, node))
+        peers = {
+            f"gpu({peer})": "P2P" if torch.cuda.can_device_access_peer(index, peer) else "host"
+            for peer in range(count)
+            if peer != index
+        }
+        rows.append(Device(f"gpu({index})", properties.name, free, total, capability, peers))
     return rows

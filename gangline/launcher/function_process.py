@@ -84,16 +84,15 @@ def start_launcher(
     *,
     stdout: int | None,
     stderr: int | None,
-    failure: int | None = None,
-    key: str | None = None,
+    failure: int,
 ) -> subprocess.Popen[bytes]:
     """Start the launcher of a job as a child process, which ends with this process and kills all processes of the job.
 
     ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
-    first failure; ``key``: the job's key as hexadecimal digits; None: this process's key or a new one.
+    first failure. The job has the key of this process, or a new one.
     """
-    if key is None and (inherited := job_key()) is not None:  # the launcher does not inherit its descriptor
-        key = inherited.hex()
+    inherited = job_key()  # the launcher does not inherit its descriptor
+    key = None if inherited is None else inherited.hex()
     popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
         (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
         env=environment,
@@ -101,7 +100,7 @@ def start_launcher(
         stdout=stdout,
         stderr=stderr,
         bufsize=0,
-        pass_fds=() if failure is None else (failure,),
+        pass_fds=(failure,),
         start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
     )
     assert popen.stdin is not None
@@ -121,7 +120,7 @@ def launch_job() -> None:
     parent, failure, digits, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
     key = JobKey.from_hex(digits) if digits else JobKey.new()
-    reports = Reports(on_failure=None if failure is None else partial(_write_text, failure))
+    reports = Reports(on_failure=partial(_write_text, failure))
     processes = [Process.from_plain(one) for one in table]
     raise SystemExit(run(processes, StopTimeouts(stop=grace), key, reports=reports).code)
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Cpu, Gpu, Host
 
@@ -70,23 +69,15 @@ def pci_addresses() -> list[str | None]:
     import pynvml
     import torch
 
-    handles = map(nvml_handle, range(torch.cuda.device_count()))
-    return [
-        None if handle is None else pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-len("0000:3b:00.0") :]
-        for handle in handles
-    ]
-
-
-def nvml_handle(index: int) -> Any:
-    """Return NVML's handle of torch's GPU, looked up by UUID, since NVML numbers all GPUs; None without NVML."""
-    import pynvml
-    import torch
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-    except pynvml.NVMLError:
-        return None
+    found: list[str | None] = []
+    for index in range(torch.cuda.device_count()):
+        try:  # by UUID, since NVML numbers all GPUs
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            found.append(pynvml.nvmlDeviceGetPciInfo(handle).busId.lower()[-len("0000:3b:00.0") :])
+        except pynvml.NVMLError:
+            found.append(None)
+    return found
 
 
 def _lacks_peer_access() -> bool:

@@ -1,13 +1,9 @@
 import json
-import sys
-from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
 from gangline.models.balance.speed_model import LinearFit, shortest_step
-from tests.programs import python
 
 
 def planned(*words: str) -> list[dict[str, object]]:
@@ -47,41 +43,12 @@ def test_the_split_with_caps_is_the_fastest_one() -> None:
         assert took == min(max(fit.seconds(n) for fit, n in zip(fits, split, strict=True)) for split in every)
 
 
-def test_wrong_usage_says_what_is_expected(tmp_path: Path) -> None:
-    (tmp_path / "not.json").write_text("[]")
+def test_wrong_usage_says_what_is_expected() -> None:
     for words, text in (
-        ([], "--batch is missing"),
-        (["--batch", "8"], "expected either --speeds"),
         (["--batch", "8", "--speeds", "3,0"], "expected a number above 0 for each rank"),
         (["--batch", "8", "--speeds", "3,1", "--memory", "24"], "--memory is '24', 1 number; expected 2"),
         (["--batch", "8", "--speeds", "3,1", "--sample-memory", "1"], "--sample-memory is given without --memory"),
-        (["--batch", "8", "--measured", str(tmp_path / "not.json")], "is not a file that `gangline plan MODULE:F"),
     ):
         done = CliRunner().invoke(app, ["plan", *words])
         assert done.exit_code != 0
         assert text in str(done.exception)
-
-
-@pytest.mark.slow
-def test_measured_ranks_are_planned(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os\n\nimport torch\n\nlayer = torch.nn.Linear(64, 64)\ntorch.set_num_threads(1)\n\n\n"
-        "def step(samples):\n"
-        "    if samples > 256:\n        raise torch.OutOfMemoryError('out of memory')\n"
-        "    for _ in range(1 + 7 * (os.environ.get('RANK') == '1')):\n"
-        "        layer(torch.randn(samples, 64)).sum().backward()\n\n\n"
-        "def fails(samples):\n"
-        "    if os.environ.get('RANK') == '1':\n        raise ValueError('no such data')\n"
-    )
-    launch = ["-m", "gangline", "launch", "-n", "2", "-s", "0", "--", sys.executable, "-m", "gangline", "plan"]
-    sizes = ["--sizes", "16,64,256,1024", "--json", "speeds.json"]
-    done = python(*launch, "train:step", *sizes, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    ranks = json.loads((tmp_path / "speeds.json").read_text())["ranks"]
-    assert [rank["largest"] for rank in ranks] == [256, 256]
-    balanced, *_ = planned("--measured", str(tmp_path / "speeds.json"), "--batch", "64")
-    counts = balanced["counts"]
-    assert counts[0] > counts[1]
-    failed = python(*launch, "train:fails", cwd=tmp_path)
-    assert failed.returncode != 0
-    assert "the step failed on rank 1: ValueError: no such data" in failed.stderr

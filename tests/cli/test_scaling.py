@@ -68,9 +68,9 @@ def seconds(count: int, size: int) -> float:
 def test_the_batch_size_from_which_devices_win_is_measured_and_not_only_extrapolated() -> None:
     measured: list[int] = []
 
-    def measure(count: int, size: int) -> float:
+    def measure(count: int, size: int) -> tuple[float, float]:
         measured.append(size)
-        return seconds(count, size)
+        return size, seconds(count, size)
 
     fits = [StepTimes(count, tuple((size, seconds(count, size)) for size in (8, 22, 64))) for count in (1, 2)]
     meets = next(size for size in range(1, 2048) if seconds(2, size) < seconds(1, size))
@@ -87,9 +87,9 @@ def test_the_batch_size_from_which_devices_win_is_measured_and_not_only_extrapol
 def test_devices_that_never_win_are_measured_at_the_largest_batch_size_once() -> None:
     measured: list[int] = []
 
-    def measure(count: int, size: int) -> float:
+    def measure(count: int, size: int) -> tuple[float, float]:
         measured.append(size)
-        return count * 1e-6 * size
+        return size, count * 1e-6 * size
 
     fits = [StepTimes(count, ((8, count * 8e-6), (64, count * 64e-6))) for count in (1, 2)]
     assert refined(fits, measure, 2048)[1].wins_from(fits[:1]) is None
@@ -103,15 +103,22 @@ def test_a_prediction_is_made_from_two_sizes_or_more_that_give_each_device_a_sam
     assert min(sizes) >= least
 
 
+def test_a_batch_size_that_does_not_fit_ends_the_refinement() -> None:
+    def measure(count: int, size: int) -> tuple[float, float]:
+        raise UsageError("out of memory")
+
+    assert refined([ONE, TWO], measure, 2048) == [ONE, TWO]
+
+
 @pytest.mark.slow
-def test_every_number_of_contexts_is_measured_and_nothing_trained() -> None:
+@pytest.mark.timeout(600)
+def test_every_number_of_contexts_is_measured() -> None:
     train = ("gangline", "train", "--network", "mlp", "--cpus", "2", "--batch-size", "16")
-    done = gangline("advise", "--scale", "--verify", "--json", "--", *train)
+    done = gangline("advise", "--scale", "--seconds", "1", "--json", "--", sys.executable, "-m", *train)
     found = json.loads(done.stdout)
     assert [one["count"] for one in found["times"]] == [1, 2]
-    assert {(one["count"], one["batch_size"]) for one in found["checks"]} >= {(1, 16), (2, 16), (1, 32), (2, 48)}
+    assert all({8, 22, 64} <= {size for size, _ in one["points"]} for one in found["times"])
     assert found["verdict"].startswith("with batches of 16, 2 contexts are ")
-    assert "Validation-accuracy" not in done.stderr
 
 
 def test_the_number_of_processes_is_the_launchers_and_the_batch_size_the_scripts() -> None:
@@ -119,6 +126,8 @@ def test_the_number_of_processes_is_the_launchers_and_the_batch_size_the_scripts
     assert (_value(command, PROCESSES), _value(command, BATCH_SIZES)) == (4, 32)
     assert _replaced(command, BATCH_SIZES, 8)[-1] == "--batch-size=8"
     assert _replaced(["mpirun", "-np", "4", "x"], PROCESSES, 2) == ["mpirun", "-np", "2", "x"]
+    contexts = ["gangline", "train", "--context", "0,2,3"]
+    assert (_value(contexts, PROCESSES), _replaced(contexts, PROCESSES, 2)[-1]) == (3, "0,2")
 
 
 @pytest.mark.parametrize(
@@ -126,10 +135,6 @@ def test_the_number_of_processes_is_the_launchers_and_the_batch_size_the_scripts
     [
         ("torchrun train.py --batch-size 8", "the command has no such option"),
         ("torchrun --nproc-per-node gpu train.py --batch-size 8", "is 'gpu'; expected a number"),
-        (
-            "gangline train --kv-store allreduce",
-            "the store is allreduce; expected a command that starts the processes of the job",
-        ),
         (f"{sys.executable} -c print(7) -n 2 --batch-size 8", r"wrote no timeline \(exit code 0\)(.|\n)*It printed: 7"),
     ],
 )
@@ -146,19 +151,17 @@ def test_a_script_that_ignores_its_batch_size_is_named(tmp_path: Path) -> None:
     script.write_text(SCRIPT.replace("size = parser.parse_args().batch_size", "parser.parse_args(); size = 8"))
     command = (sys.executable, *torchrun("-m", "gangline", "run", script, ranks=1))
     done = gangline("advise", "--scale", "--seconds", "1", "--", *command, "--batch-size", "8", code=2)
-    assert "with 1 processes a step has [8, 8, 8] samples at the batch sizes [4, 11, 32]" in done.stderr
+    assert "process count 1: a step has [8, 8, 8] samples at the batch sizes [4, 11, 32]" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_is_run_with_fewer_processes_and_other_batch_sizes(tmp_path: Path) -> None:
-    script, page = tmp_path / "train.py", tmp_path / "page.html"
+    script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = (sys.executable, *torchrun("-m", "gangline", "run", script))
-    options = ("--scale", "--json", "--seconds", "1", "--page", str(page))
-    done = gangline("advise", *options, "--", *command, "--batch-size", "8")
+    done = gangline("advise", "--scale", "--json", "--seconds", "1", "--", *command, "--batch-size", "8")
     found = json.loads(done.stdout)
     assert found["batch_size"] == 16  # of both ranks
     assert [one["count"] for one in found["times"]] == [1, 2]
-    assert page.read_text().count("<circle") == 6
-    assert "processes are" in page.read_text()
+    assert all(len(one["points"]) >= 3 for one in found["times"])

@@ -1,9 +1,8 @@
-"""JSON schemas of the custom resources that `gangline launch --launcher k8s` prints.
+"""JSON schema of the JobSet of docs/examples/jobset.yaml.
 
-Trimmed to the fields that may occur in ours, with the types and values that these projects permit:
-JobSet v1alpha2 (kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go) and RayJob v1 (ray-project/kuberay,
-ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go), both Apache-2.0. Pod and Job templates in them are
-native kinds, which kubernetes-validate checks.
+Trimmed to the fields that may occur in ours, with the types and values that the project permits: JobSet v1alpha2
+(kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go, Apache-2.0). Its Job templates are a native kind, which
+kubernetes-validate checks.
 """
 
 from __future__ import annotations
@@ -47,38 +46,5 @@ JOBSET = _closed(
         },
         suspend={"type": "boolean"},
         ttlSecondsAfterFinished=_NUMBER,
-    ),
-)
-
-_START = {"type": "object", "additionalProperties": _TEXT}
-RAYJOB = _closed(
-    ["apiVersion", "kind", "metadata", "spec"],
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata=_METADATA,
-    spec=_closed(
-        [],
-        entrypoint=_TEXT,
-        runtimeEnvYAML=_TEXT,
-        backoffLimit=_NUMBER,
-        shutdownAfterJobFinishes={"type": "boolean"},
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-        rayClusterSpec=_closed(
-            ["headGroupSpec"],
-            rayVersion=_TEXT,
-            headGroupSpec=_closed(["rayStartParams", "template"], rayStartParams=_START, template=_TEMPLATE),
-            workerGroupSpecs={
-                "type": "array",
-                "items": _closed(
-                    ["groupName", "maxReplicas", "minReplicas", "rayStartParams", "template"],
-                    groupName=_TEXT,
-                    replicas=_NUMBER,
-                    minReplicas=_NUMBER,
-                    maxReplicas=_NUMBER,
-                    rayStartParams=_START,
-                    template=_TEMPLATE,
-                ),
-            },
-        ),
     ),
 )

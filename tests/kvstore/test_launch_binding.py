@@ -182,7 +182,7 @@ def test_the_table_of_a_job_names_each_workers_devices(
 def test_a_surplus_worker_is_refused_or_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["gangline", "launch", "-n", "3", "-s", "0", "--gpus", "0,1", "--dry-run"]
+    command = ["gangline", "launch", "-n", "3", "-s", "0", "--gpus", "0,1", "--dry-run", "--work-load-list", "3,1,1"]
     for words, code in ((command, 2), ([*command, "--idle-surplus"], 0)):
         monkeypatch.setattr(sys, "argv", [*words, "true"])
         with pytest.raises(SystemExit) as end:
@@ -193,6 +193,7 @@ def test_a_surplus_worker_is_refused_or_named(
     out, err = capsys.readouterr()
     assert err == "gangline: worker 2 is not started: there is a GPU for 2 of 3 workers\n"
     assert [line.count("WORLD_SIZE=2 ") for line in out.splitlines()] == [2, 2]  # also LOCAL_WORLD_SIZE
+    assert out.count("GANGLINE_WORK_LOAD_LIST=3,1 ") == 2
 
 
 def test_workers_run_on_the_cores_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

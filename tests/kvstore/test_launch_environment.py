@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gangline.launcher.binding import Cpu, Gpu, Host
 from gangline.launcher.job import JobSpec, Process, process_table
 
@@ -61,11 +59,6 @@ def test_commands_of_this_environment_are_appended_to_path() -> None:
     assert not any("PATH" in one.environment for one in table({"PATH": f"/first:{own}"}))
 
 
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
-def test_workers_share_the_cores(cores: int, workers: int, threads: str) -> None:
-    assert values(table(hosts=[Host(cpus=CPUS[:cores])], workers=workers), "OMP_NUM_THREADS") == [threads] * workers
-
-
 def test_variables_of_the_user_are_kept() -> None:
     mine = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": "x", "HOME": "/there"}
     for process in table(mine)[2:]:
@@ -109,15 +102,6 @@ def test_workers_get_their_binding_and_servers_none() -> None:
     assert "taskset -c 4,5,6,7 train" in processes[-1].shell_line()
     assert not any(process.cpus for process in table(hosts=[host], binds_cores=False))
     assert values(table(hosts=[Host()]), "OMP_NUM_THREADS") == [None] * 2  # its CPUs are unknown
-
-
-def test_workers_beyond_the_gpus_are_refused_or_left_out() -> None:
-    host = Host(cpus=CPUS, gpus=(Gpu("0"), Gpu("2")))
-    with pytest.raises(ValueError, match=r"4 workers for 127.0.0.1 \(GPUs: 0, 2\): .* --idle-surplus"):
-        table(hosts=[host], workers=4)
-    started = table(hosts=[host], workers=4, idle_surplus=True, work_load_list=(3, 1, 1, 1))
-    assert values(started, "WORLD_SIZE") == values(started, "DMLC_NUM_WORKER") == ["2", "2"]
-    assert values(started, "GANGLINE_WORK_LOAD_LIST") == ["3,1"] * 2
 
 
 def test_a_job_of_several_hosts_has_its_addresses_on_the_first_and_servers_on_all() -> None:

@@ -96,14 +96,3 @@ def test_a_line_without_end_does_not_fill_the_memory(log: Log, monkeypatch: pyte
     lines = log.text().splitlines()
     assert sum(line.count(b"x") for line in lines) == 1500
     assert all(line.startswith(b"[worker 0] x") for line in lines)
-
-
-def test_standard_error_is_kept_apart() -> None:
-    (read, write), (read_errors, write_errors) = os.pipe(), os.pipe()
-    both = Output(write, write_errors)
-    both.write(both.stream("worker 0", is_error=False), b"done\n")
-    both.write(both.stream("worker 1", is_error=True), b"trouble\n")
-    assert os.read(read, 100) == b"[worker 0] done\n"
-    assert os.read(read_errors, 100) == b"[worker 1] trouble\n"
-    for fd in (read, write, read_errors, write_errors):
-        os.close(fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -11,11 +10,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from gangline.cli.options import DeviceOptions, command
+from gangline.cli.options import DeviceOptions
 from gangline.cli.options import data_option as _data
 from gangline.cli.options import device_option as _where
-from gangline.cli.training.mxnet_flags import TrainCommand
-from gangline.collectives.errors import UsageError
 
 _rate = partial(typer.Option, rich_help_panel="Learning rate")
 _gradients = partial(typer.Option, rich_help_panel="Optimizer and gradients")
@@ -130,15 +127,3 @@ class TrainOptions(DeviceOptions):
     """Log statistics of all layers every N batches."""
     test_io: Annotated[bool, _show("--test-io")] = False
     """Read the data and log the speed; train nothing."""
-
-
-def parsed(words: Sequence[str]) -> TrainOptions:
-    """Return the options of `gangline train` with these arguments."""
-    found: list[TrainOptions] = []
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("train", cls=TrainCommand)(command(found.append, TrainOptions))
-    try:
-        app(list(words), standalone_mode=False)
-    except Exception as error:
-        raise UsageError(f"gangline train {' '.join(words)}: {getattr(error, 'message', error)}") from error
-    return found[0]

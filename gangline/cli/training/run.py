@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.advise.context_scaling import scaling_of
-from gangline.advise.scaling import Scaling
 from gangline.cli.logs import reported_first
 from gangline.cli.options import (
     as_usage_errors,
@@ -32,9 +27,10 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.context import Context, contexts
+from gangline.collectives.context import Context
 from gangline.collectives.environments.restart import restart_number
 from gangline.collectives.errors import UsageError
+from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -48,7 +44,7 @@ from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop import schedules
-from gangline.models.loop.callbacks import BatchEndParam, Checkpoint, ProgressBar, Speedometer
+from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.epochs import LEFT
 from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
@@ -88,6 +84,7 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         print(f"samples-per-second={speed:.1f}")
         return None
     torch.manual_seed(options.seed)
+    watch_torch()  # a reducer does so too, but one context has none
     with as_usage_errors():
         model = _network(options, splits, dtype)
         module = Module(
@@ -122,34 +119,6 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
     return result
 
 
-def scaling_of_contexts(options: TrainOptions, *, verifies: bool) -> Scaling:
-    """Measure steps of one context, two and so on up to all that the options name; train nothing.
-
-    ``verifies``: measure what is predicted as well.
-    """
-    autocast, dtype = _number_formats(options)
-    words = options.devices()
-    store, _ = _store(options, words)
-    if store not in IN_PROCESS:
-        raise UsageError(
-            f"--scale measures the contexts of one gangline train, and the store is {store}; expected a command that "
-            "starts the processes of the job, such as gangline launch -n 2 -- gangline train"
-        )
-    splits, _ = _data(options, dtype)
-    torch.manual_seed(options.seed)
-    model = _network(options, splits, dtype)
-    params = _optimizer_params(options, options.lr, model.factors)
-    on = contexts(words)
-
-    def make(count: int) -> Module:
-        network = copy.deepcopy(model.network)
-        made = Module(network, nn.CrossEntropyLoss(), on[:count], fixed_param_names=model.frozen, autocast=autocast)
-        made.init_optimizer(store, options.optimizer, params)
-        return made
-
-    return scaling_of(make, len(on), splits.train, options.batch_size, verifies=verifies)
-
-
 def _number_formats(options: TrainOptions) -> tuple[torch.dtype | None, torch.dtype]:
     """Return the dtype of autocast (None: no autocast), and the dtype of weights and data."""
     if options.dtype in _HALF:
@@ -170,20 +139,15 @@ def _fit_and_score(
     """Train a module with an initialized optimizer; return the result of `run`."""
     has_batches = import_by_name.has_batches(splits.train), import_by_name.has_batches(splits.validation)
     metrics = metrics_of(options.top_k, num_classes)
-    on_terminal = sys.stderr.isatty()
-    with_loss = [*metrics, "loss"]
     assert module.optimizer_request is not None
     kvstore, optimizer, optimizer_params = module.optimizer_request
     stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, *signals_of(os.environ.get("GANGLINE_STOP_SIGNALS"))))
-    with stop_on(*stops), reported_first(), ExitStack() as stack:
-        if on_terminal:  # `_EpochLine` logs instead
-            module.logger.addFilter(_is_not_mxnets)
-            stack.callback(module.logger.removeFilter, _is_not_mxnets)
+    with stop_on(*stops), reported_first():
         try:
             ended = module.fit(
                 splits.train,
                 splits.validation,
-                with_loss if on_terminal else metrics,
+                metrics,
                 num_epoch=options.num_epochs,
                 batch_size=None if has_batches[0] and has_batches[1] else batch_size,
                 seed=options.seed,
@@ -191,7 +155,7 @@ def _fit_and_score(
                 optimizer=optimizer,
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
-                validation_metric=with_loss if options.plots and not on_terminal else None,
+                validation_metric=[*metrics, "loss"] if options.plots else None,
                 monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
                 **callbacks,
@@ -414,47 +378,13 @@ def _schedule(options: TrainOptions) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-class _EpochLine:
-    """Callback that logs one line for each epoch."""
-
-    def __init__(self, module: Module, num_epochs: int, batch_size: int) -> None:
-        self._module, self._num_epochs, self._batch_size = module, num_epochs, batch_size
-        self._epoch, self._batches, self._began = -1, 0, 0.0
-        self._training: list[tuple[str, float]] = []
-
-    def after_batch(self, param: BatchEndParam) -> None:
-        """Count a batch."""
-        if param.epoch != self._epoch:
-            self._epoch, self._batches, self._began = param.epoch, 0, time.perf_counter()
-        self._batches += param.batches
-        self._training = param.eval_metric.get_global_name_value()
-        self._seconds = time.perf_counter() - self._began
-
-    def after_validation(self, param: BatchEndParam) -> None:
-        """Log the line of the epoch."""
-        if not self._module.workers.is_first or param.epoch != self._epoch:
-            return
-        values = [f"{name} {value:.4g}" for name, value in self._training]
-        values += [f"validation {name} {value:.4g}" for name, value in param.eval_metric.get_name_value()]
-        speed = self._batches * self._batch_size / max(self._seconds, 1e-9)
-        text = ", ".join([*values, f"{speed:.0f} samples/s", f"{self._seconds:.1f} s"])
-        self._module.logger.info("epoch %d of %d: %s", self._epoch + 1, self._num_epochs, text)
-
-
-def _is_not_mxnets(record: logging.LogRecord) -> bool:
-    """Return whether a line is not one of `fit`'s epoch lines in MXNet's format."""
-    return not record.getMessage().startswith("Epoch[")
-
-
 def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[str, Any]:
     """Build the callbacks, by the names of the arguments of `fit`."""
     after_batch: list[Any] = []
     after_epoch: list[Any] = []
     after_validation: list[Any] = []
     if sys.stderr.isatty():
-        line = _EpochLine(module, options.num_epochs, batch_size)
-        after_batch += [ProgressBar(batch_size=batch_size), line.after_batch]
-        after_validation.append(line.after_validation)
+        after_batch.append(ProgressBar(batch_size=batch_size))
     else:
         after_batch.append(Speedometer(batch_size, options.disp_batches))
     prefix, (period, minutes) = options.model_prefix, _save_period(options.save_period)
