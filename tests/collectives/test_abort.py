@@ -20,7 +20,7 @@ from gangline.collectives.communicator import in_process
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.status_socket import stack_of
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
-from tests.collectives.ranks import LARGE, in_threads
+from tests.collectives.ranks import LARGE, in_ranks
 from tests.collectives.situations import Said, error_of
 
 TEXT = "rank 0 has had enough"
@@ -81,11 +81,7 @@ def give_everything_up(comm: Communicator) -> list[list[Said | None]]:
 
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory", "ipc", "tcp"])
 def test_all_ranks_get_the_error_of_an_abort(transport: str) -> None:
-    if transport == "in_process":
-        everybody = in_threads(3, give_everything_up)
-    else:
-        everybody = spawn(give_everything_up, 3, transport=transport, timeout=60)
-    for rank, of_rank in enumerate(everybody):
+    for rank, of_rank in enumerate(in_ranks(transport, 3, give_everything_up)):
         for name, errors in zip(WAITS, of_rank, strict=True):
             if rank == 1 and errors[0] is None:  # it received what the others sent before their errors
                 del errors[0]

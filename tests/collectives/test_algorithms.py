@@ -75,12 +75,6 @@ def test_each_chunk_is_completed_at_one_rank_so_that_all_have_the_same_bits(coll
         assert name == "one_shot" or completed == dict.fromkeys(range(schedule.chunks), 1)
 
 
-def test_one_shot_sums_the_same_on_every_rank() -> None:
-    schedule = built("all_reduce", "one_shot", 5)
-    assert {schedule.program(rank)[-1] for rank in range(5)} == {Reduce((0, 1, 2, 3, 4), 0, 1, complete=True)}
-    assert schedule.messages() == 5 * 4
-
-
 def steps_and_bytes(size: int, segments: int) -> dict[tuple[str, str], tuple[int, float]]:
     """Return the steps of each algorithm, and its bytes in units of the tensor's."""
     part, log = (size - 1) / size, math.ceil(math.log2(size))
@@ -182,13 +176,6 @@ class TestTwoTrees:
                 assert tree.depth[root] == 0
                 assert max(Counter(tree.parent[others].tolist()).values(), default=0) <= 2
                 assert tree.depth.max() <= math.log2(size)
-
-    def test_follow_the_order_that_is_given(self) -> None:
-        order = [4, 2, 0, 1, 3]
-        for plain, named in zip(two_trees(range(5)), two_trees(order), strict=True):
-            for place, rank in enumerate(order):
-                above = plain.parent[place]
-                assert named.parent[rank] == (-1 if above < 0 else order[above])
 
 
 def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:

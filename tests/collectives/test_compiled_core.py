@@ -280,22 +280,6 @@ def test_a_rank_that_is_interrupted_tells_the_others() -> None:
     assert spawn(_interrupted, 2, transport="shared_memory", timeout=60) == [[text] * 3] * 2
 
 
-def _late(comm: Communicator) -> list[float]:
-    found = []
-    for step in range(4):
-        if comm.rank == step % 2:
-            time.sleep(0.1)  # the other has given its yields up, and sleeps
-        tensor = torch.full((1 << 19,) if step > 1 else (3,), float(comm.rank + step))
-        comm.all_reduce(tensor)
-        found.append(float(tensor.sum() / tensor.numel()))
-        comm.barrier()
-    return found
-
-
-def test_a_late_rank_is_waited_for_by_python() -> None:
-    assert spawn(_late, 2, transport="shared_memory", timeout=60) == [[1.0, 3.0, 5.0, 7.0]] * 2
-
-
 @needs_core
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 bytes describe no group of 1 to 1024 ranks"):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,7 @@ from gangline.collectives.transports.shm.slots import CompiledSlotExchange, Shar
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, ramp
-from tests.collectives.stage import LIMIT, WAITS, Actor, Audience, Stage
+from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -226,7 +222,7 @@ def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> 
         assert [outcome.value for outcome in stage.outcomes()] == [None] * 3
 
 
-# Interrupted ranks, killed programs
+# Interrupted ranks
 
 
 def interrupt_one(comm: Communicator, path: str, situation: str, victim: int) -> list[Said | None]:
@@ -267,43 +263,3 @@ def test_an_interrupted_rank_is_an_error_that_names_it(transport: str, size: int
         assert during in (None, expected)  # None: it had already sent everything that the others needed
         assert after == expected
     assert outcomes[victim].value[0] == expected
-
-
-def wait_for_ever(comm: Communicator, path: str) -> None:
-    actor = Actor(comm.rank, path)
-    actor.announce_waits()
-    if comm.rank == 0:
-        actor.hear()
-    comm.barrier()
-
-
-PROGRAM = """
-import sys
-from gangline.collectives.processes.spawning import spawn
-from tests.collectives.test_failures import wait_for_ever
-
-if __name__ == "__main__":
-    spawn(wait_for_ever, 3, sys.argv[1], transport=sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_rank_outlives_its_program(transport: str, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    with Audience() as audience:
-        environment = {**os.environ, **audience.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, str(script), audience.path, transport]
-        with subprocess.Popen(command, env=environment) as program:
-            try:
-                audience.admit(3, lambda: program.poll() is not None)
-                assert [audience.heard(rank) for rank in (1, 2)] == [WAITS] * 2
-                server = audience.parent(0)
-            finally:
-                program.kill()
-        for rank in range(3):
-            audience.wait_for_end(rank)
-        ended, _, _ = select.select([server], [], [], LIMIT)
-        os.close(server)
-        assert ended

@@ -26,6 +26,9 @@ from tests.collectives.stage import WAITS, Actor, Stage
 pytestmark = pytest.mark.timeout(110)
 
 
+_slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 # Names on this host that are no text
 
 
@@ -64,7 +67,6 @@ def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said
     return [error_of(comm.barrier), error_of(comm.barrier)]
 
 
-@pytest.mark.slow
 def test_a_rank_that_closes_after_an_error_is_named() -> None:
     with ExitStack() as stack:  # in parallel, as all of them wait
         cases = [
@@ -99,7 +101,7 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
     expect(came, ramp(1 << 19, other))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", _slow("ipc"), "tcp"])
 def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport: str) -> None:
     with Stage(leave_two_behind, 3, transport=transport) as stage:
         stage.wait_for_end(2)
@@ -209,8 +211,9 @@ def _who(size: int, late: int) -> str:
     return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not{place}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3)])
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
+)
 def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
@@ -225,8 +228,9 @@ def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: st
         assert [outcome.value for outcome in stage.outcomes()] == [[None] * len(WAITED_FOR)] * size
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size", "late"), [("shared_memory", 2, 1), ("ipc", 4, 2), ("tcp", 3, 0)])
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
+)
 def test_a_rank_beyond_the_timeout_gets_the_same_error_itself(transport: str, size: int, late: int) -> None:
     others = [rank for rank in range(size) if rank != late]
     with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
@@ -295,11 +299,7 @@ def _make_one_long_call(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size", "busy"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared_memory", 2, 1), ("tcp", 3, 0))),
-        ("ipc", 2, 0),
-    ],
+    ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("ipc", 2, 0), _slow("tcp", 3, 0)]
 )
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import os
 import re
 import resource
@@ -31,7 +30,7 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
@@ -399,37 +398,6 @@ def test_groups_share_connections_that_outlive_the_group_they_were_split_from(ad
             assert ranks.heard(rank) is True
 
 
-def _close_in_any_order(rank: Rank, address: str) -> None:
-    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        whole = open_membership(rank, address)
-        groups = [whole, whole.subgroup([0, 1], 1), whole.subgroup([0, 1], 2)]
-        rank.exchange(b"")
-        if rank.rank == 0:
-            for index in order:
-                groups[index].close()
-                groups[index].close()
-                rank.exchange(b"")
-        else:
-            for index in order:
-                until(lambda group=groups[index]: group.gone, groups[index])
-                assert groups[index].gone == {0: CLOSED}
-                assert [bool(group.gone) for group in groups].count(True) == order.index(index) + 1
-                rank.exchange(b"")
-            for group in groups:
-                group.close()
-    whole = open_membership(rank, address)
-    groups = [whole, whole.subgroup([0, 1], 1)]
-    rank.exchange(b"")
-    for group in groups if rank.rank else groups[::-1]:  # in opposite order
-        group.close()
-    rank.tell([group.gone.get(1 - rank.rank, CLOSED) for group in groups])
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_groups_close_one_by_one_in_any_order_and_the_connection_ends(address: str) -> None:
-    assert in_processes(_close_in_any_order, 2, address) == [[CLOSED] * 2] * 2
-
-
 def _count_rounds_of_split(rank: Rank) -> None:
     exchange = Mock(wraps=rank.exchange)
     comm = open_communicator(rank.rank, rank.size, exchange)
@@ -525,33 +493,6 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_death_of_a_rank_ends_waits_on_all_ranks() -> None:
-    group = group_at(None, None, None, None)
-    group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
-    error = check_until(watch_of(group[0]), [])
-    text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
-    assert (type(error), str(error)) == (DeadNodeError, text)
-    assert [(type(membership.failure), str(membership.failure)) for membership in group[1:]] == [
-        (DeadNodeError, text)
-    ] * 3
-    again = check_until(watch_of(group[2]), [0])
-    assert (type(again), str(again)) == (DeadNodeError, text)
-
-
-@pytest.mark.usefixtures("quick_clock")
-def test_a_closed_rank_is_an_error_only_for_ranks_that_wait_for_it() -> None:
-    group = group_at(None, None, None)
-    group[1].close()
-    group[1].close()
-    watchdog = watch_of(group[0])
-    for _ in range(3):
-        watchdog.check([2])
-    watchdog.check([1])  # what it sent before may still arrive
-    error = check_until(watchdog, [1, 2])
-    assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
-    assert isinstance(error, DeadNodeError)
-
-
 @pytest.mark.usefixtures("quick_clock")
 def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() -> None:
     group = group_at((5, SUM), (5, FROM_0), None)
@@ -564,32 +505,12 @@ def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() ->
     assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
 
 
-def test_ranks_in_calls_of_other_numbers_are_no_mismatch() -> None:
-    group = group_at((5, SUM), (4, FROM_0), (6, FROM_0))
-    watchdog = watch_of(group[0])
-    for _ in range(3):
-        watchdog.check([1])
-
-
 def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
     text = str(mismatch({2: (4, SUM), 0: (5, SUM), 1: (5, 15 << 59)}))
     assert text == (
         "ranks are at different calls: rank 0: all_reduce(4 x float32, sum) as call 5; "
         f"rank 1: an unknown call ({15 << 59}) as call 5; rank 2: all_reduce(4 x float32, sum) as call 4"
     )
-
-
-def test_a_late_rank_is_one_warning_per_call_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    group = group_at(None, (5, SUM), (4, SUM), (6, FROM_0))
-    watchdog = watch_of(group[0], timeout=0.2, stall_warn=0.1)
-    words = r"all_reduce\(4 x float32, sum\), call 5, has waited 0\.\d+ s: ranks 0, 1, 3 arrived, rank 2 did not"
-    with caplog.at_level(logging.WARNING, "gangline"):
-        error = check_until(watchdog, [2])
-    assert isinstance(error, StallError)
-    assert re.fullmatch(words + "; the timeout is 0.2 s", str(error))
-    (record,) = caplog.records
-    assert re.fullmatch(words, record.getMessage())
-    assert isinstance(group[1].failure, StallError)
 
 
 def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
@@ -612,14 +533,6 @@ def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) 
     now[0] += 0.2
     with pytest.raises(StallError, match=r"call 6, has waited 10\.1 s: rank 0 arrived, rank 1 did not"):
         watchdog.check([1])
-
-
-def test_a_wait_for_a_message_names_both_ranks() -> None:
-    group = group_at((5, SUM), (9, FROM_0))
-    error = check_until(watch_of(group[0], timeout=0.1, sequence=0), [1])
-    assert isinstance(error, StallError)
-    words = r"all_reduce\(4 x float32, sum\) on rank 0 has waited 0\.\d+ s for rank 1; the timeout is 0\.1 s"
-    assert re.fullmatch(words, str(error))
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from gangline.collectives import algorithms
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
-from tests.collectives.ranks import LARGE, in_threads, same
+from tests.collectives.ranks import LARGE, in_ranks, in_threads, same
 
 
 def _mean_of_halves(comm: Communicator, value: float) -> None:
@@ -54,21 +54,6 @@ def _aliased(comm: Communicator) -> None:
             same(shifted[:-1], sum(of_rank.view(-1)[1:] for of_rank in rows), "reduce into a tensor that overlaps")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_results_may_overlap_inputs(size: int) -> None:
-    in_threads(size, _aliased)
-
-
-def _in_processes(comm: Communicator) -> None:
-    _mean_of_halves(comm, 40_000.0)
-    _aliased(comm)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_means_and_results_that_overlap_inputs_are_right_by_every_transport(transport: str) -> None:
-    spawn(_in_processes, 4, transport=transport, timeout=60)
-
-
 def _complex(comm: Communicator) -> None:
     for dtype in (torch.complex64, torch.complex128):
         for count in (3, LARGE):
@@ -88,9 +73,17 @@ def _complex(comm: Communicator) -> None:
             comm.all_reduce(torch.zeros(2, dtype=torch.complex64), op)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_complex_numbers(size: int) -> None:
-    in_threads(size, _complex)
+def _all_kinds(comm: Communicator) -> None:
+    _mean_of_halves(comm, 40_000.0)
+    _aliased(comm)
+    _complex(comm)
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [("in_process", 2), ("in_process", 3), ("shared_memory", 4), ("ipc", 4), ("tcp", 4)]
+)
+def test_means_complex_numbers_and_results_that_overlap_inputs_are_right(transport: str, size: int) -> None:
+    in_ranks(transport, size, _all_kinds)
 
 
 _MANY = (1 << 31) + 8

@@ -29,7 +29,6 @@ from gangline.collectives.schedule import (
     Send,
     Step,
     Transfers,
-    cyclic,
     transfers,
 )
 from gangline.collectives.schedule.schedule import steps_by_rank
@@ -45,89 +44,46 @@ def rounds(*tables: list[Transfers]) -> Rounds:
     return Rounds(len(tables), tables.__getitem__)
 
 
-def sum_at_zero_and_back(size: int = 3) -> Schedule:
-    """Return an all-reduce of one chunk: rank 0 sums and sends the sum back."""
-    up = [transfers(rank, 0, 0, reduce=True) for rank in range(1, size)]
-    down = [transfers(0, rank, 0) for rank in range(1, size)]
-    return Schedule("all_reduce", "by_hand", size, 1, rounds(up, down))
+@pytest.mark.parametrize(("collective", "name"), EVERY)
+def test_one_rank_s_program_equals_its_entry_in_all_programs(collective: str, name: str) -> None:
+    schedule = built(collective, name, 6)
+    together = steps_by_rank(schedule)
+    assert [schedule.program(rank) for rank in range(6)] == [tuple(s for _, s in steps) for steps in together]
+    with pytest.raises(ValueError, match="rank 6 is not in a schedule of 6 ranks"):
+        schedule.program(6)
 
 
-class TestProgram:
-    def test_sends_precede_receives_and_simultaneous_sums_are_one_reduce(self) -> None:
-        schedule = sum_at_zero_and_back()
-        assert schedule.program(0) == (Reduce((0, 1, 2), 0, 1, complete=True), Send(1, 0, 1), Send(2, 0, 1))
-        assert schedule.program(2) == (Send(0, 0, 1), Receive(0, 0, 1))
-
-    def test_a_reduce_is_complete_only_with_every_contribution(self) -> None:
-        chain = rounds([transfers(2, 1, 0, reduce=True)], [transfers(1, 0, 0, reduce=True)])
-        schedule = Schedule("reduce", "by_hand", 3, 1, chain, root=0)
-        verify(schedule)
-        assert schedule.program(1)[0] == Reduce((1, 2), 0, 1, complete=False)
-        assert schedule.program(0) == (Reduce((0, 1), 0, 1, complete=True),)
-
-    @pytest.mark.parametrize(("collective", "name"), EVERY)
-    def test_one_rank_s_program_equals_its_entry_in_all_programs(self, collective: str, name: str) -> None:
-        schedule = built(collective, name, 6)
-        together = steps_by_rank(schedule)
-        assert [schedule.program(rank) for rank in range(6)] == [tuple(s for _, s in steps) for steps in together]
-
-    def test_a_rank_out_of_range_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="rank 3 is not in a schedule of 3 ranks"):
-            sum_at_zero_and_back().program(3)
+def test_unequal_chunks_cover_the_tensor_in_whole_bytes() -> None:
+    schedule = Schedule("all_gather", "by_hand", 3, 3, Rounds(0, lambda _: ()))
+    table = transfers(0, 1, [0, 1, 2])
+    assert schedule.message_bytes(table, 10).tolist() == [3, 3, 4]
+    assert schedule.message_bytes(transfers(0, 1, 1, 3), 10).tolist() == [7]
 
 
-class TestBytes:
-    def test_unequal_chunks_cover_the_tensor_in_whole_bytes(self) -> None:
-        schedule = Schedule("all_gather", "by_hand", 3, 3, Rounds(0, lambda _: ()))
-        table = transfers(0, 1, [0, 1, 2])
-        assert schedule.message_bytes(table, 10).tolist() == [3, 3, 4]
-        assert schedule.message_bytes(transfers(0, 1, 1, 3), 10).tolist() == [7]
-
-    def test_bytes_of_an_all_to_all_are_those_of_one_rank_s_rows(self) -> None:
-        schedule = algorithms.build("all_to_all", "direct", 4)
-        assert schedule.bytes_on_wire(400) == 300
-
-    def test_bytes_on_wire_are_those_of_the_busiest_rank(self) -> None:
-        schedule = sum_at_zero_and_back()
-        assert (schedule.bytes_on_wire(7), schedule.messages()) == (14, 4)
-
-
-class TestCost:
-    """Prices in units in which a message costs 1, a byte 10 and a combined byte 100."""
-
-    @staticmethod
-    def of(*tables: list[Transfers], size: int = 4, nbytes: int = 1, gamma: float = 100) -> float:
-        return cost(Schedule("broadcast", "by_hand", size, 1, rounds(*tables), root=0), nbytes, 1, 10, gamma)
-
-    def test_a_port_takes_one_message_at_a_time(self) -> None:
-        assert self.of([transfers(0, 1, 0), transfers(0, 2, 0)]) == 22
-        assert self.of([transfers(1, 0, 0), transfers(2, 0, 0)]) == 22
-
-    def test_sending_and_receiving_do_not_wait_for_each_other(self) -> None:
-        assert self.of([transfers([0, 1], [1, 0], 0)]) == 11
-
-    def test_a_round_waits_for_the_messages_of_the_previous_one(self) -> None:
-        assert self.of([transfers(0, 1, 0)], [transfers(1, 2, 0)], [transfers(2, 3, 0)]) == 33
-        assert self.of([transfers(0, 1, 0)], [transfers(2, 3, 0)]) == 11
-
-    def test_combining_overlaps_the_next_message_and_delays_the_next_round(self) -> None:
-        both = [transfers(1, 0, 0, reduce=True), transfers(2, 0, 0, reduce=True)]
-        assert self.of(both, gamma=2) == 22 + 2
-        assert self.of(both, gamma=100) == 11 + 2 * 100
-        assert self.of([transfers(1, 0, 0, reduce=True)], [transfers(0, 1, 0)]) == 11 + 100 + 11
-
-    def test_links_between_hosts_have_their_own_cost(self) -> None:
-        schedule = algorithms.build("all_gather", "ring", 4)
-        hosts = (0, 0, 1, 1)
-        alone = cost(schedule, 4, by_host(hosts, 1, 1), 0, 0)
-        mixed = cost(schedule, 4, by_host(hosts, 1, 100), by_host(hosts, 0, 1000), 0)
-        assert (alone, mixed) == (3, 1100 * 3)
-        assert cost(schedule, 4, by_host((0, 0, 0, 0), 1, 100), 0, 0) == 3
+@pytest.mark.parametrize(
+    ("tables", "combining", "price"),
+    [
+        ([[transfers(0, 1, 0), transfers(0, 2, 0)]], 100, 22),  # a port takes one message at a time
+        ([[transfers(1, 0, 0), transfers(2, 0, 0)]], 100, 22),
+        ([[transfers([0, 1], [1, 0], 0)]], 100, 11),  # sending and receiving do not wait for each other
+        ([[transfers(0, 1, 0)], [transfers(1, 2, 0)], [transfers(2, 3, 0)]], 100, 33),  # messages of the last round
+        ([[transfers(0, 1, 0)], [transfers(2, 3, 0)]], 100, 11),
+        ([[transfers(1, 0, 0, reduce=True), transfers(2, 0, 0, reduce=True)]], 2, 22 + 2),  # beside the next message
+        ([[transfers(1, 0, 0, reduce=True), transfers(2, 0, 0, reduce=True)]], 100, 11 + 2 * 100),
+        ([[transfers(1, 0, 0, reduce=True)], [transfers(0, 1, 0)]], 100, 11 + 100 + 11),
+    ],
+)
+def test_a_price_counts_what_ranks_wait_for(tables: list[list[Transfers]], combining: float, price: float) -> None:
+    """A message costs 1, and its byte 10."""
+    assert cost(Schedule("broadcast", "by_hand", 4, 1, rounds(*tables), root=0), 1, 1, 10, combining) == price
 
 
-def test_a_cyclic_range_is_split_where_it_wraps_around() -> None:
-    found = cyclic([0, 1], [2, 3], np.array([1, 3]), 3, 5)
-    assert [list(table.rows()) for table in found] == [[(0, 2, 1, 4), (1, 3, 3, 5)], [(1, 3, 0, 1)]]
+def test_links_between_hosts_have_their_own_price() -> None:
+    schedule = algorithms.build("all_gather", "ring", 4)
+    hosts = (0, 0, 1, 1)
+    alone = cost(schedule, 4, by_host(hosts, 1, 1), 0, 0)
+    mixed = cost(schedule, 4, by_host(hosts, 1, 100), by_host(hosts, 0, 1000), 0)
+    assert (alone, mixed) == (3, 1100 * 3)
 
 
 class TestVerifyFinds:

@@ -510,15 +510,6 @@ def children() -> Iterator[list[int]]:
         yield [one.pid for one in started]
 
 
-def test_the_nearest_common_ancestor_of_processes(children: list[int]) -> None:
-    assert cma.nearest_common_ancestor(children) == os.getpid()
-    assert cma.nearest_common_ancestor(children[:1]) == children[0]
-    assert cma.nearest_common_ancestor([*children, os.getpid()]) == os.getpid()
-    assert cma.nearest_common_ancestor([*children, os.getppid()]) == os.getppid()
-    with pytest.raises(OSError, match="No such file"):
-        cma.nearest_common_ancestor([*children, 1 << 30])
-
-
 @pytest.mark.parametrize("scope", ["0", "1", "2", None])
 def test_reads_are_allowed_to_the_common_ancestor_of_all_ranks_so_far(
     scope: str | None, children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

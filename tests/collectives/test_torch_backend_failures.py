@@ -130,28 +130,6 @@ def test_ranks_missing_at_the_start_are_named(tmp_path: Path) -> None:
         assert processes.heard(0) == ["StallError", "ranks 0, 2 of 3 did not reach the process group within 0.2 s"]
 
 
-def leave_early(rank: Rank, path: str) -> None:
-    join_group(rank, path)
-    dist.barrier()
-    if rank.rank == 1:
-        dist.destroy_process_group()
-        rank.tell("gone")
-        rank.hear()
-        return
-    calls = (lambda: dist.all_reduce(torch.ones(3)), dist.barrier, lambda: dist.broadcast(torch.ones(1), 0))
-    rank.tell([error_of(call) for call in calls])
-    dist.destroy_process_group()
-
-
-def test_a_rank_that_has_left_is_an_error_for_later_calls(tmp_path: Path) -> None:
-    with Processes(leave_early, 2, f"{tmp_path}/store") as processes:
-        assert processes.heard(1) == "gone"
-        errors = processes.heard(0)
-        assert [kind for kind, _ in errors] == ["DeadNodeError"] * 3
-        assert "rank 1 closed its communicator" in errors[0][1]
-        processes.say(1, "go")
-
-
 class TakenMeanwhile(Work):
     """A call that the queue's thread takes after `queued` was read once."""
 
