@@ -456,19 +456,22 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
 ]
 
 
-def test_wrong_arguments_are_named_before_communication() -> None:
+def _refuse(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
+    for refused, kind, text in REFUSED:
+        before = comm._engine.sequence
+        if comm.rank == 0:
+            with pytest.raises(kind, match=text):
+                refused(comm)
+        assert comm._engine.sequence == before
+        check(comm, "all_reduce", 2, torch.float32, "sum", 0)
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
+def test_wrong_arguments_are_named_before_communication(transport: str) -> None:
     with pytest.raises(ValueError, match="size is 0; expected at least 1"):
         in_process(0)
-
-    def run(comm: Communicator) -> None:
-        comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
-        for refused, kind, text in REFUSED:
-            if comm.rank == 0:
-                with pytest.raises(kind, match=text):
-                    refused(comm)
-            check(comm, "all_reduce", 2, torch.float32, "sum", 0)
-
-    in_threads(2, run)
+    in_ranks(transport, 2, _refuse)
 
 
 # Mismatched calls

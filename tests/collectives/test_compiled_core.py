@@ -187,22 +187,12 @@ def _layouts(comm: Communicator) -> int:
     assert parameter.eq(comm.size).all()
     large = torch.ones(SLOT_BYTES).as_subclass(_Subclass) if comm.rank else torch.ones(SLOT_BYTES)
     assert comm.all_reduce(large).eq(comm.size).all()
-    freed = torch.ones(8)
-    freed.untyped_storage().resize_(0)
-    for refused, option, out, error in (
-        (freed, "sum", None, ValueError),
-        (ones, "mean of", None, ValueError),
-        (ones, "sum", torch.empty(40, 3), ValueError),
-        (ones, "sum", torch.empty(3, 40, dtype=torch.int32), ValueError),
-        (ones.int(), "mean", None, TypeError),
-        (ones.expand(2, 3, 40), "sum", None, ValueError),
-        ([1.0], "sum", None, TypeError),
-    ):
+    if compiled_core.has_collectives:
+        freed = torch.ones(8)
+        freed.untyped_storage().resize_(0)
         before = comm._engine.sequence
-        if not compiled_core.has_collectives and refused is freed:
-            continue
-        with pytest.raises(error):
-            comm.all_reduce(refused, option, out)
+        with pytest.raises(ValueError, match="storage"):
+            comm.all_reduce(freed)
         assert comm._engine.sequence == before
     assert comm.all_reduce(torch.ones(1)).item() == comm.size
     return comm._engine.sequence

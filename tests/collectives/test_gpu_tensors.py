@@ -264,8 +264,10 @@ def test_ranks_with_distinct_gpus_use_nccl(machine: None) -> None:
     assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16 and no empty tensors
 
 
-def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
+def test_one_call_may_use_the_host_or_another_gpu_and_decides_nothing_for_later_ones(machine: None) -> None:
     def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", None)
+        check(comm, "gather", None, root=1)
         check(comm, "all_reduce", comm.rank)
         for card in (None, 2):
             check(comm, "all_reduce", card if comm.rank else 0)
@@ -275,16 +277,6 @@ def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
 
     in_threads(2, run)
     assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 4
-
-
-def test_calls_on_the_host_decide_nothing(machine: None) -> None:
-    def run(comm: Communicator) -> None:
-        check(comm, "all_reduce", None)
-        check(comm, "gather", None, root=1)
-        check(comm, "all_reduce", comm.rank)
-
-    in_threads(2, run)
-    assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 2
 
 
 @pytest.mark.parametrize("is_first", [True, False])

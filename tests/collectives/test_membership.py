@@ -1,14 +1,17 @@
-"""Membership and watchdog: real processes that are killed and stopped, and the errors that end waits."""
+"""Membership and watchdog: real processes that are killed, messages of strangers, and the errors that end waits."""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +34,7 @@ from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import LOST, PROPOSALS, ProcessMembership, ThreadMembership
-from gangline.collectives.liveness.process_state import this_process
+from gangline.collectives.liveness.process_state import state_of, this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import required_key
@@ -461,50 +464,6 @@ def test_addresses_that_strangers_can_reach_need_a_key(tmp_path: Path, monkeypat
 # Waits
 
 
-def group_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
-    """Return memberships of ranks that have announced these calls; None: that have not announced any."""
-    group = ThreadMembership.group(len(calls))
-    for membership, call in zip(group, calls, strict=True):
-        if call is not None:
-            membership.poll(*call)
-    return group
-
-
-def watch_of(membership: ThreadMembership, timeout: float = 60, stall_warn: float = 60, sequence: int = 5) -> Watchdog:
-    watchdog = Watchdog(membership, timeout, stall_warn)
-    watchdog.begin(sequence, SUM)
-    return watchdog
-
-
-def check_until(watchdog: Watchdog, missing: list[int]) -> GanglineError:
-    while True:
-        try:
-            watchdog.check(missing)
-        except GanglineError as error:
-            return error
-
-
-@pytest.fixture
-def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock by one that advances by 10 ms at each call, so that the test need not wait."""
-    ticks = itertools.count(10_000)
-    monkeypatch.setattr(
-        "gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100)
-    )
-
-
-@pytest.mark.usefixtures("quick_clock")
-def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() -> None:
-    group = group_at((5, SUM), (5, FROM_0), None)
-    watchdog = watch_of(group[0])
-    watchdog.check([1])
-    group[2].poll(6, FROM_0)  # past this call
-    with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
-        watchdog.check([1])
-    late = group_at((5, SUM), (5, FROM_0), None)
-    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
-
-
 def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
     text = str(mismatch({2: (4, SUM), 0: (5, SUM), 1: (5, 15 << 59)}))
     assert text == (
@@ -514,16 +473,20 @@ def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
 
 
 def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
-    group = group_at((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0))
-    error = check_until(watch_of(group[0], timeout=0.01), [1])
-    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not; the timeout is 0.01 s")
+    group = ThreadMembership.group(3)
+    for membership, call in zip(group, ((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0)), strict=True):
+        membership.poll(*call)
+    watchdog = Watchdog(group[0], timeout=0.01, stall_warn=60)
+    watchdog.begin(5, SUM)
+    text = r": ranks 0, 2 arrived, rank 1 did not; the timeout is 0\.01 s$"
+    with pytest.raises(StallError, match=text):
+        any(watchdog.check([1]) for _ in itertools.count())
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    group = group_at(None, None)
-    watchdog = watch_of(group[0], timeout=10)
+    watchdog = Watchdog(ThreadMembership.group(2)[0], timeout=10, stall_warn=60)
     for sequence in (5, 6):
         watchdog.begin(sequence, SUM)
         now[0] += 50  # before the wait
@@ -550,3 +513,30 @@ def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
                 patch.setenv(name, word)
                 with pytest.raises(ValueError, match=f"{name} is '{word}'; expected a number of seconds above 0"):
                     limits()
+
+
+# Processes of other time namespaces
+
+
+TELL = """
+import json
+from gangline.collectives.liveness.process_state import state_of, this_process
+print(json.dumps(this_process()), flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not Path("/proc/self/ns/time").exists(), reason="needs root and time namespaces"
+)
+@pytest.mark.parametrize(
+    ("namespace", "state"), [((), "S"), (("unshare", "--time", "--monotonic", "100000", "--boottime", "100000"), "?")]
+)
+def test_a_process_of_another_time_namespace_cannot_be_observed(namespace: tuple[str, ...], state: str) -> None:
+    command = [*namespace, sys.executable, "-c", TELL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        assert state_of(told) in {state, "R" if state == "S" else state}
+        process.communicate(b"\n")
+    assert state_of(told) == ("?" if namespace else "")
