@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
-from gangline.collectives.work import Work
 from tests.collectives import ranks
-from tests.collectives.ranks import MOVING, REDUCING, call, expected, given, in_threads, outcomes_in_threads, same
+from tests.collectives.ranks import MOVING, REDUCING, in_threads, outcomes_in_threads, same
 from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
@@ -431,17 +431,10 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
 
 
 def check_on_gpu(comm: Communicator) -> None:
-    for collective in COLLECTIVES:
-        for dtype in (torch.float32, torch.int16):
-            tensor = given(collective, LARGE, comm.rank, comm.size, dtype).cuda()
-            options = {"out": tensor.new_empty(LARGE)} if collective == "scatter" else {}
-            for async_op in (False, True):
-                got = call(comm, collective, tensor.clone(), "sum", 0, async_op=async_op, **options)
-                if isinstance(got, Work):
-                    got.wait()
-                    got = got.result
-                want = expected(collective, LARGE, comm.rank, comm.size, dtype, "sum", 0)
-                same(None if got is None else got.cpu(), want, f"{collective} of {dtype}")
+    for collective, dtype, async_op in product(COLLECTIVES, (torch.float32, torch.int16), (False, True)):
+        options = {"out": torch.empty(LARGE, dtype=dtype, device="cuda")} if collective == "scatter" else {}
+        on_gpu = {"place": Tensor.cuda, "read": Tensor.cpu, "async_op": async_op}
+        ranks.check(comm, collective, LARGE, dtype, "sum", 0, **on_gpu, **options)
     other = 1 - comm.rank
     if comm.size == 2:
         received = torch.zeros(LARGE, device="cuda")
