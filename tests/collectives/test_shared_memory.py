@@ -412,14 +412,6 @@ def test_memory_other_than_the_offered_segment_is_refused_by_all_ranks(change: s
     assert all(isinstance(error, OSError) and re.match(text, str(error)) for error in errors), errors
 
 
-def test_a_rank_without_memory_for_its_segment_is_an_error_of_all_ranks() -> None:
-    def share(rank: int, exchange: BootstrapAllGather) -> None:
-        segments.share(rank, (100, 1 << 62)[rank], exchange)
-
-    errors = with_exchange(share, share)
-    assert all(re.match("rank 1 cannot offer memory: ", str(error)) for error in errors), errors
-
-
 def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
     tempfile.tempdir = folder
 

@@ -299,15 +299,11 @@ def scalars_moved_dtypes_and_barriers(rank: int, size: int) -> None:
 
 
 @case
-def all_gather_of_unequal_tensors(rank: int, size: int) -> None:
+def lists_of_unequal_tensors(rank: int, size: int) -> None:
     outs = [torch.zeros(2 * other + 1, 3) for other in range(size)]
     dist.all_gather(outs, given(6 * rank + 3, rank).view(-1, 3))
     for other, out in enumerate(outs):
         same(out, given(6 * other + 3, other).view(-1, 3))
-
-
-@case
-def reduce_scatter_of_unequal_tensors(rank: int, size: int) -> None:
     unequal = torch.zeros(rank + 1)
     dist.reduce_scatter(unequal, [given(place + 1, rank) for place in range(size)])
     same(unequal, summed(rank + 1, size))

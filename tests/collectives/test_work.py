@@ -26,8 +26,8 @@ def queue() -> Iterator[WorkQueue]:
 
 
 @contextmanager
-def blocked(queue: WorkQueue) -> Iterator[None]:
-    """Keep the queue's thread busy with an operation of the key "blocker" within the block."""
+def blocked(queue: WorkQueue) -> Iterator[threading.Event]:
+    """Keep the queue's thread busy with an operation of the key "blocker" within the block, or until the event."""
     started, release = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -38,7 +38,7 @@ def blocked(queue: WorkQueue) -> Iterator[None]:
     queue.submit(block, work, ["blocker"], 0)
     assert started.wait(LIMIT)
     try:
-        yield
+        yield release
     finally:
         release.set()
     work.wait(LIMIT)
@@ -180,18 +180,11 @@ def test_run_follows_pending_work_on_its_key_and_overtakes_other_work_of_a_lower
     queue: WorkQueue, pending: list[tuple[str, str, int]], expected: list[str]
 ) -> None:
     order: list[str] = []
-    started, release = threading.Event(), threading.Event()
-
-    def block() -> None:
-        started.set()
-        assert release.wait(LIMIT)
-
-    queue.submit(block, Work("blocker"), ["blocker"], 0)
-    assert started.wait(LIMIT)
     works = [Work(name) for name, _, _ in pending]
-    for work, (name, key, priority) in zip(works, pending, strict=True):
-        queue.submit(appending(order, name), work, [key], priority)
-    queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
+    with blocked(queue) as release:
+        for work, (name, key, priority) in zip(works, pending, strict=True):
+            queue.submit(appending(order, name), work, [key], priority)
+        queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
     for work in works:
         work.wait(LIMIT)
     assert order == expected
