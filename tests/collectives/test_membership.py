@@ -33,7 +33,7 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import LOST, PROPOSALS, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import state_of, this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
@@ -464,6 +464,77 @@ def test_addresses_that_strangers_can_reach_need_a_key(tmp_path: Path, monkeypat
 # Waits
 
 
+def group_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
+    """Return memberships of ranks that have announced these calls; None: that have not announced any."""
+    group = ThreadMembership.group(len(calls))
+    for membership, call in zip(group, calls, strict=True):
+        if call is not None:
+            membership.poll(*call)
+    return group
+
+
+def watch_of(membership: ThreadMembership, timeout: float = 60) -> Watchdog:
+    watchdog = Watchdog(membership, timeout, stall_warn=60)
+    watchdog.begin(5, SUM)
+    return watchdog
+
+
+def check_until(watchdog: Watchdog, missing: list[int]) -> GanglineError:
+    while True:
+        try:
+            watchdog.check(missing)
+        except GanglineError as error:
+            return error
+
+
+@pytest.fixture
+def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the clock by one that advances by 10 ms at each call, so that the test need not wait."""
+    ticks = itertools.count(10_000)
+    monkeypatch.setattr(
+        "gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100)
+    )
+
+
+def test_the_death_of_a_rank_ends_waits_on_all_ranks() -> None:
+    group = group_at(None, None, None, None)
+    group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
+    error = check_until(watch_of(group[0]), [])
+    text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert (type(error), str(error)) == (DeadNodeError, text)
+    assert [(type(membership.failure), str(membership.failure)) for membership in group[1:]] == [
+        (DeadNodeError, text)
+    ] * 3
+    again = check_until(watch_of(group[2]), [0])
+    assert (type(again), str(again)) == (DeadNodeError, text)
+
+
+@pytest.mark.usefixtures("quick_clock")
+def test_a_closed_rank_is_an_error_only_for_ranks_that_wait_for_it() -> None:
+    group = group_at(None, None, None)
+    group[1].close()
+    group[1].close()
+    watchdog = watch_of(group[0])
+    for _ in range(500):  # longer than what it sent may take to arrive
+        watchdog.check([2])
+    watchdog.check([1])  # what it sent before may still arrive
+    error = check_until(watchdog, [1, 2])
+    assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert isinstance(error, DeadNodeError)
+
+
+@pytest.mark.usefixtures("quick_clock")
+def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() -> None:
+    group = group_at((5, SUM), (5, FROM_0), None)
+    watchdog = watch_of(group[0])
+    watchdog.check([1])
+    group[2].poll(6, FROM_0)  # past this call
+    with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
+        watchdog.check([1])
+    late = group_at((5, SUM), (5, FROM_0), None)
+    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
+
+
 def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
     text = str(mismatch({2: (4, SUM), 0: (5, SUM), 1: (5, 15 << 59)}))
     assert text == (
@@ -473,20 +544,16 @@ def test_a_mismatch_names_numbers_and_unknown_calls() -> None:
 
 
 def test_a_rank_that_proposes_a_call_has_not_arrived_in_it() -> None:
-    group = ThreadMembership.group(3)
-    for membership, call in zip(group, ((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0)), strict=True):
-        membership.poll(*call)
-    watchdog = Watchdog(group[0], timeout=0.01, stall_warn=60)
-    watchdog.begin(5, SUM)
-    text = r": ranks 0, 2 arrived, rank 1 did not; the timeout is 0\.01 s$"
-    with pytest.raises(StallError, match=text):
-        any(watchdog.check([1]) for _ in itertools.count())
+    group = group_at((5, SUM), (5 + PROPOSALS, FROM_0), (6 + 2 * PROPOSALS, FROM_0))
+    error = check_until(watch_of(group[0], timeout=0.01), [1])
+    assert str(error).endswith(": ranks 0, 2 arrived, rank 1 did not; the timeout is 0.01 s")
 
 
 def test_the_clock_starts_again_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    watchdog = Watchdog(ThreadMembership.group(2)[0], timeout=10, stall_warn=60)
+    group = group_at(None, None)
+    watchdog = watch_of(group[0], timeout=10)
     for sequence in (5, 6):
         watchdog.begin(sequence, SUM)
         now[0] += 50  # before the wait

@@ -246,6 +246,14 @@ def test_a_waiter_runs_its_call_and_the_queue_one_that_nobody_waits_for(
     assert len(wakes) == 1  # the thread looks by itself
 
 
+def test_a_queue_that_has_looked_for_long_must_be_woken(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gangline.collectives.work._POLLING_SECONDS", 0)
+    for _ in range(3):
+        queue.submit(lambda: None, work := Work("call"), ["w"], 0, by_waiter=True)
+        work.wait(LIMIT)
+    assert not queue._polls
+
+
 def test_wake_starts_a_call_that_nobody_waits_for(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.submit(lambda: None, first := Work("call"), ["w"], 0, by_waiter=True)
     first.wait(LIMIT)
