@@ -401,6 +401,37 @@ def test_groups_share_connections_that_outlive_the_group_they_were_split_from(ad
             assert ranks.heard(rank) is True
 
 
+def _close_in_any_order(rank: Rank, address: str) -> None:
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        whole = open_membership(rank, address)
+        groups = [whole, whole.subgroup([0, 1], 1), whole.subgroup([0, 1], 2)]
+        rank.exchange(b"")
+        if rank.rank == 0:
+            for index in order:
+                groups[index].close()
+                groups[index].close()
+                rank.exchange(b"")
+        else:
+            for index in order:
+                until(lambda group=groups[index]: group.gone, groups[index])
+                assert groups[index].gone == {0: CLOSED}
+                assert [bool(group.gone) for group in groups].count(True) == order.index(index) + 1
+                rank.exchange(b"")
+            for group in groups:
+                group.close()
+    whole = open_membership(rank, address)
+    groups = [whole, whole.subgroup([0, 1], 1)]
+    rank.exchange(b"")
+    for group in groups if rank.rank else groups[::-1]:  # in opposite order
+        group.close()
+    rank.tell([group.gone.get(1 - rank.rank, CLOSED) for group in groups])
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_groups_close_one_by_one_in_any_order_and_the_connection_ends(address: str) -> None:
+    assert in_processes(_close_in_any_order, 2, address) == [[CLOSED] * 2] * 2
+
+
 def _count_rounds_of_split(rank: Rank) -> None:
     exchange = Mock(wraps=rank.exchange)
     comm = open_communicator(rank.rank, rank.size, exchange)
