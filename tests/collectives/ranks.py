@@ -16,6 +16,7 @@ from torch import Tensor
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.communicator import Communicator, in_process, open_communicator
 from gangline.collectives.errors import DeadNodeError
+from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.tuner import SHARED_LIMIT
 from gangline.collectives.work import Work
@@ -50,6 +51,13 @@ def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout
     for error in sorted(failed, key=lambda error: isinstance(error, DeadNodeError)):  # a consequence of another error
         raise error
     return results
+
+
+def in_ranks(transport: str, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run as `in_threads` if the transport is "in_process", else in processes."""
+    if transport == "in_process":
+        return in_threads(size, function, *arguments)
+    return spawn(function, size, *arguments, transport=transport, timeout=60)
 
 
 def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:

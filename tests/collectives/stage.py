@@ -105,10 +105,6 @@ class Audience:
                 self._know(hello["rank"], hello["pid"])
                 self._held.update(hello["holds"])
 
-    def parent(self, rank: int) -> int:
-        """Return a pidfd of the process that started a rank; the caller closes it."""
-        return os.pidfd_open(int(Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()[1]))
-
     def heard(self, rank: int) -> Any:
         """Return a rank's next message."""
         with self._in_time(f"rank {rank} sent nothing"):

@@ -182,22 +182,3 @@ def _with_atomic_words(comm: Communicator) -> list[float]:
 def test_ranks_share_memory_by_atomic_words_where_stores_may_be_reordered() -> None:
     found = spawn(_with_atomic_words, 2, transport="ipc", timeout=60)
     assert found == [[2.0, 3.0] * 2 + [1.0], [1.0, 3.0] * 2 + [1.0]]
-
-
-def test_atomic_words_are_indexed_as_plain_ones() -> None:
-    if segments.core is None:
-        pytest.skip(f"gangline._core is not here: {problem}")
-    offer = segments.Offer(64)
-    plain = offer.segment.words(8, 6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "_KEEPS_ORDER", False)
-        atomic = offer.segment.words(8, 6)
-    for index in range(6):
-        atomic[index] = index - (1 << 40)
-    assert list(plain) == list(atomic) == [index - (1 << 40) for index in range(6)]
-    assert list(atomic[1:5][1:]) == list(plain[1:5][1:])
-    assert list(atomic[::2]) == list(plain[::2])
-    assert atomic[-1] == plain[-1]
-    with pytest.raises(IndexError):
-        atomic[6] = 0
-    offer.close()

@@ -29,6 +29,7 @@ from tests.collectives.ranks import (
     edge_sizes,
     expected,
     given,
+    in_ranks,
     in_threads,
     open_again,
     outcomes_in_threads,
@@ -58,38 +59,29 @@ def _edges(comm: Communicator, every: int, sizes: int) -> None:
             check(comm, collective, count, dtype, op, root=number % comm.size)
 
 
-@pytest.mark.parametrize(
-    ("size", "every"),
-    [(1, 1), (2, 1), (3, 3), (5, 5), *(pytest.param(size, 1, marks=pytest.mark.slow) for size in (3, 4, 5))],
-)
-def test_every_collective_dtype_and_operation_is_correct(size: int, every: int) -> None:
-    in_threads(size, _every_case, every)
-
-
-_EVERY_LIMIT = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.mark.parametrize(
-    ("size", "every", "sizes"),
-    [
-        *[(1, 19, 1), (2, 7, 1), (3, 19, 1), (5, 61, 1)],
-        *(
-            pytest.param(size, every, sizes, marks=_EVERY_LIMIT)
-            for size, every, sizes in ((1, 1, 8), (2, 1, 8), (3, 2, 8), (4, 5, 4), (5, 7, 4))
-        ),
-    ],
-)
-def test_values_are_correct_around_the_limits_of_slot_and_piece(size: int, every: int, sizes: int) -> None:
-    in_threads(size, _edges, every, sizes)
-
-
-def _in_a_process(comm: Communicator, every: int, every_edge: int) -> str:
+def _cases_and_edges(comm: Communicator, every: int, every_edge: int, sizes: int = 1) -> str:
     _every_case(comm, every)
-    _edges(comm, every_edge, 1)
+    _edges(comm, every_edge, sizes)
     return comm.transport
 
 
 _EVERY_CASE = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("size", "every", "every_edge", "sizes"),
+    [
+        *[(1, 1, 19, 1), (2, 1, 7, 1), (3, 3, 19, 1), (5, 5, 61, 1)],
+        *(
+            pytest.param(size, 1, every_edge, sizes, marks=_EVERY_CASE)
+            for size, every_edge, sizes in ((1, 1, 8), (2, 1, 8), (3, 2, 8), (4, 5, 4), (5, 7, 4))
+        ),
+    ],
+)
+def test_every_collective_dtype_operation_and_size_is_correct(
+    size: int, every: int, every_edge: int, sizes: int
+) -> None:
+    in_threads(size, _cases_and_edges, every, every_edge, sizes)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,7 @@ _EVERY_CASE = [pytest.mark.slow, pytest.mark.timeout(900)]
     ],
 )
 def test_processes_get_the_same_values(transport: str, size: int, every: int, every_edge: int, timeout: int) -> None:
-    ranks = spawn(_in_a_process, size, every, every_edge, transport=transport, timeout=timeout)
+    ranks = spawn(_cases_and_edges, size, every, every_edge, transport=transport, timeout=timeout)
     assert ranks == [transport] * size
 
 
@@ -273,10 +265,6 @@ def _in_flight(comm: Communicator) -> None:
     assert barrier.result is None
 
 
-def test_async_calls_run_in_order_and_mix_with_sync_calls() -> None:
-    in_threads(3, _in_flight)
-
-
 def test_an_async_call_raises_its_error_in_wait() -> None:
     def run(comm: Communicator) -> str:
         work = comm.all_reduce(values(4 + comm.rank, 0, torch.float32), async_op=True)
@@ -322,10 +310,6 @@ def _two_threads(comm: Communicator) -> None:
     assert not problems, problems
 
 
-def test_two_threads_use_a_communicator_each() -> None:
-    in_threads(2, _two_threads)
-
-
 # Groups
 
 
@@ -360,11 +344,6 @@ def _groups(comm: Communicator) -> None:
     assert (same_order.rank, same_order.size) == (rank, comm.size)
     same_order.close()
     assert comm.split(None) is None
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_groups_are_communicators_of_their_own(size: int) -> None:
-    in_threads(size, _groups)
 
 
 # Registered memory
@@ -423,10 +402,6 @@ def _after_close(comm: Communicator) -> None:
             later()
 
 
-def test_registered_memory_in_slices_and_after_close() -> None:
-    in_threads(2, _after_close)
-
-
 # Refused calls
 
 
@@ -481,19 +456,22 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
 ]
 
 
-def test_wrong_arguments_are_named_before_communication() -> None:
+def _refuse(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
+    for refused, kind, text in REFUSED:
+        before = comm._engine.sequence
+        if comm.rank == 0:
+            with pytest.raises(kind, match=text):
+                refused(comm)
+        assert comm._engine.sequence == before
+        check(comm, "all_reduce", 2, torch.float32, "sum", 0)
+
+
+@pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
+def test_wrong_arguments_are_named_before_communication(transport: str) -> None:
     with pytest.raises(ValueError, match="size is 0; expected at least 1"):
         in_process(0)
-
-    def run(comm: Communicator) -> None:
-        comm.all_reduce(torch.ones(2))  # fills the cache of small all-reduces
-        for refused, kind, text in REFUSED:
-            if comm.rank == 0:
-                with pytest.raises(kind, match=text):
-                    refused(comm)
-            check(comm, "all_reduce", 2, torch.float32, "sum", 0)
-
-    in_threads(2, run)
+    in_ranks(transport, 2, _refuse)
 
 
 # Mismatched calls
@@ -648,18 +626,15 @@ def _sizes_that_differ(comm: Communicator) -> None:
     with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 2"):
         comm.all_to_all_uneven(rows, [torch.zeros(2) for _ in rows])
     _exchange(comm, 2)
-    with pytest.raises(ValueError, match="1 outs were given; expected one for each of 3 ranks"):
+    with pytest.raises(ValueError, match=f"1 outs were given; expected one for each of {comm.size} ranks"):
         comm.all_to_all_uneven(rows, [torch.zeros(2)])
     dtype = torch.float64 if comm.rank == 1 else torch.float32
     with pytest.raises(MismatchError, match=r"all_to_all_uneven\(float64\)"):
-        comm.all_to_all_uneven(*([torch.zeros(2, dtype=dtype)] * 3,) * 2)
+        comm.all_to_all_uneven(*([torch.zeros(2, dtype=dtype)] * comm.size,) * 2)
 
 
-# Processes
-
-
-def _what_threads_do(comm: Communicator) -> list[tuple[int, int]]:
-    """Make the calls of the tests above in processes; return the counts of uneven all-to-alls."""
+def _many_calls(comm: Communicator) -> list[tuple[int, int]]:
+    """Make asynchronous and uneven calls and calls of groups; return the counts of uneven all-to-alls."""
     _in_flight(comm)
     _two_threads(comm)
     _groups(comm)
@@ -671,9 +646,9 @@ def _what_threads_do(comm: Communicator) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-def test_processes_do_what_threads_do_and_send_small_rows_in_one_exchange(transport: str) -> None:
-    for few, more, small, large in spawn(_what_threads_do, 3, transport=transport, timeout=60):
+@pytest.mark.parametrize(("transport", "size"), [("in_process", 5), ("shared_memory", 3), ("ipc", 3), ("tcp", 3)])
+def test_calls_in_flight_and_of_groups_are_right_and_small_rows_take_one_exchange(transport: str, size: int) -> None:
+    for few, more, small, large in in_ranks(transport, size, _many_calls):
         if transport == "shared_memory":
             assert few == more == small == (1, 0)
             assert large == (1, 2)  # a message to each other rank

@@ -187,22 +187,12 @@ def _layouts(comm: Communicator) -> int:
     assert parameter.eq(comm.size).all()
     large = torch.ones(SLOT_BYTES).as_subclass(_Subclass) if comm.rank else torch.ones(SLOT_BYTES)
     assert comm.all_reduce(large).eq(comm.size).all()
-    freed = torch.ones(8)
-    freed.untyped_storage().resize_(0)
-    for refused, option, out, error in (
-        (freed, "sum", None, ValueError),
-        (ones, "mean of", None, ValueError),
-        (ones, "sum", torch.empty(40, 3), ValueError),
-        (ones, "sum", torch.empty(3, 40, dtype=torch.int32), ValueError),
-        (ones.int(), "mean", None, TypeError),
-        (ones.expand(2, 3, 40), "sum", None, ValueError),
-        ([1.0], "sum", None, TypeError),
-    ):
+    if compiled_core.has_collectives:
+        freed = torch.ones(8)
+        freed.untyped_storage().resize_(0)
         before = comm._engine.sequence
-        if not compiled_core.has_collectives and refused is freed:
-            continue
-        with pytest.raises(error):
-            comm.all_reduce(refused, option, out)
+        with pytest.raises(ValueError, match="storage"):
+            comm.all_reduce(freed)
         assert comm._engine.sequence == before
     assert comm.all_reduce(torch.ones(1)).item() == comm.size
     return comm._engine.sequence
@@ -278,22 +268,6 @@ def _interrupted(comm: Communicator) -> list[str]:
 def test_a_rank_that_is_interrupted_tells_the_others() -> None:
     text = "rank 0 left barrier() by KeyboardInterrupt"
     assert spawn(_interrupted, 2, transport="shared_memory", timeout=60) == [[text] * 3] * 2
-
-
-def _late(comm: Communicator) -> list[float]:
-    found = []
-    for step in range(4):
-        if comm.rank == step % 2:
-            time.sleep(0.1)  # the other has given its yields up, and sleeps
-        tensor = torch.full((1 << 19,) if step > 1 else (3,), float(comm.rank + step))
-        comm.all_reduce(tensor)
-        found.append(float(tensor.sum() / tensor.numel()))
-        comm.barrier()
-    return found
-
-
-def test_a_late_rank_is_waited_for_by_python() -> None:
-    assert spawn(_late, 2, transport="shared_memory", timeout=60) == [[1.0, 3.0, 5.0, 7.0]] * 2
 
 
 @needs_core

@@ -1,13 +1,14 @@
-"""Errors of the other ranks when one is killed, stopped or interrupted."""
+"""Errors of the other ranks when one is killed, stopped or interrupted, closes, is late or busy."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import select
 import signal
-import subprocess
+import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from gangline import Communicator
+from gangline import Communicator, spawn
+from gangline.collectives.communicator import in_process
+from gangline.collectives.errors import StallError
+from gangline.collectives.liveness import status_socket
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
-from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, ramp
-from tests.collectives.stage import LIMIT, WAITS, Actor, Audience, Stage
+from tests.collectives.situations import SITUATIONS, Said, all_reduce, broadcast, error_of, expect, ramp
+from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -226,7 +231,7 @@ def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> 
         assert [outcome.value for outcome in stage.outcomes()] == [None] * 3
 
 
-# Interrupted ranks, killed programs
+# Interrupted ranks
 
 
 def interrupt_one(comm: Communicator, path: str, situation: str, victim: int) -> list[Said | None]:
@@ -269,41 +274,285 @@ def test_an_interrupted_rank_is_an_error_that_names_it(transport: str, size: int
     assert outcomes[victim].value[0] == expected
 
 
-def wait_for_ever(comm: Communicator, path: str) -> None:
-    actor = Actor(comm.rank, path)
-    actor.announce_waits()
-    if comm.rank == 0:
-        actor.hear()
+_slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+# Names on this host that are no text
+
+
+def _wait_among_strange_names(comm: Communicator) -> float:
+    Path("/proc/self/comm").write_bytes(b"x" * 14 + "é".encode())  # the kernel keeps 15 bytes
+    names = (b"\xff\xfe", f"{status_socket.PREFIX}x-".encode(), f"{status_socket.PREFIX}1-\xe9".encode("latin-1"))
+    with ExitStack() as stack:
+        for name in names:
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.bind(b"\0" + name + str(os.getpid()).encode())
+            stranger.listen()
+        if comm.rank == 1:
+            time.sleep(0.5)
+        values = torch.ones(3)
+        comm.all_reduce(values)
+        group = comm.split(0)  # looks for the ranks' common ancestor
+        group.close()
+        comm.barrier()
+    return float(values.sum())
+
+
+def test_names_of_other_sockets_and_cut_names_of_processes_end_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANGLINE_STALL_WARN", "0.1")
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")  # states of processes are read each 50 ms
+    assert spawn(_wait_among_strange_names, 2, transport="shared_memory", timeout=20) == [6, 6]
+
+
+# Ranks that close
+
+
+def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said | None]:
+    Actor(comm.rank, path)
     comm.barrier()
+    if comm.rank == leaver:
+        raise LookupError(f"sample {comm.rank} is missing")
+    return [error_of(comm.barrier), error_of(comm.barrier)]
 
 
-PROGRAM = """
-import sys
-from gangline.collectives.processes.spawning import spawn
-from tests.collectives.test_failures import wait_for_ever
+def test_a_rank_that_closes_after_an_error_is_named() -> None:
+    with ExitStack() as stack:  # in parallel, as all of them wait
+        cases = [
+            (size, leaver, stack.enter_context(Stage(leave_with_an_error, size, leaver, transport=transport)))
+            for transport, size, leaver in (("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3))
+        ]
+        endings = [(size, leaver, stage.outcomes()) for size, leaver, stage in cases]
+    for size, leaver, outcomes in endings:
+        assert isinstance(outcomes[leaver].error, LookupError)
+        for rank in set(range(size)) - {leaver}:
+            first, second = outcomes[rank].value
+            assert first.kind == "DeadNodeError"
+            text = rf"rank {leaver} closed its communicator \(rank \d waited in barrier\(\)\)"
+            assert re.fullmatch(text, first.text), first
+            assert second == first
 
-if __name__ == "__main__":
-    spawn(wait_for_ever, 3, sys.argv[1], transport=sys.argv[2])
-"""
+
+def leave_two_behind(comm: Communicator, path: str) -> None:
+    actor = Actor(comm.rank, path)
+    pair = comm.split(0 if comm.rank < 2 else None)
+    comm.barrier()
+    if pair is None:
+        return
+    actor.hear()  # the third is gone
+    all_reduce(100, pair, 0)
+    all_reduce(1 << 19, pair, 0)
+    other = 1 - comm.rank
+    came = torch.empty(1 << 19)
+    sending = comm.send(ramp(1 << 19, comm.rank), other, async_op=True)
+    comm.recv(came, other)
+    sending.wait()
+    expect(came, ramp(1 << 19, other))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", _slow("ipc"), "tcp"])
+def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport: str) -> None:
+    with Stage(leave_two_behind, 3, transport=transport) as stage:
+        stage.wait_for_end(2)
+        for rank in (0, 1):
+            stage.say(rank)
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
+
+
+def leave_a_group_open(comm: Communicator, path: str) -> None:
+    actor = Actor(comm.rank, path)
+    group = comm.split(0)
+    if comm.rank == 0:
+        group.send(ramp(1 << 19, 0), 1)
+        return
+    actor.hear()  # rank 0 is gone; it closed its communicator but not its group
+    came = torch.empty(1 << 19)
+    if comm.rank == 2:
+        group.send(ramp(1 << 19, 2), 1)
+    else:
+        actor.announce_waits()
+        group.recv(came, 2)
+        expect(came, ramp(1 << 19, 2))
+        group.recv(came, 0)
+        expect(came, ramp(1 << 19, 0))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_rank_may_close_with_a_group_still_open(transport: str) -> None:
+    with Stage(leave_a_group_open, 3, transport=transport) as stage:
+        stage.wait_for_end(0)
+        stage.say(1)
+        assert stage.heard(1) == WAITS
+        stage.say(2)
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
+
+
+def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
+    Actor(comm.rank, path)
+    for index in range(rounds):
+        with comm.split(0) as child:
+            broadcast(1 << 6 * index, 0, child, index % comm.size)
+        with comm.split(0) as child:
+            all_reduce(1 << 6 * index, child, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_rank_outlives_its_program(transport: str, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    with Audience() as audience:
-        environment = {**os.environ, **audience.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, str(script), audience.path, transport]
-        with subprocess.Popen(command, env=environment) as program:
-            try:
-                audience.admit(3, lambda: program.poll() is not None)
-                assert [audience.heard(rank) for rank in (1, 2)] == [WAITS] * 2
-                server = audience.parent(0)
-            finally:
-                program.kill()
-        for rank in range(3):
-            audience.wait_for_end(rank)
-        ended, _, _ = select.select([server], [], [], LIMIT)
-        os.close(server)
-        assert ended
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
+def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
+    with Stage(close_at_once, size, 4, transport=transport) as stage:
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * size
+
+
+# Late and busy ranks
+
+
+def _pass_on(comm: Communicator, late: int) -> None:
+    if comm.rank == late:
+        for rank in set(range(comm.size)) - {late}:
+            comm.send(ramp(100, rank), rank)
+    else:
+        came = torch.empty(100)
+        comm.recv(came, late)
+        expect(came, ramp(100, comm.rank))
+
+
+WAITED_FOR: dict[str, tuple[Callable[[Communicator, int], None], str]] = {
+    "small": (partial(all_reduce, 100), r"all_reduce\(100 x float32, sum\), call 1, has waited \S+ s: {who}"),
+    "large": (partial(all_reduce, 1 << 19), r"all_reduce\(524288 x float32, sum\), call 1, has waited \S+ s: {who}"),
+    "recv": (_pass_on, r"recv\(100 x float32\) on rank \d has waited \S+ s for rank {late} \(rank {late} is at .+\)"),
+}
+
+
+class _Telling(logging.Handler):
+    """Handler that sends each log record to the test, and `WAITS` for only ten further checks."""
+
+    def __init__(self, actor: Actor) -> None:
+        super().__init__()
+        self._actor = actor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._actor.tell({"warns": record.getMessage()})
+        self._actor.announce_waits(10)
+
+
+def come_late(comm: Communicator, path: str, late: int, variable: str) -> list[Said | None]:
+    actor = Actor(comm.rank, path)
+    logging.getLogger("gangline").addHandler(_Telling(actor))
+    errors = []
+    for call, _ in WAITED_FOR.values():
+        os.environ[variable] = "0.5"
+        child = comm.split(0)
+        del os.environ[variable]
+        if comm.rank == late:
+            actor.hear()
+        errors.append(error_of(partial(call, child, late)) or error_of(child.barrier))
+        actor.announce_waits(0)
+        actor.tell("over")
+        comm.barrier()
+        child.close()
+    return errors
+
+
+def _who(size: int, late: int) -> str:
+    """Return a pattern for the ranks that came, and the late one with the line that it is at."""
+    came = [str(rank) for rank in range(size) if rank != late]
+    place = rf" \(rank {late} is at \S+stage.py:\d+ in hear\)"
+    return f"rank{'s' if size > 2 else ''} {', '.join(came)} arrived, rank {late} did not{place}"
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [("shared_memory", 3, 1), _slow("ipc", 2, 0), _slow("tcp", 4, 3)]
+)
+def test_a_late_rank_is_named_in_one_warning_and_the_call_succeeds(transport: str, size: int, late: int) -> None:
+    others = [rank for rank in range(size) if rank != late]
+    with Stage(come_late, size, late, "GANGLINE_STALL_WARN", transport=transport) as stage:
+        for _, text in WAITED_FOR.values():
+            for rank in others:
+                warning = stage.heard(rank)
+                assert re.fullmatch(text.format(who=_who(size, late), late=late), warning["warns"]), warning
+                assert [stage.heard(rank) for _ in range(10)] == [WAITS] * 10
+            stage.say(late)
+            for rank in range(size):
+                assert next(word for word in iter(partial(stage.heard, rank), None) if word != WAITS) == "over"
+        assert [outcome.value for outcome in stage.outcomes()] == [[None] * len(WAITED_FOR)] * size
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "late"), [_slow("shared_memory", 2, 1), _slow("ipc", 4, 2), ("tcp", 3, 0)]
+)
+def test_a_rank_beyond_the_timeout_gets_the_same_error_itself(transport: str, size: int, late: int) -> None:
+    others = [rank for rank in range(size) if rank != late]
+    with Stage(come_late, size, late, "GANGLINE_TIMEOUT", transport=transport) as stage:
+        for _ in WAITED_FOR:
+            for rank in others:
+                assert next(word for word in iter(partial(stage.heard, rank), None) if word != WAITS) == "over"
+            stage.say(late)
+            assert stage.heard(late) == "over"
+        outcomes = stage.outcomes()
+    assert [outcome.error for outcome in outcomes] == [None] * size
+    for index, (_, text) in enumerate(WAITED_FOR.values()):
+        errors = [outcome.value[index] for outcome in outcomes]
+        for rank in others:
+            assert errors[rank].kind == "StallError"
+            expected = text.format(who=_who(size, late), late=late) + r"; the timeout is \S+ s"
+            assert re.fullmatch(expected, errors[rank].text), errors[rank]
+        assert errors[late] in [errors[rank] for rank in others]
+
+
+def test_the_timeout_of_a_communicator_can_be_given() -> None:
+    comm, other = in_process(2, timeout=0.2)
+    with pytest.raises(StallError, match=r"barrier\(\), call 1, has waited \S+ s: rank 0 arrived, rank 1 did not"):
+        comm.barrier()
+    with pytest.raises(StallError, match="rank 0 arrived, rank 1 did not"):
+        _twice(other.barrier)  # the last rank to reach a call waits for none
+
+
+def _twice(call: Callable[[], object]) -> None:
+    call()
+    call()
+
+
+def be_busy(comm: Communicator, path: str, busy: int, limit: float) -> None:
+    actor = Actor(comm.rank, path)
+    os.environ["GANGLINE_HEARTBEAT_LIMIT"] = str(limit)
+    child = comm.split(0)
+    for occupation in (_hold_the_interpreter, _make_one_long_call):
+        child.barrier()
+        if comm.rank == busy:
+            actor.hear()  # the others are inside
+            occupation(2 * limit)
+        else:
+            actor.announce_waits()
+        all_reduce(100, child, 0)
+        all_reduce(1 << 19, child, 0)
+    child.close()
+
+
+def _hold_the_interpreter(seconds: float) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    sys.setswitchinterval(interval)
+
+
+def _make_one_long_call(seconds: float) -> None:
+    matrix = torch.arange(1 << 20).view(1 << 10, 1 << 10)  # products of integers are slow
+    rows, lasted = 16, 0.0
+    while lasted < seconds:
+        begin = time.monotonic()
+        matrix.repeat(-(-rows // len(matrix)), 1)[:rows] @ matrix
+        lasted = time.monotonic() - begin
+        rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("ipc", 2, 0), _slow("tcp", 3, 0)]
+)
+def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
+    with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
+        for _ in range(2):
+            for rank in set(range(size)) - {busy}:
+                assert stage.heard(rank) == WAITS
+            stage.say(busy)
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * size

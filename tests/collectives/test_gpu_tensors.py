@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
-from gangline.collectives.work import Work
 from tests.collectives import ranks
-from tests.collectives.ranks import MOVING, REDUCING, call, expected, given, in_threads, outcomes_in_threads, same
+from tests.collectives.ranks import MOVING, REDUCING, in_threads, outcomes_in_threads, same
 from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
@@ -264,8 +264,10 @@ def test_ranks_with_distinct_gpus_use_nccl(machine: None) -> None:
     assert len([name for name, _ in HostRank.calls if name == "all_reduce"]) == 3 * 4  # no int16 and no empty tensors
 
 
-def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
+def test_one_call_may_use_the_host_or_another_gpu_and_decides_nothing_for_later_ones(machine: None) -> None:
     def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", None)
+        check(comm, "gather", None, root=1)
         check(comm, "all_reduce", comm.rank)
         for card in (None, 2):
             check(comm, "all_reduce", card if comm.rank else 0)
@@ -275,16 +277,6 @@ def test_one_call_may_use_the_host_or_another_gpu(machine: None) -> None:
 
     in_threads(2, run)
     assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 4
-
-
-def test_calls_on_the_host_decide_nothing(machine: None) -> None:
-    def run(comm: Communicator) -> None:
-        check(comm, "all_reduce", None)
-        check(comm, "gather", None, root=1)
-        check(comm, "all_reduce", comm.rank)
-
-    in_threads(2, run)
-    assert [name for name, _ in HostRank.calls] == ["all_reduce"] * 2
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -439,17 +431,10 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
 
 
 def check_on_gpu(comm: Communicator) -> None:
-    for collective in COLLECTIVES:
-        for dtype in (torch.float32, torch.int16):
-            tensor = given(collective, LARGE, comm.rank, comm.size, dtype).cuda()
-            options = {"out": tensor.new_empty(LARGE)} if collective == "scatter" else {}
-            for async_op in (False, True):
-                got = call(comm, collective, tensor.clone(), "sum", 0, async_op=async_op, **options)
-                if isinstance(got, Work):
-                    got.wait()
-                    got = got.result
-                want = expected(collective, LARGE, comm.rank, comm.size, dtype, "sum", 0)
-                same(None if got is None else got.cpu(), want, f"{collective} of {dtype}")
+    for collective, dtype, async_op in product(COLLECTIVES, (torch.float32, torch.int16), (False, True)):
+        options = {"out": torch.empty(LARGE, dtype=dtype, device="cuda")} if collective == "scatter" else {}
+        on_gpu = {"place": Tensor.cuda, "read": Tensor.cpu, "async_op": async_op}
+        ranks.check(comm, collective, LARGE, dtype, "sum", 0, **on_gpu, **options)
     other = 1 - comm.rank
     if comm.size == 2:
         received = torch.zeros(LARGE, device="cuda")

@@ -262,19 +262,6 @@ def test_ranks_that_close_at_once_do_not_abort() -> None:
 # Contexts
 
 
-def test_sent_messages_leave_before_a_context_terminates() -> None:
-    with zmq.Context() as other, other.socket(zmq.PULL) as pull:
-        port = pull.bind_to_random_port("tcp://127.0.0.1")
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        push = context.socket(zmq.PUSH)
-        push.connect(f"tcp://127.0.0.1:{port}")
-        push.send(b"x" * (1 << 20))
-        push.close()
-        zmq_context.end(context)
-        assert context.closed
-        assert pull.poll(10_000)
-
-
 def test_a_context_that_does_not_terminate_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

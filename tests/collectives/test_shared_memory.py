@@ -412,14 +412,6 @@ def test_memory_other_than_the_offered_segment_is_refused_by_all_ranks(change: s
     assert all(isinstance(error, OSError) and re.match(text, str(error)) for error in errors), errors
 
 
-def test_a_rank_without_memory_for_its_segment_is_an_error_of_all_ranks() -> None:
-    def share(rank: int, exchange: BootstrapAllGather) -> None:
-        segments.share(rank, (100, 1 << 62)[rank], exchange)
-
-    errors = with_exchange(share, share)
-    assert all(re.match("rank 1 cannot offer memory: ", str(error)) for error in errors), errors
-
-
 def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
     tempfile.tempdir = folder
 
@@ -508,15 +500,6 @@ def children() -> Iterator[list[int]]:
         for one in started:
             stack.callback(one.kill)
         yield [one.pid for one in started]
-
-
-def test_the_nearest_common_ancestor_of_processes(children: list[int]) -> None:
-    assert cma.nearest_common_ancestor(children) == os.getpid()
-    assert cma.nearest_common_ancestor(children[:1]) == children[0]
-    assert cma.nearest_common_ancestor([*children, os.getpid()]) == os.getpid()
-    assert cma.nearest_common_ancestor([*children, os.getppid()]) == os.getppid()
-    with pytest.raises(OSError, match="No such file"):
-        cma.nearest_common_ancestor([*children, 1 << 30])
 
 
 @pytest.mark.parametrize("scope", ["0", "1", "2", None])

@@ -15,8 +15,7 @@ import pytest
 
 from gangline.advise.steps import read_events
 from gangline.collectives.timeline import recorder
-from gangline.launcher.job import free_ports
-from tests.programs import environment, python
+from tests.programs import python
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -46,9 +45,6 @@ with gangline.create("dist_sync") as kv:
 def launch(path: Path, *arguments: str, servers: int = 0, **variables: object) -> subprocess.CompletedProcess[str]:
     command = ("-m", "gangline", "launch", "-n", "2", "-s", servers, "--timeline", path)
     return python(*command, "--", sys.executable, *arguments, GANGLINE_TIMELINE=path, **variables)
-
-
-SHIFTED = ("unshare", "--time", "--monotonic", "1000", "--fork")
 
 
 class Trace:
@@ -148,46 +144,32 @@ def test_collectives_of_ranks_overlap_and_are_numbered(tmp_path: Path) -> None:
         assert max(a["ts"], b["ts"]) <= min(a["ts"] + a["dur"], b["ts"] + b["dur"])
 
 
-def start_ranks(path: Path, program: str, *shifted: str, **variables: object) -> list[subprocess.Popen[str]]:
-    """Start two processes, the second by the command ``shifted``: with another clock."""
-    return [
-        subprocess.Popen(
-            [*(shifted if rank else ()), sys.executable, "-c", program],
-            env=environment(GANGLINE_TIMELINE=path, RANK=rank, DMLC_WORKER_ID=rank, WORLD_SIZE=2, **variables),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def launch_with_another_clock(folder: Path, program: str, *, servers: int = 0, **variables: object) -> Trace:
+    """Run a job whose process of rank 1 has another clock; return its trace."""
+    path, shifted = folder / "trace.json", folder / "shifted"
+    shifted.write_text('[ "$RANK" = 1 ] && exec unshare --time --monotonic 1000 --fork "$@"\nexec "$@"\n')
+    command = ("-m", "gangline", "launch", "-n", "2", "-s", servers, "--timeline", path, "--", "sh", shifted)
+    python(*command, sys.executable, "-c", program, code=0, GANGLINE_TIMELINE=path, **variables)
+    return Trace(path)
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+@needs_root
 @pytest.mark.slow
 def test_the_clock_of_a_worker_with_another_clock_than_its_scheduler_agrees(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    shifted = tmp_path / "worker"
-    shifted.write_text(f'[ "$RANK" = 1 ] && exec {" ".join(SHIFTED)} "$@"\nexec "$@"\n')
-    command = ("-m", "gangline", "launch", "-n", "2", "-s", "1", "--timeline", path, "--", "sh")
-    own = {"GANGLINE_TIMELINE": path, "GANGLINE_TRANSPORT": "tcp", "GANGLINE_HEARTBEAT": 0.1, "REST": 2.5}
-    python(*command, shifted, sys.executable, "-c", WORKER, code=0, **own)
-    trace = Trace(path)
+    limits = {"GANGLINE_TRANSPORT": "tcp", "GANGLINE_HEARTBEAT": 0.1, "REST": 2.5}
+    trace = launch_with_another_clock(tmp_path, WORKER, servers=1, **limits)
     clock = trace.clocks["worker 1"]
     assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]
     assert abs(trace.clocks["server 0"]["offset_us"]) <= trace.clocks["server 0"]["error_us"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a time namespace needs root")
+@needs_root
 @pytest.mark.slow
 def test_clocks_of_ranks_with_another_clock_agree(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    finish(start_ranks(path, RANK, *SHIFTED, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_ports(1)[0]))
-    trace = Trace(path)
+    trace = launch_with_another_clock(tmp_path, RANK)
     clock = trace.clocks["rank 1"]
     assert abs(clock["offset_us"] + 1000e6) <= clock["error_us"]
     assert trace.clocks["rank 0"]["error_us"] == 0

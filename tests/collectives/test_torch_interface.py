@@ -69,18 +69,6 @@ def a_reduced_tensor_is_resized(group: Any, rank: int, _: int) -> Any:
 
 
 @probe
-def subgroups(group: Any, rank: int, size: int) -> Any:
-    half = dist.new_group([0, size - 1])
-    own, _ = dist.new_subgroups(1)
-    by_list, _ = dist.new_subgroups_by_enumeration([[0], list(range(1, size))])
-    found = [all_reduced(given(rank), one) for one in (own, by_list)]
-    if rank in (0, size - 1):
-        found.append(all_reduced(given(rank), half))
-    dist.barrier(group)
-    return found
-
-
-@probe
 def differentiable_collectives(group: Any, rank: int, size: int) -> Any:
     found = []
     for call in (

@@ -276,10 +276,3 @@ def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(monkeypatch: pyte
         for choice, runs in of_size.items()
     }
     assert measured == {(name, size, 3) for name in ("one_shot", "halving_doubling") for size in (1024, 4096)}
-
-
-@pytest.mark.slow
-def test_every_built_in_algorithm_is_right() -> None:
-    found = tuning.measure("shared_memory", 3, TUNED, [4096])
-    assert found.refused == []
-    assert {key.collective for key in found.rules} == set(TUNED)

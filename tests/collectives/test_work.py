@@ -26,8 +26,8 @@ def queue() -> Iterator[WorkQueue]:
 
 
 @contextmanager
-def blocked(queue: WorkQueue) -> Iterator[None]:
-    """Keep the queue's thread busy with an operation of the key "blocker" within the block."""
+def blocked(queue: WorkQueue) -> Iterator[threading.Event]:
+    """Keep the queue's thread busy with an operation of the key "blocker" within the block, or until the event."""
     started, release = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -38,7 +38,7 @@ def blocked(queue: WorkQueue) -> Iterator[None]:
     queue.submit(block, work, ["blocker"], 0)
     assert started.wait(LIMIT)
     try:
-        yield
+        yield release
     finally:
         release.set()
     work.wait(LIMIT)
@@ -80,7 +80,8 @@ def test_work_is_running_until_its_operation_is_done_and_a_wait_may_end_before(q
     "error", [KeyError("lost"), SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__
 )
 def test_an_exception_reaches_each_waiter_and_the_queue_continues(queue: WorkQueue, error: BaseException) -> None:
-    work, after = Work("first"), Work("second")
+    joined: list[str] = []
+    work, after = Work("first", appending(joined, "first")), Work("second", appending(joined, "second"))
     queue.submit(failing(error), work, ["w"], 0)
     queue.submit(lambda: None, after, ["w"], 0)
     for _ in range(2):
@@ -88,23 +89,9 @@ def test_an_exception_reaches_each_waiter_and_the_queue_continues(queue: WorkQue
             work.wait(LIMIT)
         assert caught.value is error
     after.wait(LIMIT)
+    assert joined == ["first", "first", "second"]  # the waiter's streams follow the operation, which may have begun
     assert (work.is_completed(), work.exception(), after.exception()) == (True, error, None)
     assert "failed" in repr(work)
-
-
-def test_wait_joins_streams_after_success_and_failure(queue: WorkQueue) -> None:
-    joined: list[str] = []
-    good, bad = Work("good", appending(joined, "good")), Work("bad", appending(joined, "bad"))
-    with blocked(queue):
-        queue.submit(lambda: None, good, ["a"], 0)
-        queue.submit(failing(ValueError("no")), bad, ["b"], 0)
-        with pytest.raises(TimeoutError, match="good is still running"):
-            good.wait(0)
-        assert joined == []
-    good.wait(LIMIT)
-    with pytest.raises(ValueError, match="no"):
-        bad.wait(LIMIT)
-    assert joined == ["good", "bad"]
 
 
 # -- the order --------------------------------------------------------------------------------------------------------
@@ -193,18 +180,11 @@ def test_run_follows_pending_work_on_its_key_and_overtakes_other_work_of_a_lower
     queue: WorkQueue, pending: list[tuple[str, str, int]], expected: list[str]
 ) -> None:
     order: list[str] = []
-    started, release = threading.Event(), threading.Event()
-
-    def block() -> None:
-        started.set()
-        assert release.wait(LIMIT)
-
-    queue.submit(block, Work("blocker"), ["blocker"], 0)
-    assert started.wait(LIMIT)
     works = [Work(name) for name, _, _ in pending]
-    for work, (name, key, priority) in zip(works, pending, strict=True):
-        queue.submit(appending(order, name), work, [key], priority)
-    queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
+    with blocked(queue) as release:
+        for work, (name, key, priority) in zip(works, pending, strict=True):
+            queue.submit(appending(order, name), work, [key], priority)
+        queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
     for work in works:
         work.wait(LIMIT)
     assert order == expected
@@ -215,20 +195,6 @@ def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
     queue.submit(lambda: release.wait(LIMIT), Work("blocker"), ["w"], 0)
     with pytest.raises(ValueError, match="no"):
         queue.run(failing(ValueError("no")), Work("run"), releasing(release), 0)
-
-
-def test_an_operation_may_run_another(queue: WorkQueue) -> None:
-    order: list[str] = []
-
-    def outer() -> None:
-        queue.run(appending(order, "inner"), Work("inner"), ["v"], 0)
-        order.append("outer")
-
-    queue.run(outer, Work("outer"), ["w"], 0)
-    work = Work("outer")
-    queue.submit(outer, work, ["w"], 0)
-    work.wait(LIMIT)
-    assert order == ["inner", "outer"] * 2
 
 
 def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue) -> None:

@@ -46,30 +46,23 @@ whole_loads = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any)
         (2, [1, 10, 2], [0, 1, 1]),  # one sample for the larger of the empty ones
         (3, [2, 50, 1, 2], [1, 1, 0, 1]),
         (5, (9.0, 1.0), [4, 1]),
+        (10, [0.1, 0.3], [2, 8]),  # binary fractions would break the tie of 2.5 and 7.5
+        (6, [0.1, 0.2, 0.3], [1, 2, 3]),
+        (10, [5e-324, 5e-324], [5, 5]),
+        (10, [1e308, 1e308], [5, 5]),
+        (10, [1e308, 5e-324], [9, 1]),
+        (9, [2**70, 2**70 + 1], [4, 5]),
     ],
 )
-def test_ties_empty_contexts_and_small_batches(batch_size: int, loads: list[float], expected: list[int]) -> None:
+def test_ties_empty_contexts_small_batches_and_exact_decimals(
+    batch_size: int, loads: list[float], expected: list[int]
+) -> None:
     assert counts(batch_size, loads) == expected
 
 
 def test_slices_follow_each_other_and_idle_contexts_keep_their_place() -> None:
     assert split_batch(10, [0, 3, 0, 1, 0]) == [slice(0, 0), slice(0, 8), slice(8, 8), slice(8, 10), slice(10, 10)]
     assert split_batch(32, [3, 1]) == [slice(0, 24), slice(24, 32)]
-
-
-def test_decimals_are_exact() -> None:
-    assert Fraction(0.1) * 3 != Fraction(0.3)  # binary fractions would break the tie of 2.5 and 7.5
-    assert counts(10, [0.1, 0.3]) == counts(10, [1, 3]) == [2, 8]
-    assert counts(6, [0.1, 0.2, 0.3]) == [1, 2, 3]
-    assert counts(30, [1e-3, 2e-3]) == [10, 20]
-
-
-def test_extreme_loads_are_exact_too() -> None:
-    assert counts(10, [5e-324, 5e-324]) == [5, 5]
-    assert counts(10, [1e308, 1e308]) == [5, 5]
-    assert counts(10, [1e308, 5e-324]) == [9, 1]
-    assert counts(10, [2**70, 2**70 + 1]) == [5, 5]
-    assert counts(9, [2**70, 2**70 + 1]) == [4, 5]
 
 
 # -- by property ------------------------------------------------------------------------------------------------------

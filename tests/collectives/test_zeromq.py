@@ -27,7 +27,7 @@ from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
-from tests.collectives.processes import Processes, Rank, in_processes
+from tests.collectives.processes import Processes, Rank
 from tests.collectives.ranks import PATIENT, values, with_exchange
 from tests.hosts import Hosts, enter, obstacle
 
@@ -54,58 +54,11 @@ def open_transport(rank: Rank, address: str) -> ZmqTransport:
 # Valid messages
 
 
-def _side_by_side(rank: Rank) -> None:
-    transport = open_transport(rank, "ipc")
-    count = 3 * PIECE // 4
-    if rank.rank:
-        given = torch.arange(count, dtype=torch.float32) + rank.rank * 1000
-        transport.send(0, given.view(torch.uint8), MessageTag(1, SUM)).wait()
-        rank.tell(None)
-    else:
-        messages = [transport.receive(source) for source in (1, 2)]
-        wrong = []
-        for piece in range(3):
-            first, second = (message.piece(piece).view(torch.float32) for message in messages)
-            begin = piece * PIECE // 4
-            expected = torch.arange(begin, begin + PIECE // 4, dtype=torch.float32) * 2 + 3000
-            if not torch.equal(first + second, expected):
-                wrong.append(piece)
-        for message in messages:
-            message.done()
-        rank.tell(wrong)
-    rank.hear()
-
-
-def test_pieces_of_several_ranks_are_read_alternately() -> None:
-    assert in_processes(_side_by_side, 3) == [[], None, None]
-
-
-def _skipped(rank: Rank) -> None:
-    transport = open_transport(rank, "ipc")
-    if rank.rank:
-        for number in range(3):
-            transport.send(0, ramp(3 * PIECE + 5, number), MessageTag(number, SUM))
-        rank.tell(None)
-    else:
-        transport.receive(1).done()
-        second = transport.receive(1)
-        wrong = [not torch.equal(second.piece(2), ramp(3 * PIECE, 1)[2 * PIECE :])]
-        second.done()
-        out = torch.empty(3 * PIECE + 5, dtype=torch.uint8)
-        transport.receive(1).into(out)
-        rank.tell([*wrong, not torch.equal(out, ramp(3 * PIECE + 5, 2))])
-    rank.hear()
-
-
-def test_unread_pieces_are_skipped() -> None:
-    assert in_processes(_skipped, 2) == [[False, False], None]
-
-
-def _close_at_once(rank: Rank, address: str, count: int) -> None:
+def _close_at_once(rank: Rank, address: str) -> None:
     transport = open_transport(rank, address)
     if rank.rank:
         transport.send(0, ramp(PIECE + 1, 1), MessageTag(1, SUM)).wait()
-        for number in range(count):
+        for number in range(5000):
             transport.send(0, ramp(1000, number), MessageTag(number, SUM))
         transport.close()
         transport.close()
@@ -116,23 +69,15 @@ def _close_at_once(rank: Rank, address: str, count: int) -> None:
     out, small = torch.empty(PIECE + 1, dtype=torch.uint8), torch.empty(1000, dtype=torch.uint8)
     transport.receive(1).into(out)
     right = torch.equal(out, ramp(PIECE + 1, 1))
-    for number in range(count):
+    for number in range(5000):
         transport.receive(1).into(small)
         right = right and torch.equal(small, ramp(1000, number))
     rank.tell(right)
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_messages_sent_before_close_arrive_after_it(address: str) -> None:
-    with Processes(_close_at_once, 2, address, 50) as ranks:
-        assert ranks.all_heard() == ["open", "closed"]
-        ranks.say(0, "receive")
-        assert ranks.heard(0) is True
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
 def test_close_waits_for_a_rank_that_is_behind(address: str) -> None:
-    with Processes(_close_at_once, 2, address, 5000) as ranks:
+    with Processes(_close_at_once, 2, address) as ranks:
         assert ranks.heard(0) == "open"
         ranks.say(0, "receive")
         assert ranks.all_heard() == [True, "closed"]
@@ -351,16 +296,3 @@ def test_simulated_hosts_are_isolated_from_this_machine_and_removed_afterwards()
     with pytest.raises(KeyboardInterrupt), Hosts(3):
         raise KeyboardInterrupt
     assert namespaces() == set()
-
-
-@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_simulated_hosts_need_no_path_with_the_folders_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    with Hosts(1, rate="100mbit") as hosts:
-        assert "rate 100Mbit" in hosts.run(0, ["tc", "qdisc", "show", "dev", "eth0"])
-
-
-def test_an_invalid_number_of_hosts_is_refused() -> None:
-    for count in (0, 251):
-        with pytest.raises(ValueError, match=f"count is {count}; expected 1 to 250 hosts"):
-            Hosts(count)
