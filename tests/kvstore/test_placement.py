@@ -131,20 +131,22 @@ def test_a_key_twice_in_a_call_gets_one_owner(kv: DeviceStore, call: str) -> Non
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "states"), [("sgd", 1), ("adam", 2), ("adagrad", 1), ("rmsprop", 1), ("rprop", 2)])
 @pytest.mark.usefixtures("only_what_the_test_makes")
-def test_weights_and_state_move_to_the_owner(kv: DeviceStore) -> None:
-    arguments = {"lr": 0.1, "momentum": 0.9}
+def test_weights_and_state_move_to_the_owner(kv: DeviceStore, name: str, states: int) -> None:
+    """The owner is a device without memory, on which arithmetic with tensors of the host is an error."""
+    spec = (name, {"lr": 0.1} | ({"momentum": 0.9} if name == "sgd" else {}))
     initialised(kv, {"w": 4})
-    kv.set_optimizer(("sgd", arguments))
+    kv.set_optimizer(spec)
     kv.push("w", torch.ones(4))
     state = kv.optimizer_state()
     with DeviceStore() as fresh:
         fresh.init("w", torch.zeros(4))
-        fresh.set_optimizer(("sgd", arguments))
+        fresh.set_optimizer(spec)
         fresh.load_optimizer_state(state)
         before = on("meta")
         fresh.push("w", [torch.ones(4, device="meta"), torch.ones(4, device="meta")])
-        assert on("meta") - before == 3  # the weight, the sum and the momentum
+        assert on("meta") - before == 2 + states  # the weight, the sum and the state
 
 
 # -- by memory --------------------------------------------------------------------------------------------------------
