@@ -98,6 +98,7 @@ def load_the_state(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
 
 
 def close(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
+    kv.set_gradient_compression({"type": "2bit"})
     kv.push(KEYS, grads)
     for work in [kv.push(key, grads[index], async_op=True) for index, key in enumerate(KEYS)]:
         work.wait(20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -297,22 +296,3 @@ def test_exactly_one_of_several_threads_can_init_a_key(kv: KVStore) -> None:
         assert len(won[number]) == 1
         assert len(refused[number]) == 3
         assert pulled(kv, f"w{number}") == [float(won[number][0])] * 2
-
-
-# -- failures that nobody waits for -----------------------------------------------------------------------------------
-
-
-def test_a_failed_async_operation_is_logged_as_an_error(kv: KVStore, caplog: pytest.LogCaptureFixture) -> None:
-    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-        raise ValueError("the updater cannot")
-
-    kv.init("a", torch.zeros(2))
-    kv.set_updater(update)
-    with caplog.at_level(logging.ERROR, logger="gangline"):
-        kv.push("a", torch.ones(2), async_op=True)
-        assert pulled(kv, "a") == [0.0, 0.0]  # which goes behind the push
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("gangline", logging.ERROR)
-    assert "push of key 'a'" in record.getMessage()
-    assert record.exc_info is not None
-    assert str(record.exc_info[1]) == "the updater cannot"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -98,25 +99,6 @@ def test_half_precision_is_summed_in_float32(kv: KVStore) -> None:
     assert pulled(kv, "w", (2,), torch.float16).tolist() == [2050.0, 2050.0]
 
 
-# -- set_updater and assign -------------------------------------------------------------------------------------------
-
-
-def test_the_last_set_updater_or_optimizer_applies(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    kv.set_updater(lambda key, summed, stored: stored.add_(summed))
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    kv.push("w", ranked(1))
-    assert torch.equal(pulled(kv, "w"), -ranked(1))
-    kv.set_optimizer(("sgd", {"lr": 2.0}))
-    kv.push("w", ranked(1))
-    assert torch.equal(pulled(kv, "w"), -3 * ranked(1))
-    kv.set_updater(lambda key, summed, stored: stored.copy_(summed))
-    kv.push("w", ranked(4))
-    assert torch.equal(pulled(kv, "w"), ranked(4))
-    with pytest.raises(RuntimeError, match="set_optimizer"):
-        _ = kv.learning_rate
-
-
 def test_assign_keeps_the_optimizers_state(kv: KVStore) -> None:
     weight = torch.nn.Parameter(ranked(1))
     reference = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
@@ -196,7 +178,9 @@ def test_a_synchronous_call_runs_after_async_calls_of_its_key(kv: KVStore) -> No
     opener.join(LIMIT)
 
 
-def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(kv: KVStore) -> None:
+def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(
+    kv: KVStore, caplog: pytest.LogCaptureFixture
+) -> None:
     error = ArithmeticError("no update today")
 
     def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
@@ -208,6 +192,14 @@ def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(k
     kv.set_updater(updater)
     with pytest.raises(ArithmeticError, match="no update today"):
         kv.push("bad", ranked(1))
+    assert not caplog.records
+    kv.push("bad", ranked(1), async_op=True)  # nobody waits for it
+    assert torch.equal(pulled(kv, "bad"), torch.zeros(2, 3))
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("gangline", logging.ERROR)
+    assert "push of key 'bad'" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
     work = kv.push("bad", ranked(1), async_op=True)
     with pytest.raises(ArithmeticError, match="no update today"):
         work.wait(LIMIT)
