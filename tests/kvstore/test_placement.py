@@ -45,27 +45,6 @@ def on(device_type: str) -> int:
     return sum(issubclass(type(one), torch.Tensor) and one.device.type == device_type for one in gc.get_objects())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "places", "expected"),
-    [
-        ([4, 3, 2, 1], 2, [0, 1, 1, 0]),
-        ([1, 2, 3, 4], 2, [0, 1, 1, 0]),
-        ([1, 5, 2, 4, 3, 3], 3, [0, 0, 1, 1, 2, 2]),
-        ([5, 5, 5], 2, [0, 1, 0]),
-        ([7, 1, 1, 1, 1, 1, 1, 1], 2, [0, 1, 1, 1, 1, 1, 1, 1]),
-        ([6, 6, 6, 6], 4, [0, 1, 2, 3]),
-        ([9, 8], 4, [0, 1]),
-    ],
-)
-def test_keys_of_a_call_are_placed_in_descending_size_on_the_device_with_fewest_bytes(
-    kv: DeviceStore, sizes: list[int], places: int, expected: list[int]
-) -> None:
-    named = {f"key {index}": size for index, size in enumerate(sizes)}
-    initialised(kv, named)
-    push(kv, named, places)
-    assert owners(kv, named) == expected
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
 def test_any_call_with_lists_places_a_key(kv: DeviceStore, call: str, async_op: bool) -> None:

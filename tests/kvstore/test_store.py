@@ -47,14 +47,6 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
 # -- init, push, pull -------------------------------------------------------------------------------------------------
 
 
-def test_the_type_is_the_name_given() -> None:
-    for name in NAMES:
-        with create(name) as kv:
-            assert kv.type == name
-    with create() as kv:
-        assert kv.type == "local"
-
-
 def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
     values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     kv.init("w", torch.zeros(1))
@@ -351,7 +343,8 @@ def test_any_sequence_of_calls_equals_a_model_with_a_dict(name: str, sequence: l
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_with_section_closes_the_store_whatever_happens(name: str) -> None:
-    with create(name) as kv:
+    with create(name) as kv, create() as default:
+        assert (kv.type, default.type) == (name, "local")
         kv.init("w", ranked(1))
     with pytest.raises(RuntimeError, match=f"the '{name}' store is closed"):
         kv.push("w", ranked(1))
