@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import resource
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -80,12 +79,12 @@ STEPS = st.lists(
         st.sampled_from(["at once", "key by key", "asynchronous", "pushpull"]),
         st.sets(st.sampled_from(list(SHAPES))),
         st.sampled_from([None, None, 0.2, 0.01, 0]),
-        st.sampled_from(["", "", "back by a file", "back by memory", "local", "device"]),
+        st.sampled_from(["", "", "assigned", "back by a file", "back by memory", "local", "device"]),
     ),
     min_size=2,
     max_size=6,
 )
-"""Kind of push of the keys with a gradient, the new learning rate, and what state goes on: that of another store."""
+"""Kind of push of the keys with a gradient, the new rate, and what comes before: an assign, or the state goes on."""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -127,7 +126,10 @@ def test_any_sequence_of_updates_is_torchs_bit_for_bit(
         kv = stack.enter_context(create(store))
         start(kv, spec, weights(dtype))
         for step, (way, chosen, new_rate, change) in enumerate(steps):
-            if change.startswith("back"):
+            if change == "assigned":
+                kv.assign(3, gradient(3, step).to(dtype))
+                expected[3].copy_(gradient(3, step))
+            elif change.startswith("back"):
                 before, state = pulled(kv, dtype=dtype), kv.optimizer_state()
                 kv.save_optimizer_states(Path(folder, "states"))
                 kv.push(list(SHAPES), [gradient(key, 9).to(dtype) for key in SHAPES])
@@ -257,29 +259,19 @@ def test_names_of_torch_and_mxnet_classes_lists_and_parsed_specs_mean_torchs_opt
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "lbfgs": ("lbfgs", ValueError, "'lbfgs' cannot be used.*expected one of.*'sgd'"),
-    "class LBFGS": (torch.optim.LBFGS, ValueError, "'LBFGS' cannot be used"),
     "unknown": ("sdg", ValueError, "'sdg' is unknown; expected one of.*'adam'.*'sgd'"),
-    "number": (3, TypeError, "optimizer is 3; expected a name"),
     "instance": (torch.optim.SGD([torch.zeros(1)], lr=0.1), TypeError, "optimizer is SGD"),
     "class without a rate": (Rateless, ValueError, "Rateless has no argument lr"),
-    "no optimizer class": (torch.nn.Linear, TypeError, "optimizer is <class.*Linear"),
     "three parts": (("sgd", {"lr": 0.1}, {}), TypeError, r"optimizer is \('sgd'"),
     "a rate for arguments": (("sgd", 0.1), TypeError, "0.1"),
     "unknown argument": (("sgd", {"momentun": 0.9}), ValueError, "'sgd' has no argument 'momentun'.*'momentum'.*'wd'"),
-    "another's argument": (("sgd", {"beta1": 0.9}), ValueError, "'sgd' has no argument 'beta1'"),
-    "params": (("sgd", {"params": [0.1]}), ValueError, "'sgd' has no argument 'params'"),
     "two rates": (("sgd", {"lr": 0.1, "learning_rate": 0.1}), ValueError, "both 'learning_rate' and its other name"),
     "beta1 and betas": (("adam", {"beta1": 0.9, "betas": (0.9, 0.9)}), ValueError, "both betas and beta1 or beta2"),
-    "gamma2 and momentum": (("rmsprop", {"gamma2": 0.9, "momentum": 0.9}), ValueError, "both 'momentum' and its other"),
     "tensor": (("sgd", {"lr": torch.tensor(0.1)}), TypeError, r"argument 'lr' is tensor.*plain data"),
-    "object in a list": (("adam", {"betas": [0.9, object()]}), TypeError, "argument 'betas' is <object.*plain data"),
     "object as factor": (("sgd", {"lr_mult": {"w": object()}}), TypeError, "argument 'lr_mult' is <object"),
     "negative rate": (("sgd", {"lr": -0.1}), ValueError, "'sgd' with .*-0.1.* is refused by torch"),
-    "beta above 1": (("adam", {"beta1": 1.5}), ValueError, "1.5.* is refused by torch"),
     "factor below 0": (("sgd", {"lr_mult": {"w": -1}}), ValueError, "lr_mult is {'w': -1}; expected a dict"),
-    "str as factor": (("sgd", {"wd_mult": {"w": "2"}}), ValueError, "wd_mult is {'w': '2'}; expected a dict"),
     "word for rates": (("sgd", {"lr_mult": "mxnet"}), ValueError, "lr_mult is 'mxnet'; expected a dict"),
-    "unknown word": (("sgd", {"wd_mult": "torch"}), ValueError, "wd_mult is 'torch'; expected a dict"),
     "wd_mult without decay": (("rprop", {"wd_mult": {"w": 2}}), ValueError, "wd_mult is given, but optimizer 'rprop'"),
     "str to rescale": (("sgd", {"rescale_grad": "2"}), ValueError, "rescale_grad is '2'; expected a number"),
 }
@@ -336,10 +328,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         "FILE holds no optimizer state",
     ),
     "missing": (Path.unlink, FileNotFoundError, "FILE is not there"),
-    "no folder": (lambda path: shutil.rmtree(path.parent), FileNotFoundError, "FILE is not there"),
     "a folder": (lambda path: path.unlink() or path.mkdir(), FileNotFoundError, "FILE is not there"),
     "unknown key": (of_store(ADAM, ["3", "stranger"]), ValueError, "key 'stranger', which is unknown here"),
-    "digits": (of_store(ADAM, ["7"]), ValueError, "key '7', which is unknown here"),
     "another shape": (of_store(ADAM, ["fc.weight", 3], {3: (5, 2)}), ValueError, "the state of key"),
     **{
         name: (of_store((name, OPTIMIZERS[name][1]), [3]), ValueError, f"of optimizer '{name}', but 'adam' is set here")
@@ -355,7 +345,6 @@ def test_a_file_of_anything_else_is_refused_and_changes_nothing(case: str, tmp_p
     for store in STORES:
         with create(store) as kv:
             start(kv, ("adam", OPTIMIZERS["adam"][1]))
-            kv.init(7, torch.zeros(2, 2))
             for step in range(2):
                 push(kv, step)
             kv.save_optimizer_states(path)
