@@ -176,27 +176,6 @@ def test_an_operation_is_refused_if_the_store_closes_before_it_runs(
     ended(aside(refused))
 
 
-def test_async_operations_of_several_threads_all_end_when_the_store_closes(kv: KVStore) -> None:
-    kv.init("a", torch.zeros(2))
-    begun = threading.Barrier(3)
-    works: list[Any] = []
-
-    def push() -> None:
-        while True:
-            works.append(kv._start("push", lambda: None, (), (), 0, True))  # type: ignore[attr-defined]
-
-    def push_until_closed() -> None:
-        begun.wait(LIMIT)
-        with pytest.raises(RuntimeError, match="closed"):
-            push()
-
-    threads = [aside(push_until_closed) for _ in range(2)]
-    begun.wait(LIMIT)
-    ended(aside(kv.close), *threads)
-    for work in works:
-        work.wait(LIMIT)
-
-
 # -- where values lie, and what they are ------------------------------------------------------------------------------
 
 

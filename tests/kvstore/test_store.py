@@ -85,27 +85,6 @@ def test_values_of_any_shape_and_type(kv: KVStore) -> None:
         assert torch.equal(pulled(kv, str(dtype), dtype=dtype), over(2).to(dtype))
 
 
-def test_half_precision_is_summed_in_float32(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, dtype=torch.float16))
-    kv.push("w", [torch.full((2,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0)])
-    assert pulled(kv, "w", (2,), torch.float16).tolist() == [2050.0, 2050.0]
-
-
-def test_assign_keeps_the_optimizers_state(kv: KVStore) -> None:
-    weight = torch.nn.Parameter(ranked(1))
-    reference = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    kv.init("w", ranked(1))
-    kv.set_optimizer(("sgd", {"lr": 0.5, "momentum": 0.9}))
-    for step in range(4):
-        if step == 2:
-            kv.assign("w", ranked(50))
-            weight.data.copy_(ranked(50))
-        kv.push("w", [ranked(step), ranked(1)])
-        weight.grad = ranked(step) + ranked(1)
-        reference.step()
-    assert torch.equal(pulled(kv, "w"), weight.detach())
-
-
 # -- async ------------------------------------------------------------------------------------------------------------
 
 
@@ -132,42 +111,19 @@ class Gate:
             stored.copy_(summed)
 
 
-def test_an_async_push_is_running_until_it_is_done(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    gate = Gate(kv)
-    work = kv.push("w", ranked(1), async_op=True)
-    assert not gate.work.is_completed()
-    assert not work.is_completed()
-    assert work.exception() is None
-    with pytest.raises(TimeoutError, match="push of key 'w' is still running"):
-        work.wait(0)
-    gate.open()
-    work.wait(LIMIT)
-    gate.work.wait(LIMIT)
-    assert work.is_completed()
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-def test_higher_priorities_run_first_among_keys(kv: KVStore) -> None:
+def test_async_pushes_are_running_until_they_are_done_higher_priorities_first(kv: KVStore) -> None:
     priorities = {"a": 0, "b": 3, "c": -2, "d": 3, "e": 7}
     kv.init(list(priorities), [torch.zeros(2, 3)] * 5)
     gate = Gate(kv)
     works = [kv.push(key, ranked(1), priority=priority, async_op=True) for key, priority in priorities.items()]
+    assert not any(work.is_completed() or work.exception() for work in [gate.work, *works])
+    with pytest.raises(TimeoutError, match="push of key 'a' is still running"):
+        works[0].wait(0)
     gate.open()
     for work in works:
         work.wait(LIMIT)
+        assert work.is_completed()
     assert gate.order == ["e", "b", "d", "a", "c"]
-
-
-def test_a_synchronous_call_runs_after_async_calls_of_its_key(kv: KVStore) -> None:
-    kv.init(["w", "v"], [torch.zeros(2, 3)] * 2)
-    gate = Gate(kv)
-    works = [kv.push("w", ranked(rank), async_op=True) for rank in (1, 2, 3)]
-    opener = threading.Thread(target=gate.open)
-    opener.start()
-    assert torch.equal(pulled(kv, "w"), ranked(3))
-    assert all(work.is_completed() for work in works)
-    opener.join(LIMIT)
 
 
 def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(

@@ -73,40 +73,32 @@ Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
 CASES: list[Case] = [
     # -- keys nobody initialised
     ("push, unknown", lambda kv: kv.push("nope", G), KeyError, "'nope'.*known keys.*'w', 'b', 7"),
-    ("push, digits for a number", lambda kv: kv.push("7", torch.tensor([1, 2])), KeyError, "key '7'"),
     # -- keys of a wrong type
     ("init, bool key", lambda kv: kv.init(True, G), TypeError, "key is True, a bool; expected a str or an int"),
-    ("init, float key", lambda kv: kv.init(1.5, G), TypeError, "key is 1.5, a float"),
-    ("push, numpy int", lambda kv: kv.push(np.int64(7), G), TypeError, "key is .*7.*int64"),
     ("push, list in a list", lambda kv: kv.push([["w"]], [G]), TypeError, r"key is \['w'\], a list"),
     # -- shapes
     ("push, shape", lambda kv: kv.push("w", ranked(0, (3, 2))), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
-    ("push, would broadcast", lambda kv: kv.push("w", ranked(0, (3,))), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
     ("push, one device", lambda kv: kv.push("w", [G, ranked(0, (1, 3))]), ValueError, r"'w'.*\(2, 3\).*\(1, 3\)"),
     ("broadcast, shape", lambda kv: kv.broadcast("v", G, torch.empty(3)), ValueError, r"'v'.*\(2, 3\).*\(3,\)"),
     # -- dtypes
     ("push, dtype", lambda kv: kv.push("w", G.double()), ValueError, "'w'.*float32.*float64"),
     ("pushpull out, dtype", lambda kv: kv.pushpull("w", G, G.bfloat16()), ValueError, "'w'.*float32.*bfloat16"),
     ("assign, dtype", lambda kv: kv.assign("w", G.long()), ValueError, "'w'.*float32.*int64"),
-    ("broadcast, dtype", lambda kv: kv.broadcast("v", G, G.double()), ValueError, "'v'.*float32.*float64"),
     # -- layouts and arrays torch cannot write
     ("push, sparse", lambda kv: kv.push("w", sparse()), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
-    ("pull, read-only", lambda kv: kv.pull("w", read_only(1)), ValueError, "'w'.*read-only"),
     ("pushpull, read-only", lambda kv: kv.pushpull("w", [G.clone(), read_only(1)]), ValueError, "'w'.*read-only"),
     ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
     ("broadcast, read-only", lambda kv: kv.broadcast("v", G, read_only(1)), ValueError, "'v'.*read-only"),
     ("pull, backwards array", lambda kv: kv.pull("w", ranked(0).numpy()[::-1]), ValueError, "'w'"),
     ("pull, foreign byte order", lambda kv: kv.pull("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
     ("push, array of objects", lambda kv: kv.push("w", np.full((2, 3), None)), TypeError, "'w'"),
-    ("init, array of str", lambda kv: kv.init("v", np.array(["x"])), TypeError, "'v'"),
     ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
-    ("pushpull, likewise", lambda kv: kv.pushpull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
     ("push, rows of a shape", lambda kv: kv.push("w", rows(3)), ValueError, r"'w' has shape \(2, 3\).*shape \(3, 3\)"),
-    ("push, rows of a dtype", lambda kv: kv.push("w", rows(2, torch.float64)), ValueError, "'w'.*float32.*float64"),
+    ("pushpull, rows", lambda kv: kv.pushpull("w", rows(2)), ValueError, "'w' cannot .*; use row_sparse_pull"),
+    ("pushpull, coo", lambda kv: kv.pushpull("w", rows(2).to_coo()), ValueError, "'w'.*sparse_coo; expected a dense"),
     # -- values that are no tensors
     ("init, list", lambda kv: kv.init("v", [G, G]), TypeError, "'v'.*list"),
     ("push, number", lambda kv: kv.push("w", 3.0), TypeError, "'w'.*float; expected a torch tensor"),
-    ("push, None", lambda kv: kv.push("w", None), TypeError, "'w'.*NoneType"),
     ("push, too deep", lambda kv: kv.push("w", [[G]]), TypeError, "'w'.*list"),
     ("broadcast, list of values", lambda kv: kv.broadcast("v", [G, G], G), TypeError, "'v'.*list"),
     # -- lists that do not match
@@ -128,7 +120,6 @@ CASES: list[Case] = [
     ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),
     ("set_learning_rate, str", lambda kv: kv.set_learning_rate("0.1"), TypeError, "learning rate is '0.1'"),
     ("set_learning_rate, negative", lambda kv: kv.set_learning_rate(-0.1), ValueError, "learning rate is -0.1"),
-    ("set_learning_rate, NaN", lambda kv: kv.set_learning_rate(float("nan")), ValueError, "learning rate is nan"),
 ]
 
 
