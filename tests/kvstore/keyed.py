@@ -70,6 +70,11 @@ def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
     return ((numbers % 11 - 5) / 7).reshape(shape)
 
 
+def ranked(rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """Element i of rank r holds i * 10 + r."""
+    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * 10 + rank).reshape(shape)
+
+
 def push(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int = 2) -> None:
     kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
 

@@ -23,8 +23,8 @@ def kv(kv: KVStore) -> KVStore:
     return kv
 
 
-def tensors(value: float, count: int = 2) -> Tensors:
-    return [[torch.full((2, 3), value + place) for place in range(count)] for _ in KEYS]
+def tensors(value: float) -> Tensors:
+    return [[torch.full((2, 3), value + place) for place in range(2)] for _ in KEYS]
 
 
 def all_are(outs: Tensors, expected: float) -> bool:

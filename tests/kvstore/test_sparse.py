@@ -30,16 +30,15 @@ NAMED = [[1, 4], [4, 0], [1], [], [5, 1, 4]]
 """Rows of each step's gradient; 2 and 3 never occur, 0 and 5 only late."""
 
 
-def table(rows: int = ROWS, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def table(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Element i holds (i - 7) / 4."""
-    return ((torch.arange(rows * width) - 7) / 4).reshape(rows, width).to(dtype)
+    return ((torch.arange(ROWS * WIDTH) - 7) / 4).reshape(ROWS, WIDTH).to(dtype)
 
 
-def sparse(ids: Any, first: int = 1, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> RowSparse:
+def sparse(ids: list[int], first: int = 1) -> RowSparse:
     """Rows of which element j of the i-th holds (first + i) * 10 + j."""
-    size = len(ids)
-    values = ((torch.arange(size) + first)[:, None] * 10 + torch.arange(WIDTH)).to(dtype)
-    return RowSparse(ids, values, (rows, WIDTH))
+    values = ((torch.arange(len(ids)) + first)[:, None] * 10 + torch.arange(WIDTH)).float()
+    return RowSparse(ids, values, (ROWS, WIDTH))
 
 
 def dense(part: RowSparse) -> torch.Tensor:
@@ -190,7 +189,7 @@ def dense_run(
     Returns:
         The table, and the state of its rows by name. A row's state begins as a step over zeros leaves it.
     """
-    weight = table(dtype=torch.float64)
+    weight = table(torch.float64)
     idle = torch.zeros_like(weight)
     begin = optimizer_class([idle], **arguments)
     idle.grad = torch.zeros_like(idle)
@@ -215,7 +214,7 @@ def by_row(value: Any) -> bool:
 
 
 def start(kv: KVStore, spec: Any, dtype: torch.dtype = torch.float64, keys: Sequence[Any] = ("w",)) -> None:
-    kv.init(list(keys), [table(dtype=dtype) for _ in keys])
+    kv.init(list(keys), [table(dtype) for _ in keys])
     kv.set_optimizer(spec)
 
 
@@ -225,8 +224,8 @@ def of_rows(kv: KVStore, key: str = '"w"') -> dict[str, torch.Tensor]:
     return {place.rpartition("/")[2]: value for place, value in tensors.items() if place.startswith(f"{key}/")}
 
 
-def double(kv: KVStore, key: Any = "w") -> torch.Tensor:
-    return pulled(kv, key, table(dtype=torch.float64))
+def double(kv: KVStore) -> torch.Tensor:
+    return pulled(kv, like=table(torch.float64))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -288,7 +287,7 @@ def test_any_sequence_of_rows_is_the_dense_optimizer_on_these_rows(
 
 
 def test_torchs_own_sparse_optimizer_agrees(kv: KVStore) -> None:
-    weight = table(dtype=torch.float64)
+    weight = table(torch.float64)
     optimizer = torch.optim.SparseAdam([weight], **SPARSE_ADAM)
     start(kv, ("sparseadam", SPARSE_ADAM))
     for step in range(2 * len(NAMED)):

@@ -23,19 +23,14 @@ from gangline.kvstore import registry as stores
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.local import LocalStore
 from tests.collectives.simulated_gpus import Event, on_simulated_gpu, simulated_gpus
-from tests.kvstore.keyed import LIMIT
+from tests.kvstore.keyed import LIMIT, ranked
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
 
 
-def ranked(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 10) -> torch.Tensor:
-    """Element i of rank r holds i * stride + r."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * stride + rank).reshape(shape)
-
-
-def over(ranks: int, shape: tuple[int, ...] = (2, 3), first: int = 0) -> torch.Tensor:
-    """The sum of `ranked` over ``ranks`` ranks from ``first``."""
-    return ranked(0, shape) * ranks + sum(range(first, first + ranks))
+def over(ranks: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """The sum of `ranked` over ``ranks`` ranks."""
+    return ranked(0, shape) * ranks + sum(range(ranks))
 
 
 def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> torch.Tensor:

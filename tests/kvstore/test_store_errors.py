@@ -13,6 +13,7 @@ import torch
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.optimizer.keyed import OptimizerState
+from tests.kvstore.keyed import ranked
 
 
 @pytest.fixture
@@ -20,11 +21,6 @@ def kv(kv: KVStore) -> KVStore:
     """Return a store with "w", "b" and 7."""
     kv.init(["w", "b", 7], [ranked(1, (2, 3)), ranked(2, (3,)), torch.tensor([40, 41])])
     return kv
-
-
-def ranked(rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
-    """Element i of rank r holds i * 10 + r."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * 10 + rank).reshape(shape)
 
 
 def stored(kv: KVStore) -> dict[Any, list[Any]]:
@@ -56,8 +52,8 @@ def read_only(rank: int) -> Any:
     return array
 
 
-def rows(count: int, dtype: torch.dtype = torch.float32) -> RowSparse:
-    return RowSparse([1], torch.ones(1, 3, dtype=dtype), (count, 3))
+def rows(count: int) -> RowSparse:
+    return RowSparse([1], torch.ones(1, 3), (count, 3))
 
 
 def sparse() -> torch.Tensor:
