@@ -1,19 +1,22 @@
-"""Keys, their gradients and all optimizers for tests of stores; a count of bytes."""
+"""Keys, their gradients and all optimizers for tests of stores; jobs of workers; errors; a count of bytes."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gangline.kvstore import KVStore
+from gangline import Communicator, spawn
+from gangline.kvstore import KVStore, create
 from gangline.kvstore.device import DeviceStore
 
 SHAPES: dict[Any, tuple[int, ...]] = {"fc.weight": (4, 6), 3: (2, 5), "3": (3, 3), "a/b.gamma": (1, 4)}
 KEYS = list(SHAPES)
 Tensors = dict[Any, torch.Tensor]
+Told = dict[Callable[..., Any], list[Any]]
+"""Results of the ranks of a job by what they ran, each on a store of its own."""
 STORES = ["local", "device"]
 LIMIT = 20.0
 """Time limit of a wait, in seconds."""
@@ -67,6 +70,11 @@ def gradient(key: Any, step: int, device: int = 0) -> torch.Tensor:
     return ((numbers % 11 - 5) / 7).reshape(shape)
 
 
+def ranked(rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """Element i of rank r holds i * 10 + r."""
+    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * 10 + rank).reshape(shape)
+
+
 def push(kv: KVStore, step: int, keys: Sequence[Any] = KEYS, devices: int = 2) -> None:
     kv.push(list(keys), [[gradient(key, step, device) for device in range(devices)] for key in keys])
 
@@ -107,3 +115,25 @@ def held() -> int:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def work(size: int, *workers: Callable[..., Any], **options: Any) -> Told:
+    """Return the results of ``worker(kv)`` on `allreduce` stores by rank, for each worker."""
+    results = spawn(_with_stores, size, workers, threads=1, **options)
+    return {worker: [of_rank[place] for of_rank in results] for place, worker in enumerate(workers)}
+
+
+def _with_stores(comm: Communicator, workers: tuple[Callable[..., Any], ...]) -> list[Any]:
+    found = []
+    for worker in workers:
+        with create("allreduce", communicator=comm) as kv:
+            found.append(worker(kv))
+    return found
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return class and text of the error that a call raises; or "returned" and what it returns."""
+    try:
+        return "returned", str(call())
+    except Exception as error:  # noqa: BLE001  whatever it is
+        return type(error).__name__, str(error)

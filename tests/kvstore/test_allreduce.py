@@ -15,9 +15,7 @@ import torch
 from gangline import Communicator, spawn
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.buckets import Bucket, plan
-
-Told = dict[Callable[..., Any], list[Any]]
-"""Results of the ranks of a job by what they ran, each on a store of its own."""
+from tests.kvstore.keyed import Told, said, work
 
 
 @pytest.fixture(scope="module")
@@ -27,42 +25,19 @@ def told() -> Told:
     )
 
 
-def work(size: int, *workers: Callable[..., Any], **options: Any) -> Told:
-    """Return the results of ``worker(kv)`` by rank, for each worker."""
-    results = spawn(_with_stores, size, workers, threads=1, **options)
-    return {worker: [of_rank[place] for of_rank in results] for place, worker in enumerate(workers)}
-
-
-def _with_stores(comm: Communicator, workers: tuple[Callable[..., Any], ...]) -> list[Any]:
-    found = []
-    for worker in workers:
-        with create("allreduce", communicator=comm) as kv:
-            found.append(worker(kv))
-    return found
-
-
-def numbers(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 2, dtype: torch.dtype = torch.float64) -> Any:
+def numbers(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 2) -> torch.Tensor:
     """``index * stride + rank``: over all ranks they add up to ``size * index * stride + size * (size - 1) / 2``."""
-    return (torch.arange(math.prod(shape)) * stride + rank).reshape(shape).to(dtype)
+    return (torch.arange(math.prod(shape)) * stride + rank).reshape(shape).double()
 
 
-def total(size: int, shape: tuple[int, ...] = (2, 3), stride: int = 2, dtype: torch.dtype = torch.float64) -> Any:
-    return (torch.arange(math.prod(shape)) * stride * size + size * (size - 1) // 2).reshape(shape).to(dtype)
+def total(size: int, shape: tuple[int, ...] = (2, 3), stride: int = 2) -> torch.Tensor:
+    return (torch.arange(math.prod(shape)) * stride * size + size * (size - 1) // 2).reshape(shape).double()
 
 
 def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float64) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     kv.pull(key, out)
     return out
-
-
-def said(call: Callable[[], Any]) -> tuple[str, str]:
-    """Return class name and text of the error that a call raises."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  whatever it is
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 # Order
@@ -92,10 +67,9 @@ def test_asynchronous_calls_run_in_call_order_whatever_their_priority(told: Told
 # Buckets
 
 
-def _bucket(kv: KVStore, dtype: torch.dtype = torch.float64) -> Bucket:
-    tensors = [("a", torch.zeros(2, 3, dtype=dtype)), ("b", torch.zeros(5, dtype=dtype)), ("c", torch.zeros(1, 1))]
-    tensors[2] = ("c", tensors[2][1].to(dtype))
-    kv.init([key for key, _ in tensors], [numbers(40, tuple(tensor.shape), dtype=dtype) for _, tensor in tensors])
+def _bucket(kv: KVStore) -> Bucket:
+    tensors = [("a", numbers(40)), ("b", numbers(40, (5,))), ("c", numbers(40, (1, 1)))]
+    kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
     (bucket,) = plan(tensors, 1 << 20)
     kv.fuse(bucket)
     return bucket
@@ -133,10 +107,12 @@ def _buckets(kv: KVStore) -> list[Any]:
     return [*results, home]
 
 
-def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(told: Told) -> None:
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(told: Told, transport: str) -> None:
     size = 3
     shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
-    for one, two, some, others, home in told[_buckets]:
+    results = told if transport == "auto" else work(size, _buckets, transport=transport)
+    for one, two, some, others, home in results[_buckets]:
         for place, (key, shape) in enumerate(shapes.items()):
             whole = total(size, shape, place + 1)
             assert torch.equal(one[key], whole)
@@ -147,27 +123,7 @@ def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(told: Told) -> N
         assert torch.equal(some["a"], torch.stack(extra).sum(0))
         assert torch.equal(some["b"], sum(numbers(rank + 1, shapes["b"], 2) for rank in range(1, size)))
         assert torch.equal(some["c"], two["c"])
-        assert "memfd" in home  # what all ranks of the host can reach
-
-
-def _large(kv: KVStore) -> list[torch.Tensor]:
-    shape = (3, 70_001)
-    tensors = [(key, torch.zeros(shape, dtype=torch.int32 if key == "i" else torch.float32)) for key in ("x", "y", "i")]
-    kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
-    for bucket in plan(tensors[:2], 1 << 30):
-        kv.fuse(bucket)
-        kv.push_bucket(bucket, [{key: numbers(kv.rank, shape, dtype=torch.float32) for key in bucket.keys}])
-        kv.push_bucket(bucket, [{"y": numbers(kv.rank, shape, 3).float()}], ["y"], weight=2)
-    kv.push("i", numbers(kv.rank, shape, dtype=torch.int32))
-    return [pulled(kv, key, shape, tensor.dtype) for key, tensor in tensors]
-
-
-def test_large_keys_over_sockets() -> None:
-    size, shape = 2, (3, 70_001)
-    for x, y, i in work(size, _large, transport="tcp")[_large]:
-        assert torch.equal(x, total(size, shape).float())
-        torch.testing.assert_close(y, total(size, shape, 3).float() / size, rtol=1e-6, atol=0)
-        assert torch.equal(i, total(size, shape, dtype=torch.int32))
+        assert ("memfd" in home) is (transport == "auto")  # what all ranks of the host can reach
 
 
 def _bucket_of_two(kv: KVStore) -> Bucket:
@@ -195,15 +151,12 @@ def _compressed(kv: KVStore) -> list[Any]:
     broken[kv.rank] = math.nan if kv.rank == 1 else 0.3
     results.append(said(lambda: kv.push("w", broken)))
     results.append(kv.compression_residuals()['"w"/0'])
-    kv.set_gradient_compression({"type": "fp16"})
-    kv.push_weighted("w", torch.full((5,), 1 / 3), kv.rank + 1)
-    results.append(pulled(kv, "w", (5,), torch.float32))
     return results
 
 
 def test_compressed_pushes_are_gathered_and_keep_their_residuals(told: Told) -> None:
     results = told[_compressed]
-    for rank, (first, second, residual, whole, rows, error, after, half) in enumerate(results):
+    for rank, (first, second, residual, whole, rows, error, after) in enumerate(results):
         # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
         assert first.tolist() == [0.5, -1.0, 0.0, 1.0, 0.0]
         assert second.tolist() == [1.0, -1.0, 0.5, 1.0, 0.0]
@@ -215,8 +168,6 @@ def test_compressed_pushes_are_gathered_and_keep_their_residuals(told: Told) -> 
         assert error[0] == "MismatchError"
         assert "rank 1 of 2: push of ['w'] was refused: the gradient of key 'w' holds NaN" in error[1]
         assert torch.equal(after, residual)
-        n1, n2 = (torch.full((5,), 1 / 3) * (n / 3) for n in (1, 2))
-        torch.testing.assert_close(half, n1.half().float() + n2.half().float(), rtol=0, atol=1e-7)
 
 
 # Updaters
@@ -245,33 +196,25 @@ def _differences(kv: KVStore) -> list[Any]:
     bucket = plan([("a", numbers(0)), ("b", numbers(0, (4,)))], 1 << 20)
     other = plan([("b", numbers(0, (4,))), ("a", numbers(0))], 1 << 20)
     fused = next(iter(other if kv.rank == 1 else bucket))
-    wrong = numbers(0, (5,)) if kv.rank == 1 else numbers(kv.rank)
     found = [
-        said(lambda: kv.init("d" if kv.rank == 1 else "c", torch.zeros(2))),
         said(lambda: kv.push("b" if kv.rank == 1 else "a", numbers(0, (4,)) if kv.rank == 1 else numbers(0))),
-        said(lambda: kv.push("a", "text" if kv.rank == 1 else numbers(0))),
         said(lambda: kv.push_weighted("a", numbers(0), -1.0 if kv.rank == 1 else 1.0)),
         said(lambda: kv.push("nothing", numbers(0)) if kv.rank == 1 else kv.barrier()),
         said(lambda: kv.fuse(fused)),
-        said(lambda: kv.push("a", wrong, async_op=True).wait()),
     ]
     alike = [
         said(lambda: kv.init("uint16", torch.zeros(2, dtype=torch.uint16))),
         said(lambda: kv.load_optimizer_states("/nowhere")),
     ]
     kv.push("a", numbers(kv.rank))  # works as before
-    kv.init("c", torch.zeros(1))
     return [found, alike, pulled(kv, "a")]
 
 
 WORDS = [
-    "place 0 has key 'c' (2,) of torch.float32 on rank 0, but key 'd' (2,) of torch.float32 on rank 1",
     "rank 0 called push of ['a'], rank 1 called push of ['b']",
-    "rank 1 of 3: push was refused: key 'a' has a value of type str",
     "rank 1 of 3: push_weighted was refused: weight is -1.0",
     "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 called barrier",
     "fuse: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
-    "rank 1 of 3: push was refused: key 'a' has shape (2, 3)",
 ]
 
 

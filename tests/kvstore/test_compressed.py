@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import math
 from collections.abc import Mapping
@@ -74,27 +72,18 @@ class Senders:
 # -- two bits ---------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def random_steps(count: int) -> tuple[list[list[list[torch.Tensor]]], list[dict[Any, Any]], Senders]:
-    """Return 200 steps of random gradients, the expected sums, and the senders afterwards."""
+def test_random_steps_are_the_scalar_algorithm_bit_for_bit_and_change_no_pushed_tensor(kv: KVStore) -> None:
     senders, generator = Senders(), torch.Generator().manual_seed(5)
-    pushed, sums = [], []
-    for step in range(200):
-        scale = (0.05, 0.3, 2.0)[step % 3]
-        values = [[torch.randn(SHAPES[key], generator=generator) * scale for _ in range(count)] for key in KEYS]
-        pushed.append(values)
-        sums.append({key: senders.sum(key, of_key) for key, of_key in zip(KEYS, values, strict=True)})
-    return pushed, sums, senders
-
-
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_two_hundred_random_steps_are_the_scalar_algorithm_bit_for_bit(kv: KVStore, count: int) -> None:
-    pushed, sums, senders = random_steps(count)
     kv.set_gradient_compression(TWO_BIT)
-    for step, (values, expected) in enumerate(zip(pushed, sums, strict=True)):
+    for step in range(40):
+        scale = (0.05, 0.3, 2.0)[step % 3]
+        values = [[torch.randn(SHAPES[key], generator=generator) * scale for _ in range(3)] for key in KEYS]
+        given = [[value.clone() for value in of_key] for of_key in values]
         found = {key: torch.full(shape, 99.0) for key, shape in SHAPES.items()}
-        push_and_pull(kv, ("list", "key by key", "async", "pushpull")[step % 4], values, list(found.values()))
-        assert all(torch.equal(found[key], expected[key]) for key in KEYS), f"step {step}"
+        push_and_pull(kv, ("list", "twice", "key by key", "async", "pushpull")[step % 5], given, list(found.values()))
+        for key, of_key, pushed in zip(KEYS, values, given, strict=True):
+            assert torch.equal(found[key], senders.sum(key, of_key)), f"step {step}"
+            assert same(dict(enumerate(pushed)), dict(enumerate(of_key)))
     assert same(kv.compression_residuals(), senders.residuals)
 
 
@@ -105,6 +94,9 @@ def push_and_pull(kv: KVStore, call: str, values: list[list[torch.Tensor]], outs
         works = [kv.push(key, of_key, -len(of_key), async_op=True) for key, of_key in zip(KEYS, values, strict=True)]
         for work in [*works, kv.pull(KEYS, outs, async_op=True)]:
             work.wait(LIMIT)
+    elif call == "twice":  # a key that is named twice has a sender per value
+        kv.push([*KEYS, *KEYS], [*(of_key[:2] for of_key in values), *(of_key[2] for of_key in values)])
+        kv.pull(KEYS, outs)
     elif call == "key by key":
         for key, of_key in reversed(list(zip(KEYS, values, strict=True))):
             kv.push(key, of_key)
@@ -124,25 +116,6 @@ def test_a_sender_is_a_position_in_a_keys_list(kv: KVStore) -> None:
     assert pulled(kv, 3).unique().tolist() == [1.0]
     residuals = kv.compression_residuals()
     assert {place: value.unique().tolist() for place, value in residuals.items()} == {"3/0": [0.0], "3/1": [0.5]}
-
-
-def test_a_key_pushed_twice_in_one_call_has_a_sender_per_value(kv: KVStore) -> None:
-    senders = Senders()
-    kv.set_gradient_compression(TWO_BIT)
-    for step in range(20):
-        first, second, third = (gradient(3, step, sender) for sender in range(3))
-        kv.push([3, W, 3], [[first, second], gradient(W, step), third])
-        assert torch.equal(pulled(kv, 3), senders.sum(3, [first, second, third]))
-    assert {name for name in kv.compression_residuals() if name.startswith("3/")} == {"3/0", "3/1", "3/2"}
-
-
-def test_compression_does_not_change_the_pushed_tensors(kv: KVStore) -> None:
-    kv.set_gradient_compression(TWO_BIT)
-    values = gradients(0, 2)
-    for _ in range(3):
-        kv.push(KEYS, values)
-        kv.push(KEYS, values, async_op=True).wait(LIMIT)
-    assert all(same(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(values, gradients(0, 2), strict=True))
 
 
 def test_without_error_feedback_there_are_no_residuals(kv: KVStore) -> None:
@@ -199,24 +172,6 @@ def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
     assert same(kv.compression_residuals(), residuals)
     assert same(all_pulled(kv), weights)
     assert same(kv.optimizer_state().tensors, state)
-    with create(kv.type) as other:  # which never saw the bad push
-        prepared(other).set_optimizer(("adam", {"lr": 0.5}))
-        other.set_gradient_compression(CODECS[codec])
-        for store, steps in ((kv, (1, 2)), (other, (0, 1, 2))):
-            for step in steps:
-                store.push(KEYS, gradients(step, 2))
-        assert same(all_pulled(kv), all_pulled(other))
-
-
-def test_an_infinite_sum_of_value_and_residual_changes_nothing(kv: KVStore) -> None:
-    huge = torch.full(SHAPES["a/b.gamma"], 3e38)
-    kv.set_gradient_compression(TWO_BIT)
-    kv.push(KEYS, [*(gradient(key, 1) for key in KEYS[:-1]), huge])
-    weights, residuals = all_pulled(kv), kv.compression_residuals()
-    with pytest.raises(ValueError, match=r"key 'a/b\.gamma' and its residual add up to infinity"):
-        kv.push(KEYS, [*(gradient(key, 0) for key in KEYS[:-1]), huge])
-    assert same(all_pulled(kv), weights)
-    assert same(kv.compression_residuals(), residuals)
 
 
 def test_a_push_refused_by_the_optimizer_leaves_residuals_unchanged(kv: KVStore) -> None:
@@ -302,30 +257,11 @@ def test_a_wrong_setting_is_named_and_changes_nothing(kv: KVStore) -> None:
     senders = Senders()
     kv.set_gradient_compression(TWO_BIT)
     for step in range(3):
-        values = gradients(step, 2)
-        kv.push(KEYS, values)
-        found = all_pulled(kv)
-        for key, of_key in zip(KEYS, values, strict=True):
-            assert torch.equal(found[key], senders.sum(key, of_key)), key
+        values = [gradient(W, step, sender) for sender in range(2)]
+        kv.push(W, values)
+        assert torch.equal(pulled(kv, W), senders.sum(W, values))
         with pytest.raises(ValueError, match=f"pull_type is 'fp16', but a '{kv.type}' store copies weights"):
             kv.set_gradient_compression({"type": "fp16", "pull_type": "fp16"})
-
-
-@pytest.mark.usefixtures("only_what_the_test_makes")
-def test_a_closed_store_keeps_no_residuals(kv: KVStore) -> None:
-    kv.set_gradient_compression(TWO_BIT)
-    kv.push(W, torch.full(SHAPES[W], 0.015625))
-    assert tensors_full_of(0.015625) == 1  # the residual
-    kv.close()
-    assert tensors_full_of(0.015625) == 0
-
-
-def tensors_full_of(number: float) -> int:
-    """Return the number of tensors of the shape of W that hold only this number."""
-    gc.collect()
-    shape = SHAPES[W]
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.shape == shape]
-    return sum(bool((one == number).all()) for one in tensors)
 
 
 # -- residuals out and in ---------------------------------------------------------------------------------------------
@@ -372,9 +308,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "shape": ("3/0", torch.zeros(2, 6), r"key 3 has shape \(2, 5\), but got a tensor of shape \(2, 6\)"),
     "dtype": ("3/0", torch.zeros(2, 5).double(), "key 3 has dtype .*float32.*float64"),
     "no key": ("garbage", torch.zeros(2, 5), "garbage"),
-    "no JSON": ("fc.weight/0", torch.zeros(2, 5), "fc.weight/0"),
     "a place below 0": ("3/-1", torch.zeros(2, 5), "3/-1"),
-    "a list": ("[3]/0", torch.zeros(2, 5), r"\[3\]"),
 }
 
 
@@ -387,10 +321,3 @@ def test_bad_residuals_are_named_and_nothing_changes(kv: KVStore, case: str) -> 
     with pytest.raises(ValueError, match=words):
         kv.load_compression_residuals({'"fc.weight"/0': torch.ones(SHAPES[W]), name: value})
     assert same(kv.compression_residuals(), before)
-
-
-def test_a_store_that_does_not_compress_takes_no_residuals(kv: KVStore) -> None:
-    with pytest.raises(ValueError, match=f"a '{kv.type}' store keeps no compression residuals, but got 1"):
-        kv.load_compression_residuals({"3/0": torch.zeros(2, 5)})
-    kv.load_compression_residuals({})
-    assert kv.compression_residuals() == {}

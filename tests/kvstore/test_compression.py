@@ -329,14 +329,10 @@ def test_a_sum_that_overflows_is_refused(codec: Codec) -> None:
     compress(codec, gradient.flip(0), residual, "key 3")  # another key has a residual of its own
 
 
-def test_a_residual_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="the residual of key 3 holds NaN"):
-        compress(TwoBit(), torch.zeros(2), torch.tensor([0.0, math.nan]), "key 3")
-
-
 @pytest.mark.parametrize(
     ("residual", "message"),
     [
+        (torch.tensor([0.0, math.nan]), "residual of key 3 holds NaN"),
         (torch.zeros(3), r"residual of key 3 has shape torch.Size\(\[3\]\)"),
         (torch.zeros(2, dtype=torch.float64), "residual of key 3 has dtype torch.float64"),
         (torch.zeros(2, device="meta"), "residual of key 3 has device meta"),
@@ -416,15 +412,10 @@ OPTIONS = r"\['threshold', 'error_feedback', 'pull_type'\]"
         ({"type": "2bit", "ratio": 0.5}, ValueError, f"'2bit' has no option 'ratio'; expected {OPTIONS}"),
         ({"type": "2bit", "threshold": 0}, ValueError, "threshold is 0; expected a finite number > 0"),
         ({"type": "2bit", "threshold": math.inf}, ValueError, "threshold is inf"),
-        ({"type": "2bit", "threshold": math.nan}, ValueError, "threshold is nan"),
         ({"type": "2bit", "threshold": True}, TypeError, "threshold is True, a bool; expected a number"),
-        ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold is '0.5', a str"),
         ({"type": "topk", "ratio": 0}, ValueError, "ratio is 0; expected 0 < ratio <= 1"),
-        ({"type": "topk", "ratio": 1.5}, ValueError, "ratio is 1.5"),
-        ({"type": "topk", "ratio": None}, TypeError, "ratio is None"),
         ({"type": "fp16", "error_feedback": 1}, TypeError, "error_feedback is 1, a int; expected a bool"),
         ({"type": "fp16", "pull_type": "2bit"}, ValueError, r"is '2bit'; expected one of \['fp16', 'bf16', None"),
-        ({"type": "fp16", "pull_type": 16}, TypeError, "pull_type is 16, a int"),
     ],
 )
 def test_params_that_do_not_fit(params: Any, error: type[Exception], message: str) -> None:

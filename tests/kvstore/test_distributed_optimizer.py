@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.reducer import reducer
+from tests.kvstore.keyed import Told, work
 from tests.kvstore.parameter_server.processes import run_job
 
 STEPS, SIZES = 6, (5, 2)
@@ -156,6 +157,11 @@ def over_servers() -> list[Weights]:
         return [[parameter.detach() for parameter in model.parameters()]]
 
 
+@pytest.fixture(scope="module")
+def told() -> Told:
+    return work(2, complex_weights, assigns)
+
+
 def check(found: list[Weights], cases: list[tuple[str, Callable[..., None]]]) -> None:
     for weights, (name, loop) in zip(found, cases, strict=True):
         for got, expected in zip(weights, alone(name, loop), strict=True):
@@ -170,20 +176,17 @@ def test_workers_train_as_one_process_with_the_same_loop() -> None:
     )
 
 
-def complex_weights(comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
-    weight = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j], dtype=dtype))
-    data = torch.tensor([1, 2j], dtype=dtype) * (comm.rank + 1)
-    with create("allreduce", communicator=comm) as store:
-        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), store)
-        (weight * data).abs().square().sum().backward()
-        optimizer.step()
+def complex_weights(store: KVStore) -> torch.Tensor:
+    weight = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j], dtype=torch.complex128))
+    optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), store)
+    (weight * torch.tensor([1, 2j]) * (store.rank + 1)).abs().square().sum().backward()
+    optimizer.step()
     return weight.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_gradients_of_complex_weights_are_averaged(dtype: torch.dtype) -> None:
-    for weight in spawn(complex_weights, 2, dtype):  # the mean gradient is [5 + 5j, 40 - 20j]
-        torch.testing.assert_close(weight, torch.tensor([0.5 + 0.5j, -2 + 1j], dtype=dtype))
+def test_gradients_of_complex_weights_are_averaged(told: Told) -> None:
+    for weight in told[complex_weights]:  # the mean gradient is [5 + 5j, 40 - 20j]
+        torch.testing.assert_close(weight, torch.tensor([0.5 + 0.5j, -2 + 1j], dtype=torch.complex128))
 
 
 def test_servers_average_gradients_and_the_optimizer_runs_on_the_worker() -> None:
@@ -277,8 +280,7 @@ def test_stores_that_add_up_different_steps_are_refused() -> None:
     assert first == second
 
 
-def assigns(communicator: Communicator) -> Weights:
-    store = create("allreduce", communicator=communicator)
+def assigns(store: KVStore) -> Weights:
     model = Branches()
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     optimizer = DistributedOptimizer(inner, store)
@@ -296,7 +298,7 @@ def gradients_of(model: nn.Module, data: torch.Tensor, label: torch.Tensor) -> l
     return list(torch.autograd.grad(mean_loss(model, (data, label, True)), [*model.parameters()], allow_unused=True))
 
 
-def test_assigned_gradients_are_averaged_as_those_of_backward() -> None:
+def test_assigned_gradients_are_averaged_as_those_of_backward(told: Told) -> None:
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(4):
@@ -304,6 +306,6 @@ def test_assigned_gradients_are_averaged_as_those_of_backward() -> None:
         for one, first, second in zip(model.parameters(), *parts, strict=True):
             one.grad = None if first is None else (first + 2 * second) / 3
         optimizer.step()
-    for weights in spawn(assigns, 2):
+    for weights in told[assigns]:
         for found, expected in zip(weights, model.parameters(), strict=True):
             torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import KVStore, Trainer, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.reducer import reducer
+from tests.kvstore.keyed import Told, work
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(60)
@@ -194,36 +197,43 @@ def test_a_distributed_optimizer_goes_on_after_a_failed_backward(store: str, cho
         assert (model.values() - weights).abs().max() < 1e-14
 
 
-def failed_updates(comm: Communicator) -> list[list[str]]:
-    return [failed_update(comm, call) for call in ("push", "barrier", "join", "assign")]
-
-
-def failed_update(comm: Communicator, call: str) -> list[str]:
+def failed_update(kv: KVStore, call: Callable[[KVStore], Any]) -> list[str]:
     """Fail an update of rank 0, and return the errors of the pushes, a pull and ``call``."""
-    with create("allreduce", communicator=comm) as kv, pytest.MonkeyPatch.context() as patch:
-        kv.init("w", torch.zeros(2))
-        kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        if comm.rank == 0:
+    kv.init("w", torch.zeros(2))
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    with pytest.MonkeyPatch.context() as patch:
+        if kv.rank == 0:
             patch.setattr(KeyedOptimizer, "update", _out_of_memory)
-        calls: dict[str, Callable[[], Any]] = {
-            "push": lambda: kv.push("w", torch.ones(2)),
-            "pull": lambda: kv.pull("w", torch.empty(2)),
-            "barrier": kv.barrier,
-            "join": kv.join,
-            "assign": lambda: kv.assign("w", torch.ones(2)),
-        }
-        found = [said(calls["push"])]
-        patch.undo()
-        return [*found, said(calls["pull"]), said(calls[call]), said(calls["push"])]
+        found = [said(lambda: _push(kv))]
+    return [*found, said(lambda: kv.pull("w", torch.empty(2))), said(lambda: call(kv)), said(lambda: _push(kv))]
+
+
+def _push(kv: KVStore) -> None:
+    kv.push("w", torch.ones(2))
+
+
+def _assign(kv: KVStore) -> None:
+    kv.assign("w", torch.ones(2))
+
+
+FAILED_UPDATES = [
+    partial(failed_update, call=call) for call in (_push, methodcaller("barrier"), methodcaller("join"), _assign)
+]
+
+
+@pytest.fixture(scope="module")
+def told() -> Told:
+    return work(2, *FAILED_UPDATES, failed_inits, mixed_pushes, states_of_rank_0, rates)
 
 
 def _out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no memory for 1 GiB")
 
 
-def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all(told: Told) -> None:
     reason = "an update failed on rank 0, so its weights may differ from the others'"
-    for first, second in zip(*spawn(failed_updates, 2, threads=1), strict=True):
+    for update in FAILED_UPDATES:
+        first, second = told[update]
         assert first[0] == "OutOfMemoryError: no memory for 1 GiB"
         assert second[:2] == ["", ""]  # it has the right weights
         assert first[1].startswith(f"RuntimeError: {reason}")
@@ -355,58 +365,44 @@ def test_samples_of_no_sync_survive_a_step_that_failed() -> None:
     assert torch.equal(*weights)
 
 
-def test_a_trainer_can_be_made_after_an_error() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    with create("local") as kv:
-        for wrong, error in (([weight, weight * 2], "is the result of a computation"), ([weight, weight], "twice")):
-            with pytest.raises(ValueError, match=error):
-                Trainer(wrong, "sgd", {}, kv)
-        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kv)
-        weight.sum().backward()  # type: ignore[no-untyped-call]
-        trainer.step(1)
-    assert weight.tolist() == [0, 0]
-
-
-def failed_inits(comm: Communicator) -> list[str]:
+def failed_inits(kv: KVStore) -> list[str]:
     """Fail init on rank 1, by its shape or its memory, and repeat it."""
-    with create("allreduce", communicator=comm) as kv, pytest.MonkeyPatch.context() as patch:
-        other = torch.zeros(2 + comm.rank)
-        found = [
-            said(lambda: kv.init("a", other)),
-            said(lambda: kv.init("a", other, async_op=True).wait()),
-            said(lambda: kv.broadcast("a", other, other, async_op=True).wait()),
-        ]
-        if comm.rank:
+    other = torch.zeros(2 + kv.rank)
+    found = [
+        said(lambda: kv.init("a", other)),
+        said(lambda: kv.init("a", other, async_op=True).wait()),
+        said(lambda: kv.broadcast("a", other, other, async_op=True).wait()),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        if kv.rank:
             patch.setattr(torch, "empty_like", _out_of_memory)
         found.append(said(lambda: kv.init("a", torch.zeros(2))))
-        patch.undo()
-        assert "a" not in kv
-        kv.init("a", torch.full((2,), 3.0))
-        kv.push("a", torch.ones(2))
-        kv.pull("a", out := torch.empty(2))
-        return [*found, str(out.tolist())]
+    assert "a" not in kv
+    kv.init("a", torch.full((2,), 3.0))
+    kv.push("a", torch.ones(2))
+    kv.pull("a", out := torch.empty(2))
+    return [*found, str(out.tolist())]
 
 
-def test_an_init_that_fails_on_one_rank_fails_on_all_and_leaves_no_key() -> None:
-    first, second = spawn(failed_inits, 2, threads=1)
+def test_an_init_that_fails_on_one_rank_fails_on_all_and_leaves_no_key(told: Told) -> None:
+    first, second = told[failed_inits]
     assert first == second
     assert all(text.startswith("MismatchError: init: key 'a' is (2,) of torch.float32 on rank 0") for text in first[:3])
     assert first[3].startswith("MismatchError: rank 1 of 2: init was refused: no memory for 1 GiB")
     assert first[4] == "[2.0, 2.0]"
 
 
-def mixed_pushes(comm: Communicator) -> tuple[str, float]:
-    with create("allreduce", communicator=comm) as kv:
-        kv.init("w", torch.zeros(1))
-        ones = torch.ones(1)
-        error = said(lambda: kv.push_weighted("w", ones, 2.0) if comm.rank else kv.push("w", ones))
-        kv.push_weighted("w", ones, 1.0 + comm.rank)
-        kv.pull("w", out := torch.zeros(1))
-        return error, out.item()
+def mixed_pushes(kv: KVStore) -> tuple[str, float]:
+    kv.init("w", torch.zeros(1))
+    ones = torch.ones(1)
+    error = said(lambda: kv.push_weighted("w", ones, 2.0) if kv.rank else kv.push("w", ones))
+    kv.push_weighted("w", ones, 1.0 + kv.rank)
+    kv.pull("w", out := torch.zeros(1))
+    return error, out.item()
 
 
-def test_push_on_one_rank_and_push_weighted_on_another_is_an_error_on_both() -> None:
-    first, second = spawn(mixed_pushes, 2, threads=1)
+def test_push_on_one_rank_and_push_weighted_on_another_is_an_error_on_both(told: Told) -> None:
+    first, second = told[mixed_pushes]
     assert first == second
     assert "MismatchError: the workers' calls differ: rank 0 called push of ['w'], rank 1 called weighted" in first[0]
     assert first[1] == 1.0  # the next step is the weighted mean of ones
@@ -425,39 +421,37 @@ def test_an_init_without_memory_leaves_no_key(name: str) -> None:
         kv.push("w", torch.zeros(2))
 
 
-def states_of_rank_0(comm: Communicator, path: str) -> list[str]:
-    with create("allreduce", communicator=comm) as kv:
-        kv.init("w", torch.zeros(2))
-        found = [said(lambda: kv.save_optimizer_states(path))] if comm.rank == 0 else []
-        kv.push("w", torch.ones(2))
-        return found
+def states_of_rank_0(kv: KVStore) -> list[str]:
+    kv.init("w", torch.zeros(2))
+    found = [] if kv.rank else [said(lambda: kv.save_optimizer_states("/nowhere/states"))]
+    kv.push("w", torch.ones(2))
+    return found
 
 
-def test_rank_0_alone_learns_at_once_that_there_are_no_states_to_save() -> None:
-    (found,), nothing = spawn(states_of_rank_0, 2, "/nowhere/states", threads=1)
+def test_rank_0_alone_learns_at_once_that_there_are_no_states_to_save(told: Told) -> None:
+    (found,), nothing = told[states_of_rank_0]
     assert found == "RuntimeError: optimizer_state needs an optimizer; call set_optimizer first"
     assert nothing == []
 
 
-def rates(comm: Communicator) -> list[Any]:
-    with create("allreduce", communicator=comm) as kv:
-        kv.init("w", torch.zeros(1))
-        kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-        lines: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            log = "gangline.kvstore.allreduce.store._log.warning"
-            patch.setattr(log, lambda text, *rest: lines.append(text % rest))
-            for rank_0, rank_1 in ((0.5, 0.5), (None, 0.25), (0.125, None)):
-                rate = rank_1 if comm.rank else rank_0
-                if rate is not None:
-                    kv.set_learning_rate(rate)
-                kv.push("w", torch.ones(1))
-        kv.pull("w", out := torch.empty(1))
-        return [float(out), kv.learning_rate, lines]
+def rates(kv: KVStore) -> list[Any]:
+    kv.init("w", torch.zeros(1))
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        log = "gangline.kvstore.allreduce.store._log.warning"
+        patch.setattr(log, lambda text, *rest: lines.append(text % rest))
+        for rank_0, rank_1 in ((0.5, 0.5), (None, 0.25), (0.125, None)):
+            rate = rank_1 if kv.rank else rank_0
+            if rate is not None:
+                kv.set_learning_rate(rate)
+            kv.push("w", torch.ones(1))
+    kv.pull("w", out := torch.empty(1))
+    return [float(out), kv.learning_rate, lines]
 
 
-def test_a_learning_rate_of_another_rank_than_0_is_a_warning() -> None:
-    first, second = spawn(rates, 2, threads=1)
+def test_a_learning_rate_of_another_rank_than_0_is_a_warning(told: Told) -> None:
+    first, second = told[rates]
     assert first == [-2.25, 0.125, []]
     assert second[:2] == first[:2]
     assert second[2] == [

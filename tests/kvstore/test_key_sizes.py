@@ -23,8 +23,8 @@ def kv(kv: KVStore) -> KVStore:
     return kv
 
 
-def tensors(value: float, count: int = 2) -> Tensors:
-    return [[torch.full((2, 3), value + place) for place in range(count)] for _ in KEYS]
+def tensors(value: float) -> Tensors:
+    return [[torch.full((2, 3), value + place) for place in range(2)] for _ in KEYS]
 
 
 def all_are(outs: Tensors, expected: float) -> bool:
@@ -101,6 +101,11 @@ def test_an_updater_or_optimizer_set_between_two_calls_applies(kv: KVStore) -> N
     kv.set_optimizer(("sgd", {"lr": 1.0}))
     kv.pushpull(KEYS, values, outs)
     assert all_are(outs, -6.0)
+    kv.set_updater(lambda _, summed, stored: stored.copy_(summed))
+    kv.pushpull(KEYS, values, outs)
+    assert all_are(outs, 3.0)
+    with pytest.raises(RuntimeError, match="set_optimizer"):
+        _ = kv.learning_rate
 
 
 def test_values_that_autograd_records_are_pushed_and_pulled_into(kv: KVStore) -> None:
@@ -110,13 +115,6 @@ def test_values_that_autograd_records_are_pushed_and_pulled_into(kv: KVStore) ->
     kv.pushpull(KEYS, values, outs)
     assert all_are(outs, 3.0)
     assert outs[1][1].is_leaf
-
-
-def test_a_key_that_occurs_twice_is_one_push_of_the_sum(kv: KVStore) -> None:
-    values, outs = tensors(1.0), tensors(0.0)
-    kv.pushpull([*KEYS, KEYS[0]], [*values, values[0]], [*outs, outs[0]])
-    assert all_are(outs[1:], 3.0)
-    assert all_are(outs[:1], 6.0)
 
 
 @pytest.mark.parametrize("lender", ["fuse", "updater"])

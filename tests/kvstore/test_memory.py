@@ -24,12 +24,10 @@ WEIGHTS = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
 MOMENTUM = ("sgd", {"lr": 0.1, "momentum": 0.9})
 
 
-def values(devices: int, rank: int = 0) -> list[list[torch.Tensor]]:
-    """Return each key's tensors, one per device; element i of the d-th holds (i + rank + d) / 1000."""
-    return [
-        [(torch.arange(torch.Size(shape).numel()).reshape(shape) + rank + device) / 1000 for device in range(devices)]
-        for shape in SHAPES
-    ]
+def values(devices: int) -> list[list[torch.Tensor]]:
+    """Return each key's tensors, one per device; element i of the d-th holds (i + d) / 1000."""
+    numbers = [torch.arange(torch.Size(shape).numel()).reshape(shape) for shape in SHAPES]
+    return [[(of_key + device) / 1000 for device in range(devices)] for of_key in numbers]
 
 
 def zeros() -> list[torch.Tensor]:
@@ -98,6 +96,7 @@ def load_the_state(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
 
 
 def close(kv: KVStore, grads: list[list[torch.Tensor]]) -> None:
+    kv.set_gradient_compression({"type": "2bit"})
     kv.push(KEYS, grads)
     for work in [kv.push(key, grads[index], async_op=True) for index, key in enumerate(KEYS)]:
         work.wait(20)

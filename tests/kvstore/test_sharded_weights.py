@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gangline import Communicator, DistributedOptimizer, Trainer, Work, create, spawn
+from gangline import Communicator, DistributedOptimizer, KVStore, Trainer, Work, create, spawn
 from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.kvstore.allreduce.store import AllReduceStore
 from tests.collectives.ranks import in_threads, outcomes_in_threads
+from tests.kvstore.keyed import Told, work
 
 STEPS = 12
 WORDS, WIDTH = 11, 16
@@ -156,6 +157,11 @@ def test_a_worker_holds_what_it_owns_and_a_run_resumes_with_other_owners() -> No
     assert 2 * second[2] < first[2]
 
 
+@pytest.fixture(scope="module")
+def told() -> Told:
+    return work(2, misused, changes_in_place, used_unusually, clips_a_part)
+
+
 def wrapped(store: Any, network: nn.Module, memory: Any = (1, 1)) -> DistributedOptimizer:
     return DistributedOptimizer(optimizer_of(network), store, shard="weights", memory=list(memory), network=network)
 
@@ -165,8 +171,7 @@ def loss_of(network: nn.Module, step: int = 0) -> torch.Tensor:
     return nn.functional.cross_entropy(network(data), label)
 
 
-def misused(communicator: Any) -> None:
-    store = create("allreduce", communicator=communicator)
+def misused(store: KVStore) -> None:
     network = mlp()
     optimizer = wrapped(store, network)
     for error, words, call in (
@@ -201,7 +206,6 @@ def misused(communicator: Any) -> None:
     optimizer.close()
     with pytest.raises(ValueError, match=r"another optimizer divides, or has divided"):
         wrapped(store, network)
-    store.close()
 
 
 class Changed(nn.Module):
@@ -218,16 +222,16 @@ class Changed(nn.Module):
         return product
 
 
-def changes_in_place(communicator: Any) -> None:
+def changes_in_place(store: KVStore) -> None:
     network = Changed()
-    wrapped(create("allreduce", communicator=communicator), network)
+    wrapped(store, network)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss_of(network).backward()
 
 
 @pytest.mark.parametrize("worker", [misused, changes_in_place])
-def test_what_would_take_a_part_for_the_whole_is_refused(worker: Callable[[Any], None]) -> None:
-    spawn(worker, 2, threads=1)
+def test_what_would_take_a_part_for_the_whole_is_refused(told: Told, worker: Callable[[KVStore], None]) -> None:
+    assert told[worker] == [None, None]
 
 
 class Prompted(nn.Module):
@@ -285,8 +289,7 @@ def unusual(network: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
-def used_unusually(communicator: Any) -> Any:
-    store = create("allreduce", communicator=communicator)
+def used_unusually(store: KVStore) -> Any:
     network = Prompted()
     optimizer = wrapped(store, network, (3, 1))
     unusual(network, optimizer)
@@ -294,16 +297,15 @@ def used_unusually(communicator: Any) -> Any:
     return optimizer.model_state_dict()
 
 
-def test_what_one_process_can_do_gives_the_same_weights() -> None:
+def test_what_one_process_can_do_gives_the_same_weights(told: Told) -> None:
     network = Prompted()
     unusual(network, optimizer_of(network))
-    found, nothing = spawn(used_unusually, 2, threads=1)
+    found, nothing = told[used_unusually]
     assert not nothing
     check_state(found, network)
 
 
-def clips_a_part(communicator: Any) -> list[float]:
-    store = create("allreduce", communicator=communicator)
+def clips_a_part(store: KVStore) -> list[float]:
     network = mlp()
     inner = torch.optim.SGD(list(network.parameters())[2:], lr=0.1)
     optimizer = DistributedOptimizer(inner, store, shard="weights", memory=[1, 1], network=network)
@@ -313,11 +315,11 @@ def clips_a_part(communicator: Any) -> list[float]:
     return [float(optimizer.clip_grad_norm_(0.1)), float(optimizer.clip_grad_norm_(0.1))]
 
 
-def test_the_norm_is_that_of_the_optimizers_parameters_as_their_gradients_are_now() -> None:
+def test_the_norm_is_that_of_the_optimizers_parameters_as_their_gradients_are_now(told: Told) -> None:
     network = mlp()
     loss_of(network).backward()
     norm = 2 * float(nn.utils.clip_grad_norm_(list(network.parameters())[2:], 1.0))
-    for found in spawn(clips_a_part, 2, threads=1):
+    for found in told[clips_a_part]:
         assert found == pytest.approx([norm, 0.1], rel=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -22,19 +23,14 @@ from gangline.kvstore import registry as stores
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.local import LocalStore
 from tests.collectives.simulated_gpus import Event, on_simulated_gpu, simulated_gpus
-from tests.kvstore.keyed import LIMIT
+from tests.kvstore.keyed import LIMIT, ranked
 
 NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"]
 
 
-def ranked(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 10) -> torch.Tensor:
-    """Element i of rank r holds i * stride + r."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * stride + rank).reshape(shape)
-
-
-def over(ranks: int, shape: tuple[int, ...] = (2, 3), first: int = 0) -> torch.Tensor:
-    """The sum of `ranked` over ``ranks`` ranks from ``first``."""
-    return ranked(0, shape) * ranks + sum(range(first, first + ranks))
+def over(ranks: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """The sum of `ranked` over ``ranks`` ranks."""
+    return ranked(0, shape) * ranks + sum(range(ranks))
 
 
 def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,14 +40,6 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
 
 
 # -- init, push, pull -------------------------------------------------------------------------------------------------
-
-
-def test_the_type_is_the_name_given() -> None:
-    for name in NAMES:
-        with create(name) as kv:
-            assert kv.type == name
-    with create() as kv:
-        assert kv.type == "local"
 
 
 def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
@@ -92,46 +80,6 @@ def test_values_of_any_shape_and_type(kv: KVStore) -> None:
         assert torch.equal(pulled(kv, str(dtype), dtype=dtype), over(2).to(dtype))
 
 
-def test_half_precision_is_summed_in_float32(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, dtype=torch.float16))
-    kv.push("w", [torch.full((2,), value, dtype=torch.float16) for value in (2048.0, 1.0, 1.0)])
-    assert pulled(kv, "w", (2,), torch.float16).tolist() == [2050.0, 2050.0]
-
-
-# -- set_updater and assign -------------------------------------------------------------------------------------------
-
-
-def test_the_last_set_updater_or_optimizer_applies(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    kv.set_updater(lambda key, summed, stored: stored.add_(summed))
-    kv.set_updater(lambda key, summed, stored: stored.sub_(summed))
-    kv.push("w", ranked(1))
-    assert torch.equal(pulled(kv, "w"), -ranked(1))
-    kv.set_optimizer(("sgd", {"lr": 2.0}))
-    kv.push("w", ranked(1))
-    assert torch.equal(pulled(kv, "w"), -3 * ranked(1))
-    kv.set_updater(lambda key, summed, stored: stored.copy_(summed))
-    kv.push("w", ranked(4))
-    assert torch.equal(pulled(kv, "w"), ranked(4))
-    with pytest.raises(RuntimeError, match="set_optimizer"):
-        _ = kv.learning_rate
-
-
-def test_assign_keeps_the_optimizers_state(kv: KVStore) -> None:
-    weight = torch.nn.Parameter(ranked(1))
-    reference = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    kv.init("w", ranked(1))
-    kv.set_optimizer(("sgd", {"lr": 0.5, "momentum": 0.9}))
-    for step in range(4):
-        if step == 2:
-            kv.assign("w", ranked(50))
-            weight.data.copy_(ranked(50))
-        kv.push("w", [ranked(step), ranked(1)])
-        weight.grad = ranked(step) + ranked(1)
-        reference.step()
-    assert torch.equal(pulled(kv, "w"), weight.detach())
-
-
 # -- async ------------------------------------------------------------------------------------------------------------
 
 
@@ -158,45 +106,24 @@ class Gate:
             stored.copy_(summed)
 
 
-def test_an_async_push_is_running_until_it_is_done(kv: KVStore) -> None:
-    kv.init("w", torch.zeros(2, 3))
-    gate = Gate(kv)
-    work = kv.push("w", ranked(1), async_op=True)
-    assert not gate.work.is_completed()
-    assert not work.is_completed()
-    assert work.exception() is None
-    with pytest.raises(TimeoutError, match="push of key 'w' is still running"):
-        work.wait(0)
-    gate.open()
-    work.wait(LIMIT)
-    gate.work.wait(LIMIT)
-    assert work.is_completed()
-    assert torch.equal(pulled(kv, "w"), ranked(1))
-
-
-def test_higher_priorities_run_first_among_keys(kv: KVStore) -> None:
+def test_async_pushes_are_running_until_they_are_done_higher_priorities_first(kv: KVStore) -> None:
     priorities = {"a": 0, "b": 3, "c": -2, "d": 3, "e": 7}
     kv.init(list(priorities), [torch.zeros(2, 3)] * 5)
     gate = Gate(kv)
     works = [kv.push(key, ranked(1), priority=priority, async_op=True) for key, priority in priorities.items()]
+    assert not any(work.is_completed() or work.exception() for work in [gate.work, *works])
+    with pytest.raises(TimeoutError, match="push of key 'a' is still running"):
+        works[0].wait(0)
     gate.open()
     for work in works:
         work.wait(LIMIT)
+        assert work.is_completed()
     assert gate.order == ["e", "b", "d", "a", "c"]
 
 
-def test_a_synchronous_call_runs_after_async_calls_of_its_key(kv: KVStore) -> None:
-    kv.init(["w", "v"], [torch.zeros(2, 3)] * 2)
-    gate = Gate(kv)
-    works = [kv.push("w", ranked(rank), async_op=True) for rank in (1, 2, 3)]
-    opener = threading.Thread(target=gate.open)
-    opener.start()
-    assert torch.equal(pulled(kv, "w"), ranked(3))
-    assert all(work.is_completed() for work in works)
-    opener.join(LIMIT)
-
-
-def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(kv: KVStore) -> None:
+def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(
+    kv: KVStore, caplog: pytest.LogCaptureFixture
+) -> None:
     error = ArithmeticError("no update today")
 
     def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
@@ -208,6 +135,14 @@ def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(k
     kv.set_updater(updater)
     with pytest.raises(ArithmeticError, match="no update today"):
         kv.push("bad", ranked(1))
+    assert not caplog.records
+    kv.push("bad", ranked(1), async_op=True)  # nobody waits for it
+    assert torch.equal(pulled(kv, "bad"), torch.zeros(2, 3))
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("gangline", logging.ERROR)
+    assert "push of key 'bad'" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
     work = kv.push("bad", ranked(1), async_op=True)
     with pytest.raises(ArithmeticError, match="no update today"):
         work.wait(LIMIT)
@@ -359,7 +294,8 @@ def test_any_sequence_of_calls_equals_a_model_with_a_dict(name: str, sequence: l
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_with_section_closes_the_store_whatever_happens(name: str) -> None:
-    with create(name) as kv:
+    with create(name) as kv, create() as default:
+        assert (kv.type, default.type) == (name, "local")
         kv.init("w", ranked(1))
     with pytest.raises(RuntimeError, match=f"the '{name}' store is closed"):
         kv.push("w", ranked(1))

@@ -13,6 +13,7 @@ import torch
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.optimizer.keyed import OptimizerState
+from tests.kvstore.keyed import ranked
 
 
 @pytest.fixture
@@ -20,11 +21,6 @@ def kv(kv: KVStore) -> KVStore:
     """Return a store with "w", "b" and 7."""
     kv.init(["w", "b", 7], [ranked(1, (2, 3)), ranked(2, (3,)), torch.tensor([40, 41])])
     return kv
-
-
-def ranked(rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
-    """Element i of rank r holds i * 10 + r."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) * 10 + rank).reshape(shape)
 
 
 def stored(kv: KVStore) -> dict[Any, list[Any]]:
@@ -56,6 +52,10 @@ def read_only(rank: int) -> Any:
     return array
 
 
+def rows(count: int) -> RowSparse:
+    return RowSparse([1], torch.ones(1, 3), (count, 3))
+
+
 def sparse() -> torch.Tensor:
     return torch.eye(3)[:2].to_sparse()
 
@@ -69,49 +69,39 @@ Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
 CASES: list[Case] = [
     # -- keys nobody initialised
     ("push, unknown", lambda kv: kv.push("nope", G), KeyError, "'nope'.*known keys.*'w', 'b', 7"),
-    ("push, digits for a number", lambda kv: kv.push("7", torch.tensor([1, 2])), KeyError, "key '7'"),
     # -- keys of a wrong type
     ("init, bool key", lambda kv: kv.init(True, G), TypeError, "key is True, a bool; expected a str or an int"),
-    ("init, float key", lambda kv: kv.init(1.5, G), TypeError, "key is 1.5, a float"),
-    ("push, numpy int", lambda kv: kv.push(np.int64(7), G), TypeError, "key is .*7.*int64"),
     ("push, list in a list", lambda kv: kv.push([["w"]], [G]), TypeError, r"key is \['w'\], a list"),
     # -- shapes
     ("push, shape", lambda kv: kv.push("w", ranked(0, (3, 2))), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
-    ("push, would broadcast", lambda kv: kv.push("w", ranked(0, (3,))), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
     ("push, one device", lambda kv: kv.push("w", [G, ranked(0, (1, 3))]), ValueError, r"'w'.*\(2, 3\).*\(1, 3\)"),
     ("broadcast, shape", lambda kv: kv.broadcast("v", G, torch.empty(3)), ValueError, r"'v'.*\(2, 3\).*\(3,\)"),
     # -- dtypes
     ("push, dtype", lambda kv: kv.push("w", G.double()), ValueError, "'w'.*float32.*float64"),
     ("pushpull out, dtype", lambda kv: kv.pushpull("w", G, G.bfloat16()), ValueError, "'w'.*float32.*bfloat16"),
     ("assign, dtype", lambda kv: kv.assign("w", G.long()), ValueError, "'w'.*float32.*int64"),
-    ("broadcast, dtype", lambda kv: kv.broadcast("v", G, G.double()), ValueError, "'v'.*float32.*float64"),
     # -- layouts and arrays torch cannot write
-    ("init, sparse", lambda kv: kv.init("v", sparse()), ValueError, "'v'.*sparse_coo"),
-    ("push, sparse", lambda kv: kv.push("w", sparse()), ValueError, "'w'.*sparse_coo"),
-    ("pull, read-only", lambda kv: kv.pull("w", read_only(1)), ValueError, "'w'.*read-only"),
+    ("push, sparse", lambda kv: kv.push("w", sparse()), ValueError, r"'w'.*2 sparse axes; expected 1 \(whole rows\)"),
     ("pushpull, read-only", lambda kv: kv.pushpull("w", [G.clone(), read_only(1)]), ValueError, "'w'.*read-only"),
     ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
     ("broadcast, read-only", lambda kv: kv.broadcast("v", G, read_only(1)), ValueError, "'v'.*read-only"),
     ("pull, backwards array", lambda kv: kv.pull("w", ranked(0).numpy()[::-1]), ValueError, "'w'"),
     ("pull, foreign byte order", lambda kv: kv.pull("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
     ("push, array of objects", lambda kv: kv.push("w", np.full((2, 3), None)), TypeError, "'w'"),
-    ("init, array of str", lambda kv: kv.init("v", np.array(["x"])), TypeError, "'v'"),
     ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
-    ("pushpull, likewise", lambda kv: kv.pushpull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
+    ("push, rows of a shape", lambda kv: kv.push("w", rows(3)), ValueError, r"'w' has shape \(2, 3\).*shape \(3, 3\)"),
+    ("pushpull, rows", lambda kv: kv.pushpull("w", rows(2)), ValueError, "'w' cannot .*; use row_sparse_pull"),
+    ("pushpull, coo", lambda kv: kv.pushpull("w", rows(2).to_coo()), ValueError, "'w'.*sparse_coo; expected a dense"),
     # -- values that are no tensors
     ("init, list", lambda kv: kv.init("v", [G, G]), TypeError, "'v'.*list"),
     ("push, number", lambda kv: kv.push("w", 3.0), TypeError, "'w'.*float; expected a torch tensor"),
-    ("push, None", lambda kv: kv.push("w", None), TypeError, "'w'.*NoneType"),
     ("push, too deep", lambda kv: kv.push("w", [[G]]), TypeError, "'w'.*list"),
     ("broadcast, list of values", lambda kv: kv.broadcast("v", [G, G], G), TypeError, "'v'.*list"),
     # -- lists that do not match
-    ("push, no devices", lambda kv: kv.push("w", []), ValueError, "'w'.*empty list"),
     ("push, too few", lambda kv: kv.push(["w", "b"], [G]), ValueError, "2 keys got 1 values"),
     ("push, a tensor for a list", lambda kv: kv.push(["w", "b"], G), TypeError, "2 keys got a Tensor"),
     ("pushpull, a tensor for outs", lambda kv: kv.pushpull(["w"], [G], G), TypeError, "1 keys got a Tensor"),
     ("init, a tensor for a list", lambda kv: kv.init(["v", "u"], G), TypeError, "2 keys got a Tensor"),
-    # -- a second init
-    ("init, again", lambda kv: kv.init("w", G), ValueError, "'w' is initialised already"),
     # -- priorities
     ("push, priority", lambda kv: kv.push("w", G, priority="high"), TypeError, "priority is 'high'; expected an int"),
     ("pull, priority", lambda kv: kv.pull("w", torch.empty(2, 3), priority=1.5), TypeError, "priority is 1.5"),
@@ -121,14 +111,11 @@ CASES: list[Case] = [
     # -- asynchronous calls, which refuse at once
     ("async init", lambda kv: kv.init(["v", "w"], [G, G], async_op=True), ValueError, "'w' is initialised already"),
     ("async push, unknown", lambda kv: kv.push("nope", G, async_op=True), KeyError, "'nope'"),
-    ("async push, shape", lambda kv: kv.push("w", B, async_op=True), ValueError, r"'w'.*\(2, 3\).*\(3,\)"),
     # -- what is no updater, no rate, or comes without an optimizer
     ("set_updater, number", lambda kv: kv.set_updater(3), TypeError, "updater is 3; expected a function"),
     ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),
     ("set_learning_rate, str", lambda kv: kv.set_learning_rate("0.1"), TypeError, "learning rate is '0.1'"),
     ("set_learning_rate, negative", lambda kv: kv.set_learning_rate(-0.1), ValueError, "learning rate is -0.1"),
-    ("set_learning_rate, NaN", lambda kv: kv.set_learning_rate(float("nan")), ValueError, "learning rate is nan"),
-    ("set_optimizer, unknown", lambda kv: kv.set_optimizer("sdg"), ValueError, "'sdg' is unknown"),
 ]
 
 
@@ -227,7 +214,7 @@ CLOSED: dict[str, Callable[[KVStore], Any]] = {
     "push, unknown": lambda kv: kv.push("nope", G),
     "pull": lambda kv: kv.pull("w", torch.empty(2, 3)),
     "pushpull": lambda kv: kv.pushpull("w", G),
-    "push rows": lambda kv: kv.push("w", RowSparse([1], torch.ones(1, 3), (2, 3))),
+    "push rows": lambda kv: kv.push("w", rows(2)),
     "row_sparse_pull": lambda kv: kv.row_sparse_pull("w", G, row_ids=[1]),
     "fuse": lambda kv: kv.fuse(bucket()),
     "push_bucket": lambda kv: kv.push_bucket(bucket(), [torch.zeros(bucket().numel)]),
@@ -252,11 +239,8 @@ def bucket() -> Bucket:
     return next(plan([("w", torch.empty(2, 3)), ("b", torch.empty(3))], 1 << 20))
 
 
-@pytest.mark.parametrize("optimizer", [False, True], ids=["bare", "with optimizer"])
 @pytest.mark.parametrize("call", CLOSED)
-def test_a_closed_store_says_so(kv: KVStore, call: str, optimizer: bool) -> None:
-    if optimizer:
-        kv.set_optimizer("sgd")
+def test_a_closed_store_says_so(kv: KVStore, call: str) -> None:
     kv.close()
     with pytest.raises(RuntimeError, match=f"the '{kv.type}' store is closed; {kv._when_closed}"):
         CLOSED[call](kv)

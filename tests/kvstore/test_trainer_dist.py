@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from gangline.kvstore import KVStore, Trainer
 from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
-from tests.kvstore.test_distributed_optimizer import Branches
 
 pytestmark = pytest.mark.timeout(60)
 STEPS, SIZES = 20, (5, 3)
@@ -66,42 +64,6 @@ def test_workers_with_unequal_batches_train_as_one_process(name: str) -> None:
             assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-11
 
 
-def branch_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Return the loss of a worker, which uses one of two halves of the network in a step."""
-    data = torch.arange(5.0 * SIZES[rank]).view(SIZES[rank], 5).double().sin()
-    loss: Tensor = model(data, goes_left=(rank + step) % 2 == 0).square().mean()
-    return loss
-
-
-def branches(kv: KVStore) -> dict[str, Tensor]:
-    model = Branches()
-    trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, kv)
-    for step in range(4):
-        trainer.zero_grad()
-        branch_loss(model, step, kv.rank).backward()  # type: ignore[no-untyped-call]
-        trainer.step(SIZES[kv.rank])
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def told() -> list[list[Any]]:
-    """Results of both cases on each worker of one job."""
-    return run("dist_sync", 2, 1, [compressed, branches])
-
-
-def test_the_samples_of_workers_that_do_not_use_a_parameter_count_in_its_mean(told: list[list[Any]]) -> None:
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank, size in enumerate(SIZES):
-            (branch_loss(model, step, rank) * size / sum(SIZES)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    for _, found in told:
-        for name, expected in model.state_dict().items():
-            torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
-
-
 def compressed(kv: KVStore) -> tuple[Tensor, Tensor]:
     kv.init("w", torch.zeros(4))
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -113,7 +75,7 @@ def compressed(kv: KVStore) -> tuple[Tensor, Tensor]:
     return out, residual
 
 
-def test_a_threshold_is_in_the_unit_of_a_workers_part_of_the_mean(told: list[list[Any]]) -> None:
-    for (out, residual), _ in told:
+def test_a_threshold_is_in_the_unit_of_a_workers_part_of_the_mean() -> None:
+    for ((out, residual),) in run("dist_sync", 2, 1, [compressed]):
         assert out.tolist() == [1.0, -1.0, 0.0, 0.0]
         assert residual.tolist() == [0.125, -0.25, 0.25, 0.0]

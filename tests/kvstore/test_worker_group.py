@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,24 +10,17 @@ import torch
 from gangline import Communicator, kvstore
 from gangline.kvstore import KVStore
 from tests.collectives.stage import Actor, Stage
+from tests.kvstore.keyed import said
 from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
 
 pytestmark = pytest.mark.timeout(110)
 
 
-def said(call: Callable[[], Any]) -> list[str]:
-    """Return the class and the text of a call's error, or what it returned."""
-    try:
-        return ["returned", str(call())]
-    except Exception as error:  # noqa: BLE001  reported to the test
-        return [type(error).__name__, str(error)]
-
-
 # Names
 
 
-def _different_calls(kv: KVStore) -> list[list[str]]:
+def _different_calls(kv: KVStore) -> list[tuple[str, str]]:
     first = kv.rank == 0
     return [
         said(kv.barrier if first else lambda: kv.init("named", torch.zeros(2))),
@@ -62,7 +54,7 @@ def test_different_calls_that_meet_are_an_error_of_all_ranks_that_names_both(tol
 # Refusals
 
 
-def _refused(kv: KVStore) -> list[list[str]]:
+def _refused(kv: KVStore) -> list[tuple[str, str]]:
     odd = kv.rank == 1
     kv.init("a", torch.zeros(2))
     return [
@@ -116,7 +108,7 @@ def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(told: Told) -
         assert value == [3.0, 3.0]
 
 
-def _late_error() -> list[list[str]]:
+def _late_error() -> list[tuple[str, str]]:
     found = []
     with kvstore.create("dist_sync") as kv:
         for call in (kv.barrier, lambda: kv.set_optimizer("sgd"), lambda: kv.group.all_gather(1, "step")):
@@ -129,7 +121,7 @@ def _late_error() -> list[list[str]]:
 
 def test_an_error_of_an_earlier_push_on_one_rank_fails_the_next_call_of_all() -> None:
     first, second = run_job(_late_error, 2, 1)
-    assert second == [["ValueError", "a push was lost"]] * 3
+    assert second == [("ValueError", "a push was lost")] * 3
     for (kind, text), name in zip(first, ("barrier", "set_optimizer", "step"), strict=True):
         assert (kind, f"rank 1 of 2: {name} was refused: a push was lost" in text) == ("MismatchError", True)
 
@@ -177,7 +169,7 @@ def test_a_dead_worker_of_an_allreduce_store_is_named() -> None:
         stage.outcomes()
 
 
-def _failing_rank(kv: KVStore) -> list[str]:
+def _failing_rank(kv: KVStore) -> tuple[str, str]:
     def fail() -> None:
         raise FileNotFoundError("no such file: weights")
 
@@ -185,7 +177,7 @@ def _failing_rank(kv: KVStore) -> list[str]:
 
 
 def test_an_error_of_one_rank_keeps_its_type_on_the_others(told: Told) -> None:
-    assert told[_failing_rank.__name__] == [["FileNotFoundError", "no such file: weights"]] * 3
+    assert told[_failing_rank.__name__] == [("FileNotFoundError", "no such file: weights")] * 3
 
 
 PLAYS = [_different_calls, _refused, _refused_push, _gathered, _failing_rank]
