@@ -33,22 +33,6 @@ def pulled(kv: DistStore, key: str) -> float:
     return out.item()
 
 
-def test_an_init_that_fails_leaves_no_key() -> None:
-    with Job(2) as job:
-        stores = job.stores()
-
-        def begin(kv: DistStore) -> float:
-            with pytest.raises(MismatchError, match="key 'b' has shape"):
-                kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2 + kv.rank)])
-            assert "a" not in kv
-            assert "b" not in kv
-            kv.init(["a", "b"], [torch.zeros(1), torch.zeros(1)])
-            kv.push("b", torch.ones(1))
-            return pulled(kv, "b")
-
-        assert job.each(stores, begin) == [2.0, 2.0]
-
-
 def test_a_queued_push_has_the_learning_rate_of_its_call() -> None:
     with Job(1) as job, job.stores()[0] as kv:
         kv.init("w", torch.zeros(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,17 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline import KVStore, RowSparse, kvstore
+from gangline import KVStore, kvstore
 from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.kvstore.optimizer.keyed import OptimizerState
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
+from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.launcher.job import free_ports
+from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.processes import RoleProcess, join_job
-from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
-from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -254,50 +254,30 @@ def test_a_push_that_is_yet_to_be_repeated_is_not_taken_for_a_forgotten_one(tmp_
     check_equal(tmp_path, ["update 4", "pull 2", "push-taken 3", "update 5"], one_pulls, 6)
 
 
-ROWS, PUSHES = 20, 20
-"""Pushes of a row of the table add base-4 digits to it: one each, or the row shows which is lost or counted twice."""
+STEPS = 13
+"""Of two workers: a float64 holds 26 base-4 digits."""
 
 
-def count(name: str, steps: int, spec: Any, max_staleness: int | None = None) -> dict[str, Tensor]:
-    """Push a digit of its own in each step, some of them row-sparse; return the tables."""
-    with kvstore.create(name, max_staleness=max_staleness) as kv:
-        out = torch.zeros(ROWS, 8192, dtype=torch.float64)
-        small = torch.zeros(ROWS, 3, dtype=torch.float64)
-        kv.init(["table", "small"], [out, small])
+def count(name: str, spec: Any, max_staleness: int | None = None) -> dict[Key, list[int]]:
+    """Push a digit of its own in each step; return the digits of the sums."""
+    with DistStore(name, max_staleness=max_staleness) as kv:
+        outs = digits.init(kv)
         if spec is not None:
             kv.set_optimizer(spec)
-        for step in range(steps):
-            row, digit = divmod(WORKERS * step + kv.rank, PUSHES)
-            for key, value in (("table", out), ("small", small)):
-                values = torch.full((1, value.shape[1]), -(4.0**digit), dtype=torch.float64)
-                rows = RowSparse([row], values, value.shape)
-                kv.push(key, rows if step % 2 else rows.to_dense(), async_op=step % 5 == 1, priority=step)
-            if step % 4 == 0:
-                kv.pull(["table", "small"], [out, small])
-        kv.barrier()
-        kv.pull(["table", "small"], [out, small])
-        assert out.min(1).values.equal(out.max(1).values)
-        return {"table": out[:, :3].clone(), "small": small.clone()}
-
-
-def every_push(steps: int) -> Tensor:
-    """Return the table in which each push counts once."""
-    sums = [
-        sum(4.0**digit for digit in range(min(max(WORKERS * steps - PUSHES * row, 0), PUSHES))) for row in range(ROWS)
-    ]
-    return torch.tensor(sums, dtype=torch.float64)[:, None].expand(ROWS, 3)
+        digits.train(kv, outs, STEPS)
+        return digits.sums(kv, outs)
 
 
 ADDING = ("sgd", {"learning_rate": 1.0})
-TWENTY_ASYNC = ["push-taken 21", "update 25", "close 23", "ack 7", "values 4", "pull 5", "update 1", "close 1"] * 3
+EIGHT = ["push-taken 6", "update 8", "close 7", "ack 2", "values 3", "pull 2", "update 1", "close 1"]
 
 
 @pytest.mark.parametrize(
-    ("spec", "transport", "max_staleness", "kills", "steps"),
+    ("spec", "transport", "max_staleness", "kills"),
     [
-        (ADDING, "auto", None, ["update 15", "push-taken 12"], 30),
+        (ADDING, "auto", None, ["update 15", "push-taken 12"]),
         *(
-            pytest.param(spec, transport, max_staleness, TWENTY_ASYNC[:20], 200, marks=pytest.mark.slow)
+            pytest.param(spec, transport, max_staleness, EIGHT, marks=pytest.mark.slow)
             for spec in (None, ADDING)
             for transport in ("auto", "tcp")
             for max_staleness in (None, 3)
@@ -305,12 +285,11 @@ TWENTY_ASYNC = ["push-taken 21", "update 25", "close 23", "ack 7", "values 4", "
     ],
 )
 def test_an_async_push_counts_once_though_servers_are_killed(
-    tmp_path: Path, spec: Any, transport: str, max_staleness: int | None, kills: list[str], steps: int
+    tmp_path: Path, spec: Any, transport: str, max_staleness: int | None, kills: list[str]
 ) -> None:
-    arguments = "dist_async", steps, spec, max_staleness
-    for tables in run(tmp_path, kills, count, *arguments, GANGLINE_TRANSPORT=transport):
-        for table in tables.values():
-            assert torch.equal(table if spec else -table, every_push(steps))
+    arguments = "dist_async", spec, max_staleness
+    every_push = digits.every_push(STEPS, WORKERS)
+    assert run(tmp_path, kills, count, *arguments, GANGLINE_TRANSPORT=transport) == [every_push] * WORKERS
 
 
 def rated() -> Tensor:
@@ -336,24 +315,8 @@ def test_a_restarted_server_has_the_learning_rate_of_an_async_store(tmp_path: Pa
         assert weight.tolist() == [-WORKERS - 4.0] * 4
 
 
-@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(TWENTY_ASYNC[:20], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(EIGHT, marks=pytest.mark.slow)], ids=len)
 def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
     more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}
-    for tables in run(tmp_path, kills, count, "dist_async", 200, ADDING, None, **more):
-        for table in tables.values():
-            assert torch.equal(table, every_push(200))
-
-
-@pytest.mark.slow
-def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for script in ("", "server 0 kill at update 9; server 1 kill at values 5; server 0.1 kill at close 6"):
-        monkeypatch.setenv("GANGLINE_FAULT", script)
-        words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP, "dist_sync")
-        with launch(*words) as job:
-            status, out, errors = job.end(100)
-        assert status == 0
-        assert sum("it starts again" in line for line in errors) == script.count("kill")
-        found += [line.partition("] ")[2] for line in out]
-    assert len(found) == 4
-    assert len(set(found)) == 1
+    every_push = digits.every_push(STEPS, WORKERS)
+    assert run(tmp_path, kills, count, "dist_async", ADDING, **more) == [every_push] * WORKERS

@@ -173,24 +173,6 @@ def test_a_request_larger_than_the_window_is_sent_alone(client: ServerClient, se
     assert shards(server) == [0, 1]
 
 
-def test_errors_of_dead_and_silent_servers_name_the_call(
-    client: ServerClient, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request, told = failing(7)
-    client.submit(request)
-    monkeypatch.setattr(client, "_timeout", 0.1)
-    client.wait(lambda: bool(told))
-    assert isinstance(told[0], StallError)
-    assert "push 7 has waited" in str(told[0])
-    monkeypatch.setattr(client, "_timeout", 5.0)
-    request, told = failing(8)
-    client.submit(request)
-    scheduler.gone["server", 0] = "was killed or left: connection lost"
-    client.wait(lambda: bool(told))
-    assert isinstance(told[0], DeadNodeError)
-    assert str(told[0]) == "server 0 was killed or left: connection lost (worker 0 waited in push 8)"
-
-
 def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
     client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,13 +293,3 @@ def test_a_stall_names_what_a_restarted_server_has_not_done(
         client.wait(lambda told=told: bool(told))  # type: ignore[misc]
         assert str(told[0]).endswith(f" s for server 0, which {missing} at {address}")
     silent.close()
-
-
-def test_a_closed_client_refuses_requests(client: ServerClient) -> None:
-    request, told = failing(0)
-    client.submit(request)
-    with pytest.raises(StallError):
-        client.close(0.05)
-    assert [str(error) for error in told] == ["the store was closed"]
-    with pytest.raises(RuntimeError, match="closed"):
-        client.submit(push(1, 0, 10, []))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
@@ -95,22 +94,6 @@ def test_messages_are_reported_after_other_calls_have_read_the_events(
         far.send(b"back")  # reads the events, so the descriptor is no longer readable
         assert until(poller, far)
         assert far.recv(zmq.NOBLOCK) == b"%d" % number
-
-
-def test_descriptors_and_sockets_are_reported_together(
-    poller: Poller, ends: tuple[socket.socket, socket.socket], sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
-) -> None:
-    event_fd = os.eventfd(1)
-    try:
-        poller.add(event_fd)
-        poller.add(sockets[1])
-        poller.add(ends[0].fileno())
-        sockets[0].send(b"x")
-        assert sockets[1].poll(5000)
-        assert poller.wait(1000) == {event_fd, sockets[1]}
-    finally:
-        poller.remove(event_fd)
-        os.close(event_fd)
 
 
 # Unix streams: messages of all sizes arrive complete and in order; invalid bytes are refused
