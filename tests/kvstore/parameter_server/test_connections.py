@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 from collections.abc import Set
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,38 +15,88 @@ import torch
 from gangline import kvstore
 from gangline.bench.driver.hosts import obstacle
 from gangline.collectives.errors import GanglineError
+from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
+from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
 from tests.collectives.stage import Actor
-from tests.kvstore.parameter_server.faults import BreakingProxy, CuttableHosts, DistStage, HostProcess, announce_proxies
+from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(60)
 
 
+LARGE = 1_000_000
+"""Elements of a key that fills the buffers of a cut connection."""
+
+
+class BreakingProxies:
+    """Proxies between servers of this process and their workers, which break connections when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left: list[list[float]] = []
+        """Bytes that each connection still passes on."""
+        monkeypatch.setattr(server, "SchedulerClient", self._register)
+
+    def _register(self, role: str, scheduler: str, *, address: str, **options: Any) -> SchedulerClient:
+        """Register a server with the address of a proxy for its Unix socket."""
+        name = next(word for word in address.split() if word.startswith("unix://")).removeprefix("unix://")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{name}-broken")
+        listener.listen()
+        threading.Thread(target=self._accept, args=(listener, name), daemon=True).start()
+        return SchedulerClient(role, scheduler, address=address.replace(name, f"{name}-broken"), **options)
+
+    def _accept(self, listener: socket.socket, name: str) -> None:
+        while True:
+            near, _ = listener.accept()
+            far, left = unix_sockets.connect(name), [math.inf]
+            self._left.append(left)
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._forward, args=(*pair, left), daemon=True).start()
+
+    def break_after(self, nbytes: int = 0) -> None:
+        """Break all connections after so many bytes; those that follow are lost."""
+        for left in self._left:
+            left[0] = nbytes
+
+    def _forward(self, source: socket.socket, target: socket.socket, left: list[float]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 14):
+                left[0] -= len(data)
+                if left[0] < 0:
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
 @pytest.fixture
-def proxies(monkeypatch: pytest.MonkeyPatch) -> list[BreakingProxy]:
+def proxies(monkeypatch: pytest.MonkeyPatch) -> BreakingProxies:
     """Return the proxies of servers whose data are all sent over Unix streams."""
     monkeypatch.setenv("GANGLINE_TRANSPORT", "ipc")
-    return announce_proxies(monkeypatch)
+    return BreakingProxies(monkeypatch)
 
 
-def test_a_lost_push_is_repeated_while_its_worker_computes(proxies: list[BreakingProxy]) -> None:
+@pytest.mark.parametrize(("numel", "nbytes"), [(3, 0), (LARGE, 700_000)])
+def test_a_lost_push_is_repeated_while_its_worker_computes(proxies: BreakingProxies, numel: int, nbytes: int) -> None:
     with Job(2) as job:
         first, second = stores = job.stores(timeout=10)
-        out = torch.empty(3)
-        job.each(stores, lambda kv: kv.init("key", torch.zeros(3)))
-        for proxy in proxies:
-            proxy.break_at_next_byte()
-        first.push("key", torch.ones(3))  # lost with the connection; worker 0 makes no further call
-        second.pushpull("key", torch.full((3,), 4.0), out)
-        assert out.tolist() == [5, 5, 5]
+        out = torch.empty(numel)
+        job.each(stores, lambda kv: kv.init("key", torch.zeros(numel)))
+        proxies.break_after(nbytes)
+        first.push("key", torch.ones(numel))  # lost with the connection; worker 0 makes no further call
+        second.pushpull("key", torch.full((numel,), 4.0), out)
+        assert out.unique().tolist() == [5]
 
 
 def test_others_may_push_though_the_word_that_values_were_read_is_lost(
-    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
+    proxies: BreakingProxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
@@ -52,8 +105,7 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(
         confirm = first._servers._confirm
 
         def lose(*args: Any) -> None:
-            for proxy in proxies:
-                proxy.break_at_next_byte()
+            proxies.break_after()
             confirm(*args)
 
         monkeypatch.setattr(first._servers, "_confirm", lose)
@@ -64,7 +116,7 @@ def test_others_may_push_though_the_word_that_values_were_read_is_lost(
 
 
 def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_requested_again(
-    proxies: list[BreakingProxy], monkeypatch: pytest.MonkeyPatch
+    proxies: BreakingProxies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Job(2) as job:
         first, second = stores = job.stores("dist_async", timeout=10)
@@ -77,8 +129,7 @@ def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_request
 
         def lose(sessions: Sessions, worker: WorkerSession, *args: Any) -> None:
             if worker.rank == 0 and not lost.is_set():
-                for proxy in proxies:
-                    proxy.break_at_next_byte()
+                proxies.break_after()
                 lost.set()
             send_values(sessions, worker, *args)
 
@@ -96,10 +147,6 @@ def test_values_that_are_lost_hold_up_no_push_that_comes_before_they_are_request
         assert out.unique().tolist() == [0]
         first.pull("key", out)
         assert out.unique().tolist() == [1]
-
-
-LARGE = 1_000_000
-"""Elements of a key that fills the buffers of a cut connection."""
 
 
 def play_over_a_cut_link(path: str) -> None:

@@ -44,20 +44,28 @@ LIMITS = {
 
 
 def play(
-    place: RoleProcess, starts: int, memory: str, over: str, body: Callable[..., Any], arguments: Sequence[Any]
+    place: RoleProcess,
+    roles: Sequence[str],
+    starts: int,
+    memory: str,
+    over: str,
+    body: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> Any:
-    """Run the role of a rank: 0 is the scheduler; then the starts of server 0, each after the one before; then workers.
+    """Run the role of a rank: 0 is the scheduler; then the starts of ``roles[0]``, one after the other; then the others.
 
     Returns:
-        True of a server whether it was needed; of a worker the result of the body.
+        Of a server whether it was needed; of a worker the result of the body.
     """
-    own = join_job(place, WORKERS, 1)
+    own = join_job(place, WORKERS, len(roles) - WORKERS)
     pids = [int(pid) for pid in place.exchange(str(os.getpid()).encode())]
     if own is not None:
         own.run()
         return None
+    role, number = roles[max(0, place.rank - starts)].split()
+    os.environ.update({"DMLC_ROLE": role, f"DMLC_{role.upper()}_ID": number})
     if place.rank <= starts:
-        os.environ.update(DMLC_ROLE="server", DMLC_SERVER_ID="0", GANGLINE_INCARNATION=str(place.rank - 1))
+        os.environ["GANGLINE_INCARNATION"] = str(place.rank - 1)
         if memory:
             os.environ[KEPT_MEMORY] = str(os.open(memory, os.O_RDWR))
         if place.rank > 1:
@@ -65,45 +73,57 @@ def play(
                 select.select([os.pidfd_open(pids[place.rank - 1])], [], [])
         if Path(over).exists():
             return False
-        bind, port = Listener._bind, int(os.environ.get(PORT, 0))
-        with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
-            server.serve(from_environment())
-        Path(over).touch()
-        return True
-    os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 1 - starts))
-    return body(*arguments)
+    if role == "worker":
+        return body(*arguments)
+    bind, port = Listener._bind, int(os.environ.get(PORT, 0))
+    with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
+        server.serve(from_environment())
+    Path(over).touch()
+    return True
 
 
-def run(tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], *arguments: Any, **more: str) -> list[Any]:
-    """Run a job whose server is killed at these points, one after the other; return the results of the workers.
+def run(
+    tmp_path: Path,
+    kills: Sequence[str],
+    body: Callable[..., Any],
+    *arguments: Any,
+    victim: str = "server 0",
+    servers: int = 1,
+    **more: str,
+) -> list[Any]:
+    """Run a job in which a process is killed at these points, one after the other; return the results of the workers.
 
     Args:
         tmp_path: folder of the test.
-        kills: points and numbers of events; the last start of the server is not killed. None: no restarts.
+        kills: points and numbers of events; the last start of the process is not killed. None: no restarts.
         body: runs in the workers.
         arguments: of the body.
+        victim: process that is killed.
+        servers: number of servers.
         more: environment variables.
     """
     starts = len(kills) + 1
-    script = "; ".join(f"server 0.{start} kill at {point}" for start, point in enumerate(kills))
+    script = "; ".join(f"{victim}.{start} kill at {point}" for start, point in enumerate(kills))
     environment = {**LIMITS, "GANGLINE_FAULT": script, "GANGLINE_RESTART_PROCESSES": str(len(kills)), **more}
-    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if kills else None
+    names = [f"server {rank}" for rank in range(servers)] + [f"worker {rank}" for rank in range(WORKERS)]
+    roles = [victim, *(name for name in names if name != victim)]
+    is_kept = bool(kills) and "server" in victim
+    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_kept else None
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
-    over = tmp_path / f"over-{time.monotonic_ns()}"
+    over = str(tmp_path / f"over-{time.monotonic_ns()}")
     with patch.dict(os.environ, environment):
-        ranks = Ranks(play, 1 + starts + WORKERS, (starts, path, str(over), body, arguments), opener=RoleProcess)
+        ranks = Ranks(play, starts + len(roles), (roles, starts, path, over, body, arguments), opener=RoleProcess)
         try:
             ended: list[Outcome] = ranks.outcomes()
         finally:
             ranks.close()
             if memory is not None:
                 os.close(memory)
-    servers, workers = ended[1 : 1 + starts], ended[1 + starts :]
-    errors = [outcome.error for outcome in [ended[0], servers[-1], *workers]]
-    assert errors == [None] * len(errors)
-    assert ["was killed by SIGKILL" in str(outcome.error) for outcome in servers[:-1]] == [True] * len(kills)
-    assert servers[-1].value is True
-    return [outcome.value for outcome in workers]
+    killed, last = ended[1:starts], dict(zip(roles, ended[starts:], strict=True))
+    assert [outcome.error for outcome in (ended[0], *last.values())] == [None] * (1 + len(roles))
+    assert ["was killed by SIGKILL" in str(outcome.error) for outcome in killed] == [True] * len(kills)
+    assert last[names[0]].value is True
+    return [last[f"worker {rank}"].value for rank in range(WORKERS)]
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
