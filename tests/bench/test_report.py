@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gangline.bench.report.compare import ratios
 from gangline.bench.report.output import check_outputs, publish
-from gangline.bench.report.rows import describing, figure, spread
+from gangline.bench.report.rows import spread
 from gangline.bench.report.tables import format_number, format_seconds, format_size, print_ratios, print_table
 from gangline.cli.bench import bench
 
@@ -59,18 +59,6 @@ def test_results_are_command_machine_and_rows(
     printed = capsys.readouterr().out
     assert "gangline bench x" in printed
     assert "a=1" in printed
-
-
-def test_descriptions_leave_out_what_differs_between_runs() -> None:
-    assert describing(row("gangline", 0.5, call="pushpull")) == {
-        "who": "gangline",
-        "store": "local",
-        "contexts": 2,
-        "call": "pushpull",
-    }
-    assert figure(row("gangline", 0.5)) == ("seconds", False)
-    assert figure(rate("gangline", 100.0)) == ("samples_per_s", True)
-    assert figure({"who": "gangline --help", "p50": 0.4}) == ("p50", False)
 
 
 def test_ratios_are_above_one_where_the_second_is_better() -> None:

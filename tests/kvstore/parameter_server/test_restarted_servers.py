@@ -285,6 +285,7 @@ def count(name: str, spec: Any, max_staleness: int | None = None) -> dict[Key, l
         if spec is not None:
             kv.set_optimizer(spec)
         digits.train(kv, outs, STEPS)
+        kv.pull(list(outs), list(outs.values()))  # after which the server has applied this worker's pushes
         return digits.sums(kv, outs)
 
 
