@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -193,13 +192,11 @@ class Count:
     sent: int = 0
     refused: int = 0
     """Messages that are none of the protocol, of all that were sent; each must be counted by its receiver."""
-    failed: int = 0
-    """Answers that a message was rejected."""
     wrong: list[str] = field(default_factory=list)
     rounds: int = 0
     mismatches: int = 0
-    growth: dict[str, float] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
+    memory: list[int] = field(default_factory=list)
+    """Resident bytes after a tenth of the messages, and in the end."""
 
 
 def _rss(pid: int) -> int:
@@ -278,12 +275,10 @@ class Attack:
         self._connection = self._servers._connections[0]
         self._sequence = 1 << 40
         self._strangers: dict[str, UnixStream] = {}
-        self._answered = 0
         to_server, to_scheduler = self._record()
         self._mutator = Mutator(to_server, self._chance)
         self._to_server = self._mutator.messages()
         self._to_scheduler = Mutator(to_scheduler, self._chance).messages()
-        self._begin: dict[str, int] = {}
 
     def _record(self) -> tuple[list[list[bytes]], list[list[bytes]]]:
         """Use the store as a program does; return the messages to server and scheduler."""
@@ -316,17 +311,13 @@ class Attack:
 
     def run(self, messages: int) -> None:
         """Send so many messages; measure the growth of memory from the first tenth on."""
-        warm = messages // 10
-        sent = 0
-        while sent < messages:
-            if sent >= warm and not self._begin:
-                self._begin = {role: _rss(pid) for role, pid in self._pids.items()}
-            for _ in range(_BATCH):
+        for part in (messages // 10, messages - messages // 10):
+            for number in range(part):
                 self._send_one()
-            sent += _BATCH
-            self._settle()
-        for role, pid in self._pids.items():
-            self.count[role].growth = {"from": self._begin[role], "to": _rss(pid)}
+                if number % _BATCH == _BATCH - 1 or number == part - 1:
+                    self._settle()
+            for role, pid in self._pids.items():
+                self.count[role].memory.append(_rss(pid))
 
     def _send_one(self) -> None:
         way = self._chance.random()
@@ -355,8 +346,7 @@ class Attack:
         if stream is None or self._chance.random() < 0.002 or not is_open(stream):
             if stream is not None:
                 stream.close()
-            name = self._name_of("scheduler" if role == "scheduler" else "server")
-            stream = self._strangers[role] = unix_stream.connect(name)
+            stream = self._strangers[role] = unix_stream.connect(self._name_of(role))
             stream.send([self._chance.randbytes(16)])
         with suppress(OSError):
             stream.send(frames)
@@ -408,8 +398,6 @@ class Attack:
             self._pull(sequence)
         for frames in channel.receive(events):
             message = protocol.unpack(frames[0])
-            if isinstance(message, Failed):
-                self.count["server"].failed += 1
             if isinstance(message, Values):
                 self._mutator.round = max([self._mutator.round, *(entry[1] for entry in message.entries)])
             if isinstance(message, Values | Failed) and message.number:
@@ -474,37 +462,28 @@ def _play(place: RoleProcess, name: str, messages: int, seed: int, folder: str) 
         kv.close()
 
 
-def fuzz(name: str, messages: int, seed: int) -> tuple[int, int, Count, dict[str, Count]]:
-    """Run a job of a server, an honest worker and one that sends mutated messages.
-
-    Returns:
-        Messages that scheduler and server have rejected; what the honest worker saw; what was sent.
-    """
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gangline-fuzz-"))
-        ranks = stack.enter_context(Ranks(_play, 4, (name, messages, seed, folder), opener=RoleProcess))
-        rejected_of_scheduler, rejected_of_server, honest, sent = ranks.results()
-    return rejected_of_scheduler, rejected_of_server, honest, sent
-
-
 def check(name: str, messages: int, seed: int) -> str:
-    """Run `fuzz`, check its result, and return a summary.
+    """Run a job of a server, an honest worker and one that sends mutated messages; return a summary.
 
     Raises:
         AssertionError: if a round of the honest worker is wrong, memory has grown, or a message is not counted.
     """
     began = time.monotonic()
-    scheduler, server, honest, sent = fuzz(name, messages, seed)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gangline-fuzz-"))
+        ranks = stack.enter_context(Ranks(_play, 4, (name, messages, seed, folder), opener=RoleProcess))
+        scheduler, server, honest, sent = ranks.results()
     lines = [
         f"{name}, seed {seed}: {messages:,} messages in {time.monotonic() - began:.0f} s; {honest.rounds:,} honest "
         f"rounds, {honest.mismatches:,} of them failed by worker 1, {len(honest.wrong)} wrong"
     ]
     for role, rejected in (("server", server), ("scheduler", scheduler)):
         count = sent[role]
-        growth = count.growth["to"] / count.growth["from"] - 1
+        warm, end = count.memory
+        growth = end / warm - 1
         lines.append(
             f"  {role}: {count.sent:,} sent, {count.refused:,} of them no messages of the protocol, {rejected:,} "
-            f"rejected; memory {count.growth['from'] / 1e6:.1f} -> {count.growth['to'] / 1e6:.1f} MB ({growth:+.1%})"
+            f"rejected; memory {warm / 1e6:.1f} -> {end / 1e6:.1f} MB ({growth:+.1%})"
         )
         summary = "\n".join(lines)
         assert not honest.wrong, f"{summary}\n{honest.wrong[:5]}"

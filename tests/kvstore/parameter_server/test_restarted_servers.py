@@ -52,7 +52,7 @@ def play(
     body: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> Any:
-    """Run the role of a rank: 0 is the scheduler; then the starts of ``roles[0]``, one after the other; then the others.
+    """Run the role of a rank: 0 is the scheduler; then the starts of ``roles[0]``, in turn; then the other roles.
 
     Returns:
         Of a server whether it was needed; of a worker the result of the body.
