@@ -15,7 +15,7 @@ from gangline.bench.report.output import command_line
 from gangline.bench.scaling import measure as measure_workers
 from gangline.bench.scaling import speedups
 from gangline.bench.training import measure
-from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, images, parameter_shapes
+from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, parameter_shapes
 from gangline.cli.bench import bench
 
 SPREAD = {"who", "p50", "p99", "max", "runs"}
@@ -157,15 +157,6 @@ def test_contexts_are_cpus_or_the_first_gpus(monkeypatch: pytest.MonkeyPatch) ->
         context_words("3", "0,1", default=(1, 2))
     lists = ("cpu(0),cpu(1)", "gpu(1),gpu(1)", "gpu(0),gpu(1),cpu(0)")
     assert [distinct_devices(words) for words in lists] == [1, 1, 3]
-
-
-def test_keys_are_the_parameters_of_the_network() -> None:
-    keys = parameter_shapes("resnet50")
-    assert len(keys) == 161
-    assert keys[0] == ("conv1.weight", (64, 3, 7, 7))
-    assert bytes_of(keys) == 4 * 25_557_032
-    assert images("resnet18").shape == (3, 64, 64)
-    assert (images("lenet").shape, images("lenet").classes) == ((1, 28, 28), 10)
 
 
 def test_the_recorded_command_leaves_output_files_out(monkeypatch: pytest.MonkeyPatch) -> None:

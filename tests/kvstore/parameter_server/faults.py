@@ -1,4 +1,4 @@
-"""Parameter-server jobs whose workers report to the test, and hosts whose links can be cut."""
+"""Parameter-server jobs whose workers report to the test."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 from gangline.collectives.processes.spawning import Outcome
-from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.hosts import Hosts, enter
 from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
 
 _SERVER, _SCHEDULER = 100, 200
@@ -82,54 +80,3 @@ class Waits:
             return inner(own, *args)
 
         setattr(cls, name, waits)
-
-
-class HostProcess(RoleProcess):
-    """Process of a job with one server, which runs on a host of its own; its link to workers can be cut."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
-        super().__init__(rank, size, exchange, **more)
-        is_server = rank == 1
-        enter(os.environ["GANGLINE_TEST_HOSTS"].split()[is_server])
-        if is_server:
-            os.environ["DMLC_INTERFACE"] = CuttableHosts.interface
-
-
-class CuttableHosts(Hosts):
-    """A host for the scheduler and workers and one for a server, which workers reach at a second address."""
-
-    interface = "eth0:1"
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self._address = f"{self.addresses[1]}00"
-        self._cuts: list[tuple[int, str]] = []
-        self.environment = {
-            "GANGLINE_TEST_HOSTS": " ".join(self.names),
-            "GANGLINE_TEST_SCHEDULER": self.addresses[0],
-            "GANGLINE_INSECURE": "1",
-        }
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.run(1, ["ip", "address", "add", f"{self._address}/24", "dev", "eth0", "label", self.interface])
-        return self
-
-    def cut_server(self) -> None:
-        """Lose all packets from workers to the server, as behind a dead switch; both still reach the scheduler."""
-        self._cut(0, self._address)
-
-    def cut_hosts(self) -> None:
-        """Lose all packets from the server's host to the other one."""
-        self._cut(1, self.addresses[0])
-
-    def mend(self) -> None:
-        """Lose no packets any more."""
-        for host, address in self._cuts:
-            self.run(host, ["ip", "neigh", "delete", address, "dev", "eth0"])
-        self._cuts.clear()
-
-    def _cut(self, host: int, address: str) -> None:
-        wrong = "02:00:00:00:00:99"
-        self.run(host, ["ip", "neigh", "replace", address, "lladdr", wrong, "dev", "eth0", "nud", "permanent"])
-        self._cuts.append((host, address))

@@ -13,7 +13,6 @@ import re
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -32,14 +31,17 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.protocol import (
+    DENSE,
     Command,
     Failed,
+    Heartbeat,
     Hello,
     Join,
     Leave,
     Message,
     Pull,
     Push,
+    SilenceQuery,
     Values,
     ValuesRead,
     Withdraw,
@@ -47,7 +49,6 @@ from gangline.kvstore.parameter_server.protocol import (
 from gangline.kvstore.parameter_server.server.server import open_server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport import client_channel, unix_stream
-from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
 from tests.kvstore.parameter_server.processes import RoleProcess, join_job
 
@@ -81,7 +82,7 @@ class Mutator:
     """Source of mutated messages.
 
     Args:
-        recorded: frames of real messages.
+        recorded: frames of valid messages.
         chance: random numbers, which make a run repeatable.
     """
 
@@ -240,28 +241,6 @@ def train(kv: DistStore, is_over: Callable[[], bool]) -> Count:
     return count
 
 
-class Recorder:
-    """Channel that keeps copies of what is sent."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.recorded: list[list[bytes]] = []
-
-    def send(self, frames: Frames) -> None:
-        self.recorded.append([bytes(frame) for frame in frames])
-        self._channel.send(frames)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-
-class Raw:
-    """Bytes in place of a message to the scheduler."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
 class Attack:
     """Sends mutated messages as worker 1, and as strangers; counts what they must lead to."""
 
@@ -275,39 +254,33 @@ class Attack:
         self._connection = self._servers._connections[0]
         self._sequence = 1 << 40
         self._strangers: dict[str, UnixStream] = {}
-        to_server, to_scheduler = self._record()
+        to_server, to_scheduler = self._take_over()
         self._mutator = Mutator(to_server, self._chance)
         self._to_server = self._mutator.messages()
         self._to_scheduler = Mutator(to_scheduler, self._chance).messages()
 
-    def _record(self) -> tuple[list[list[bytes]], list[list[bytes]]]:
-        """Use the store as a program does; return the messages to server and scheduler."""
-        kv, pack = self._kv, protocol.pack
-        recorder = Recorder(self._connection.channel)
-        self._connection.channel = recorder
-        packed: list[list[bytes]] = []
-        thread = self._scheduler._thread
-
-        def recording(message: Message) -> bytes:
-            data = message.data if isinstance(message, Raw) else pack(message)
-            if threading.current_thread() is thread and not isinstance(message, Raw):
-                packed.append([data])
-            return data
-
-        protocol.pack = recording
-        for key, numel in _NUMEL.items():
-            zeros, out = torch.zeros(numel, dtype=torch.float64), torch.empty(numel, dtype=torch.float64)
-            for _ in range(3):
-                kv.push(key, zeros)
-                if kv.type == "dist_async":
-                    kv.pushpull(key, zeros, out)
-            kv.pull(key, out)
-        kv.num_dead_nodes(60)
+    def _take_over(self) -> tuple[list[list[bytes]], list[list[bytes]]]:
+        """Use the store's connections in its place; return messages of a worker to server and scheduler."""
+        pack, pool = protocol.pack, self._kv._pool
+        protocol.pack = lambda message: message if isinstance(message, bytes) else pack(message)
         self._servers.flush()
         self._servers._driving.acquire()  # the store's thread uses the channel no more
-        self._connection.channel.send([pack(replaced_hello(self._servers._hello))])
-        registration = [pack(self._scheduler._registration)]
-        return recorder.recorded, [*packed, registration, [pack(Withdraw(1))]]
+        hello = pack(replaced_hello(self._servers._hello))
+        self._connection.channel.send([hello])
+        to_server = [
+            [hello],
+            [pack(Pull(9, [[0, 1, DENSE, 0], [1, 2, DENSE, 0]], False, None))],
+            [pack(ValuesRead([1]))],
+        ]
+        assert pool is not None
+        for number in range(1, 4):
+            for shard, nbytes in enumerate(8 * numel for numel in sorted(_NUMEL.values(), reverse=True)):
+                entries, wants_values = [[shard, number, DENSE, nbytes]], number == 2 and self._kv.is_async
+                region = [pool.allocate(nbytes), nbytes] if shard == 0 else None
+                push = pack(Push(10 + number, entries, None, None, wants_values, region))
+                to_server.append([push] if region else [push, bytes(nbytes)])
+        messages = (self._scheduler._registration, Heartbeat(), SilenceQuery(60.0), Withdraw(1))
+        return to_server, [[pack(message)] for message in messages]
 
     def run(self, messages: int) -> None:
         """Send so many messages; measure the growth of memory from the first tenth on."""
@@ -328,7 +301,7 @@ class Attack:
         elif way < 0.75:
             frames = next(frames[:1] for frames in self._to_scheduler if not is_allowed(frames))
             self._note("scheduler", frames)
-            self._scheduler._send(Raw(frames[0]))
+            self._scheduler._send(frames[0])  # type: ignore[arg-type]  see _take_over
         elif way < 0.85:
             self._send_as_stranger("server", next(self._to_server))
         elif way < 0.95:

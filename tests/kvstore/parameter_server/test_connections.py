@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import threading
 from collections.abc import Set
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from gangline import kvstore
-from gangline.bench.driver.hosts import obstacle
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.transports import unix_sockets
+from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
@@ -23,8 +24,10 @@ from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSe
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
 from tests.collectives.stage import Actor
-from tests.kvstore.parameter_server.faults import CuttableHosts, DistStage, HostProcess
+from tests.hosts import Hosts, enter, obstacle
+from tests.kvstore.parameter_server.faults import DistStage
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
+from tests.kvstore.parameter_server.processes import RoleProcess
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,33 +178,12 @@ def play_over_a_cut_link(path: str) -> None:
     kv.close()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-def test_a_cut_link_to_a_server_heals_or_is_named_on_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistStage, "opener", HostProcess)
-    limits = {"GANGLINE_HEARTBEAT_LIMIT": "4", "GANGLINE_HEARTBEAT": "0.2", "GANGLINE_TRANSPORT": "tcp"}
-    with CuttableHosts() as hosts, DistStage(play_over_a_cut_link, 2, 1, **hosts.environment, **limits) as stage:
-        assert [stage.heard(rank) for rank in range(2)] == ["ready"] * 2
-        for digit in (1, 2):  # before the cut, and during it
-            for rank in range(2):
-                stage.say(rank, digit)
-            if digit == 2:
-                for rank in range(2):
-                    assert stage.heard(rank) == "lost"
-                hosts.mend()
-            for rank in range(2):
-                assert stage.heard(rank) == [5.0 * digit]
-            hosts.cut_server()
-        for rank in range(2):
-            stage.say(rank, 3)
-        told = []
-        for rank in range(2):
-            assert stage.heard(rank) == "lost"
-            told.append(stage.heard(rank))
-            stage.say(rank)
-        assert all(one.startswith("DeadNodeError: worker ") for one in told), told
-        assert all("has had no connection to server 0 for 4 s" in one for one in told), told
-        stage.outcomes()
+class HostProcess(RoleProcess):
+    """Process of a job with one server, which runs on a host of its own."""
+
+    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
+        super().__init__(rank, size, exchange, **more)
+        enter(os.environ["GANGLINE_TEST_HOSTS"].split()[rank == 1])
 
 
 @pytest.mark.slow
@@ -209,22 +191,25 @@ def test_a_cut_link_to_a_server_heals_or_is_named_on_all_workers(monkeypatch: py
 @pytest.mark.parametrize("heals", [True, False])
 def test_a_cut_link_between_hosts_heals_or_is_named(heals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistStage, "opener", HostProcess)
-    limits = {"GANGLINE_HEARTBEAT_LIMIT": "30" if heals else "4", "GANGLINE_TRANSPORT": "tcp"}
-    with CuttableHosts() as hosts, DistStage(play_over_a_cut_link, 2, 1, **hosts.environment, **limits) as stage:
-        assert [stage.heard(rank) for rank in range(2)] == ["ready"] * 2
-        hosts.cut_hosts()  # the server reaches neither the workers nor the scheduler
-        for rank in range(2):
-            stage.say(rank, 1)
-            assert stage.heard(rank) == "lost"
-        if heals:
-            hosts.mend()
-        told = [stage.heard(rank) for rank in range(2)]
-        if heals:
-            assert told == [[5.0]] * 2
-        else:
-            link = "server 0 has had no connection to the scheduler for 4 s"
-            assert all(one.startswith("DeadNodeError: ") for one in told), told
-            assert all(link in one or "has had no connection to server 0 for 4 s" in one for one in told), told
-        for rank in range(2):
-            stage.say(rank)
-        stage.outcomes()
+    limits = {"GANGLINE_HEARTBEAT_LIMIT": "30" if heals else "4", "GANGLINE_TRANSPORT": "tcp", "GANGLINE_INSECURE": "1"}
+    with Hosts(2) as hosts:
+        environment = {"GANGLINE_TEST_HOSTS": " ".join(hosts.names), "GANGLINE_TEST_SCHEDULER": hosts.addresses[0]}
+        with DistStage(play_over_a_cut_link, 2, 1, **environment, **limits) as stage:
+            assert [stage.heard(rank) for rank in range(2)] == ["ready"] * 2
+            neighbour = [hosts.addresses[0], "dev", "eth0"]  # the server reaches neither the workers nor the scheduler
+            hosts.run(1, ["ip", "neigh", "replace", *neighbour, "lladdr", "02:00:00:00:00:99", "nud", "permanent"])
+            for rank in range(2):
+                stage.say(rank, 1)
+                assert stage.heard(rank) == "lost"
+            if heals:
+                hosts.run(1, ["ip", "neigh", "delete", *neighbour])
+            told = [stage.heard(rank) for rank in range(2)]
+            if heals:
+                assert told == [[5.0]] * 2
+            else:
+                link = "server 0 has had no connection to the scheduler for 4 s"
+                assert all(one.startswith("DeadNodeError: ") for one in told), told
+                assert all(link in one or "has had no connection to server 0 for 4 s" in one for one in told), told
+            for rank in range(2):
+                stage.say(rank)
+            stage.outcomes()

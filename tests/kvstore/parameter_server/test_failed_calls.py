@@ -220,18 +220,6 @@ def test_a_push_that_stalled_is_final() -> None:
             second.pushpull("key", digit(2), out)
 
 
-def test_the_death_of_another_worker_ends_a_push_for_good() -> None:
-    with Job(2) as job:
-        first, second = stores = job.stores(timeout=10)
-        init(job, stores, ["both", "mine"])
-        second.push("both", digit(1))
-        second.close()
-        out = torch.zeros(1, dtype=torch.float64)
-        for _ in range(2):
-            with pytest.raises(DeadNodeError, match="worker 1 has left"):
-                first.pushpull("mine", digit(0), out)
-
-
 def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
     with Job(1) as job, RawClient.of_worker(job.member(), mode="async") as client:
         client.define(1, 5, [4], bytes(16))

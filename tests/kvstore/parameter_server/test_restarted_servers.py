@@ -35,12 +35,7 @@ SHAPES = {"small": (7, 5), "large": (300, 401), "vector": (1_200_007,)}
 """In the message; in shared memory or a frame of its own; split into shards."""
 PORT = "TEST_SERVER_PORT"
 """Port that all processes of the server bind; not set: any free one."""
-LIMITS = {
-    "GANGLINE_TIMEOUT": "60",
-    "GANGLINE_HEARTBEAT": "0.2",
-    "GANGLINE_HEARTBEAT_LIMIT": "10",
-    "GANGLINE_RESTART_LIMIT": "30",
-}
+LIMITS = {**digits.LIMITS, "GANGLINE_HEARTBEAT_LIMIT": "10", "GANGLINE_RESTART_LIMIT": "30"}
 
 
 def play(

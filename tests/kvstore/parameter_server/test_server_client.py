@@ -149,22 +149,6 @@ def test_requests_to_a_dead_server_free_the_queue(
     assert all(errors)
 
 
-def test_a_server_that_cannot_be_reached_is_an_error_of_all_workers(
-    client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request, told = failing(7)
-    server.listener.close()
-    server.hang_up()
-    monkeypatch.setattr(server, "serve", lambda: None)
-    client.submit(request)
-    monkeypatch.setattr(client, "_limit", 0.1)
-    client.wait(lambda: bool(told))
-    why = "has had no connection to server 0 for 0.1 s, though both reach the scheduler"
-    assert isinstance(told[0], DeadNodeError)
-    assert str(told[0]) == f"worker 0 {why} (worker 0 waited in push 7)"
-    assert why in scheduler.reasons  # with which it has left the job
-
-
 def test_a_server_that_comes_back_between_two_looks_at_its_connection_is_not_cut_off(
     client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
