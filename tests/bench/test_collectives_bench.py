@@ -152,12 +152,10 @@ def test_sizes_and_counts() -> None:
     assert sizes_between("1K", "1M", 32) == [1024, 32768, 1 << 20]
     assert sizes_between("4", "5", 2) == [4]
     assert sizes_between("8", "256M", 2)[-1] == 256 << 20
-    for words, message in ((("8", "4"), "-b 8 is above -e 4"), (("0", "4"), "-b is '0'"), (("8", "4X"), "-e is '4X'")):
+    for words, message in ((("0", "4"), "-b is '0'"), (("8", "4X"), "-e is '4X'")):
         with pytest.raises(ValueError, match=message):
             sizes_between(*words, 2)
     assert counts("2, 4,2", "--ranks") == [2, 4]
-    with pytest.raises(ValueError, match="--ranks is '2,x'"):
-        counts("2,x", "--ranks")
     all_gather = options("all_gather", 4, 100)
     assert (all_gather["count"], all_gather["inputs"], all_gather["outputs"]) == (6, 6, 24)
     all_to_all = options("all_to_all", 4, 100)

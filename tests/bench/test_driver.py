@@ -117,19 +117,6 @@ def test_a_process_that_exits_leaves_its_last_words(tiny: str, log: Path) -> Non
         RankGroup(Candidate(str(Path(tiny).with_name("nosuch"))))
 
 
-def test_processes_end_when_the_driver_is_interrupted(tiny: str) -> None:
-    pids = []
-
-    def interrupted() -> None:
-        with RankGroup(Candidate(tiny)) as group:
-            pids.extend(group._processes.pids.values())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [alive(pid) for pid in pids] == [False]
-
-
 @pytest.mark.parametrize("hanging", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path: Path, hanging: bool) -> None:
     step = tmp_path / "step"

@@ -100,7 +100,7 @@ def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch
 
     monkeypatch.setattr(Listener, "receive", held)
     warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(logging.getLogger("gangline"), "warning", lambda text, *rest: warnings.put(text % rest))
+    monkeypatch.setattr(logging.getLogger("gangline"), "warning", lambda text, *rest, **_: warnings.put(text % rest))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with Job(1) as job, job.stores(timeout=10)[0] as kv, socket.socket(socket.AF_UNIX) as late:

@@ -72,8 +72,12 @@ def test_ranks_that_are_asked_for_are_given() -> None:
         assert {member.view for member in members} == {1}
 
 
-def test_processes_that_cannot_take_part_are_rejected() -> None:
+def test_processes_that_cannot_take_part_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
+        monkeypatch.setenv("GANGLINE_JOB_ID", "other job")
+        with pytest.raises(ValueError, match="the worker belongs to job 'other job' and the scheduler to job ''"):
+            SchedulerClient("worker", job.address, timeout=LIMIT)
+        monkeypatch.delenv("GANGLINE_JOB_ID")
         first = job.later(lambda: retried(lambda: job.member(1)))
         text = "worker 1 takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         assert refusal(job.address, 1) == text
@@ -229,17 +233,6 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
             heard.append(client.receive()[0])
         assert isinstance(heard[0], Registered)
         assert MemberGone("worker", 1, zero.gone["worker", 1]) in heard
-
-
-def test_processes_that_have_been_silent_for_some_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.05")
-    with Job(2) as job, RawClient(job.address, b"silent") as client:
-        client.send(here(1))
-        zero = job.member(0)
-        while (silent := zero.silent_members(0.5)) != ["worker 1"]:
-            assert silent == []
-        assert zero.silent_members(60) == []
-        client.send(Leave())
 
 
 def test_a_worker_that_dies_before_the_start_may_be_replaced() -> None:
