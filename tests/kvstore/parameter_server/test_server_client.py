@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
+from gangline.collectives.errors import MismatchError, StallError
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.pending import RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
@@ -214,13 +214,6 @@ def test_a_refused_hello_is_an_error_at_once(
     monkeypatch.setattr(ServerClient, "_progress", progress)
     with pytest.raises(MismatchError, match="worker 0 wants async rounds"):
         ServerClient(scheduler, "async", -1, None, 5.0)  # type: ignore[arg-type]
-
-
-def test_a_server_that_dies_before_it_answers_a_hello_is_named(scheduler: SimpleNamespace) -> None:
-    scheduler.gone["server", 0] = "was killed or left: connection lost"
-    text = r"server 0 was killed or left: connection lost \(worker 0 connected to it\)"
-    with pytest.raises(DeadNodeError, match=text):
-        ServerClient(scheduler, "sync", -1, None, 5.0)  # type: ignore[arg-type]
 
 
 def test_a_stall_names_what_a_restarted_server_has_not_done(

@@ -18,7 +18,6 @@ from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server.protocol import DENSE, Pull
 from gangline.kvstore.parameter_server.pull import PullTargets
-from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
 from tests.kvstore.parameter_server.in_process import Job
@@ -250,15 +249,6 @@ def test_a_large_key_uses_all_threads_of_all_servers_alike(
                 used[index, shard.thread] += shard.flat.nbytes
     bytes_by_thread = [used[index, thread] for index in range(servers) for thread in range(threads)]
     assert bytes_by_thread == [4 * NUMEL // (servers * threads)] * servers * threads
-
-
-def test_a_removed_shard_makes_room_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    pool = ThreadPool()
-    assert [pool.assign(nbytes) for nbytes in (8, 4, 2, 2, 1)] == [0, 1, 1, 1, 0]
-    pool.unassign(0, 8)
-    assert pool.assign(7) == 0
-    pool.close()
 
 
 # Requests of pulls
