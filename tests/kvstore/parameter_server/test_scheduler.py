@@ -74,10 +74,6 @@ def test_ranks_that_are_asked_for_are_given() -> None:
 
 def test_processes_that_cannot_take_part_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(2) as job:
-        monkeypatch.setenv("GANGLINE_JOB_ID", "other job")
-        with pytest.raises(ValueError, match="the worker belongs to job 'other job' and the scheduler to job ''"):
-            SchedulerClient("worker", job.address, timeout=LIMIT)
-        monkeypatch.delenv("GANGLINE_JOB_ID")
         first = job.later(lambda: retried(lambda: job.member(1)))
         text = "worker 1 takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         assert refusal(job.address, 1) == text
@@ -91,6 +87,9 @@ def test_processes_that_cannot_take_part_are_rejected(monkeypatch: pytest.Monkey
         for role, said in (("worker", "the job has its 2 workers already"), ("server", "its 1 servers already")):
             with pytest.raises(ValueError, match=said):
                 SchedulerClient(role, job.address, timeout=LIMIT)
+        monkeypatch.setenv("GANGLINE_JOB_ID", "other job")
+        with pytest.raises(ValueError, match="the worker belongs to job 'other job' and the scheduler to job ''"):
+            SchedulerClient("worker", job.address, timeout=LIMIT)
 
 
 def refusal(address: str, rank: int) -> str:
