@@ -117,19 +117,6 @@ def test_a_process_that_exits_leaves_its_last_words(tiny: str, log: Path) -> Non
         RankGroup(Candidate(str(Path(tiny).with_name("nosuch"))))
 
 
-def test_processes_end_when_the_driver_is_interrupted(tiny: str) -> None:
-    pids = []
-
-    def interrupted() -> None:
-        with RankGroup(Candidate(tiny)) as group:
-            pids.extend(group._processes.pids.values())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [alive(pid) for pid in pids] == [False]
-
-
 @pytest.mark.parametrize("hanging", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_processes_end_when_the_driver_is_killed(tiny: str, log: Path, tmp_path: Path, hanging: bool) -> None:
     step = tmp_path / "step"
@@ -196,22 +183,3 @@ def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(
     assert installed.available_peers("ddp,torch", "training", among=("ddp",)) == ["ddp"]
     with pytest.raises(ValueError, match="'horovod'; expected names out of mxnet, torch, ddp"):
         installed.available_peers("torch,horovod", "training")
-
-
-def test_an_installed_peer_runs_in_its_own_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "_ROOT", tmp_path)
-    python = installed.interpreter("mxnet")
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert installed.available_peers("mxnet", "training") == ["mxnet"]
-    assert installed.interpreter("torch") is None
-
-
-def test_settings_that_are_tried() -> None:
-    threads = [candidate.env["OMP_NUM_THREADS"] for candidate in installed.single_process("torch", "training")]
-    assert threads[0] == "1"
-    assert int(threads[-1]) == os.cpu_count()
-    tried = installed.single_process("mxnet", "training", ("local", "device"))
-    assert len({candidate.setting for candidate in tried}) == 12
-    assert tried[0].setting == "MXNET_CPU_WORKER_NTHREADS=1 OMP_NUM_THREADS=1 store=local"
-    assert all(candidate.env["OMP_NUM_THREADS"] for candidate in installed.ddp(2))

@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from gangline.cli.bench import bench
 from tests.bench.faults.cases import PHASES, cases
+from tests.hosts import obstacle
 from tests.scripted_faults import parse
+
+HOSTS = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 def test_the_cases_are_valid_and_differ() -> None:
@@ -29,6 +32,12 @@ def test_the_cases_are_valid_and_differ() -> None:
         ("server 0 killed push", "DeadNodeError: server 0 was killed or left: "),
         ("scheduler junk pull", "goes on, digits exact, weights equal"),
         ("worker 1 killed barrier", "DeadNodeError: worker 1 was killed or left: "),
+        pytest.param("worker 1 - server 0 cut 5 s push", "goes on, digits exact, weights equal", marks=HOSTS),
+        pytest.param(
+            "worker 1 - server 0 cut for good push",
+            "DeadNodeError: worker 1 has had no connection to server 0 for 10 s, though both reach the scheduler",
+            marks=HOSTS,
+        ),
     ],
 )
 def test_a_row_tells_the_outcome(row: str, outcome: str) -> None:

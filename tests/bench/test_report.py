@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from gangline.bench.report.compare import ratios
 from gangline.bench.report.output import check_outputs, publish
-from gangline.bench.report.rows import describing, figure, spread
-from gangline.bench.report.tables import format_number, format_seconds, format_size, print_ratios, print_table
+from gangline.bench.report.rows import spread
+from gangline.bench.report.tables import format_number, format_seconds, format_size, print_table
 from gangline.cli.bench import bench
 
 MACHINE = {"cpu": "x", "cores": 2}
@@ -59,18 +59,6 @@ def test_results_are_command_machine_and_rows(
     printed = capsys.readouterr().out
     assert "gangline bench x" in printed
     assert "a=1" in printed
-
-
-def test_descriptions_leave_out_what_differs_between_runs() -> None:
-    assert describing(row("gangline", 0.5, call="pushpull")) == {
-        "who": "gangline",
-        "store": "local",
-        "contexts": 2,
-        "call": "pushpull",
-    }
-    assert figure(row("gangline", 0.5)) == ("seconds", False)
-    assert figure(rate("gangline", 100.0)) == ("samples_per_s", True)
-    assert figure({"who": "gangline --help", "p50": 0.4}) == ("p50", False)
 
 
 def test_ratios_are_above_one_where_the_second_is_better() -> None:
@@ -143,20 +131,3 @@ def test_constant_fields_are_in_the_title_and_empty_ones_left_out(capsys: pytest
     assert first.split() == ["gangline", "500", "ms", "0.2", "250", "ms..1", "s~"]
     assert second.split() == ["mxnet", "1.9.1", "1", "s", "0.1", "500", "ms..2", "s~"]
     assert legend == "# ~ noisy: min..max is over 30 % of the median"
-
-
-def test_ratios_are_one_table_with_a_column_for_each_peer_and_case(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = {"p50": 1.0, "min": 0.9, "max": 1.1, "runs": 3}
-    rows = [
-        {"who": "gangline", "size": size, "in_place": place, "ratio_to_gloo": 3.125, "ratio_to_mpi": None, **quiet}
-        for size in (4, 1024)
-        for place in (False, True)
-    ]
-    rows[0]["ratio_to_mpi"] = 0.5
-    noisy = {"who": "gloo, torch 2", "size": 1024, "in_place": True, "ratio_to_gloo": 1.0, **quiet, "max": 1.5}
-    print_ratios([*rows, noisy], "size", ("in_place", "registered"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "# times as fast (~ noisy: min..max is over 30 % of the median)"
-    assert lines[1].split() == ["gloo", "gloo", "mpi"]
-    assert lines[3].split() == ["4", "B", "3.12", "3.12", "0.5"]
-    assert lines[4].split() == ["1", "KiB", "3.12", "3.12~"]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.environment import from_environment
-from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from tests import scripted_faults
 from tests.hosts import enter
+from tests.kvstore.parameter_server.digits import digits_of
+from tests.kvstore.parameter_server.processes import RoleProcess, join_job
 
 ROLES = ("scheduler", "server 0", "worker 0", "worker 1")
 STEPS = 6
@@ -38,18 +38,8 @@ class Told(NamedTuple):
     """Digest of the trained weights."""
 
 
-class Place:
-    """Rank and exchange of a process of the job, which enters its host."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_: object) -> None:
-        self.rank, self.size, self.exchange = rank, size, exchange
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def play(
-    place: Place,
+    place: RoleProcess,
     hosts: Sequence[str],
     addresses: Sequence[str],
     variables: Mapping[str, str],
@@ -64,16 +54,14 @@ def play(
         variables: environment of the job.
         states: file in which worker 0 saves the optimizer's state, by step.
     """
-    torch.set_num_threads(1)
     logging.getLogger("gangline").setLevel(logging.CRITICAL)
     os.environ.update(variables)
     scripted_faults.install()
     tempfile.tempdir = None
     if hosts:
         enter(hosts[place.rank])
-    own = Scheduler(2, 1, addresses[0]) if place.rank == 0 else None
-    port = place.exchange(b"" if own is None else str(own.port).encode())[0].decode()
-    os.environ.update(DMLC_PS_ROOT_URI=addresses[0], DMLC_PS_ROOT_PORT=port, DMLC_NUM_WORKER="2", DMLC_NUM_SERVER="1")
+    os.environ["GANGLINE_TEST_SCHEDULER"] = addresses[0]
+    own = join_job(place, 2, 1)
     times: list[float] = []
     told = Told("", times)
     try:
@@ -111,8 +99,5 @@ def _train(times: list[float], states: Mapping[int, str]) -> Told:
         kv.barrier()
         kv.pull("digits", digits)
         kv.pull("weights", weights)
-        rest, found = int(digits[0]), ""
-        while rest:
-            rest, digit = divmod(rest, 4)
-            found += str(digit)
+        found = "".join(map(str, digits_of(digits[0].item())))
         return Told("", times, found, hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12])

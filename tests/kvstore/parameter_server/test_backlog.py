@@ -14,13 +14,11 @@ from gangline.kvstore import create
 from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import (
     CODED,
-    DENSE,
     Ack,
     Command,
     CommandResult,
     Failed,
     Message,
-    Push,
     Values,
     ValuesRead,
 )
@@ -96,11 +94,6 @@ def test_compressed_pushes_count_with_their_decoded_size(two: Two) -> None:
     assert two.receive_acks(0, 2) == pushes[2:]
 
 
-def test_a_repeated_push_counts_once(two: Two) -> None:
-    pushes = [two.push(0, number, DATA) for number in (1, 1, 1, 2)]
-    assert two.acknowledged(0) == pushes
-
-
 def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
     pushes = [two.push(0, number, DATA) for number in range(1, 6)]
     assert two.acknowledged(0) == pushes[:2]
@@ -109,21 +102,6 @@ def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
     sequence = two.push(0, 6, DATA)  # later pushes fail
     failed, _ = two.clients[0].receive()
     assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job")
-
-
-def test_nothing_is_withheld_from_a_worker_that_others_wait_for(two: Two) -> None:
-    two.define(6, [FLOATS], DATA, key="other")
-    pushes = [two.push(0, number, DATA) for number in range(1, 9)]
-    assert two.acknowledged(0) == pushes[:4]  # twice as much is stored now
-    two.clients[1].pull(two.next(), 6, 1)  # worker 0 has not pushed it
-    assert two.receive_acks(0, 4) == pushes[4:]
-
-
-def test_a_small_pushpull_is_acknowledged_before_its_value(two: Two) -> None:
-    two.define(6, [1], bytes(4), key="small")
-    sequence = two.next()
-    two.clients[0].send(Push(sequence, [[6, 1, DENSE, 4]], None, None, True, None), bytes(4))
-    assert two.receive_acks(0, 1) == [sequence]
 
 
 def test_an_async_worker_that_dies_while_it_waits_does_not_count_as_reader() -> None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gangline import Module, kvstore
+from gangline import Module
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.digits import digits_of
 from tests.kvstore.parameter_server.processes import DistJob, run_job
@@ -28,24 +28,21 @@ Plan = dict[tuple[int, int], str]
 """Action of a worker before a step, by rank and step: "leave", "start RANK", "until RANK+RANK"."""
 
 
-def wait_for(path: Path) -> None:
+def until(condition: Callable[[], object], what: object) -> None:
+    """Wait for a condition."""
     ends = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < ends, path
+    while not condition():
+        assert time.monotonic() < ends, what
         time.sleep(0.005)
 
 
-def play(folder: str, workers: int, name: str, steps: int, plan: Plan) -> Any:
-    """Train as a worker of the start, or as one that comes when a file says so."""
+def play(folder: str, workers: int, name: str, body: Callable[..., Any], steps: int, plan: Plan) -> Any:
+    """Run the body as a worker of the start, or as one that comes when a file says so."""
     rank = int(os.environ["DMLC_WORKER_ID"])
     if rank >= workers:
-        wait_for(Path(folder, f"start-{rank}"))
-    kv = kvstore.create(name)
-    assert isinstance(kv, DistStore)
-    try:
-        return train(kv, Path(folder), steps, plan)
-    finally:
-        kv.close()
+        until(Path(folder, f"start-{rank}").exists, rank)
+    with DistStore(name) as kv:
+        return body(kv, Path(folder), steps, plan)
 
 
 def train(kv: DistStore, folder: Path, steps: int, plan: Plan) -> list[tuple[int, slice, list[int] | None]]:
@@ -98,10 +95,7 @@ def act(kv: DistStore, folder: Path, words: str) -> None:
     elif verb == "start":
         Path(folder, f"start-{number}").touch()
     elif verb == "until":
-        ends = time.monotonic() + 20
-        while "+".join(map(str, sorted(kv._scheduler.views[-1][1]))) != number:
-            assert time.monotonic() < ends, (number, kv._scheduler.views)
-            time.sleep(0.005)
+        until(lambda: "+".join(map(str, sorted(kv._scheduler.views[-1][1]))) == number, number)
 
 
 def run(
@@ -111,15 +105,17 @@ def run(
     plan: Plan,
     steps: int = 8,
     servers: int = 1,
-    bounds: str = "1:4",
+    name: str = "dist_sync",
+    body: Callable[..., Any] = train,
     **more: str,
 ) -> list[Any]:
     """Run a job; return the results of its workers."""
-    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": bounds, **more}):
-        folder = tempfile.mkdtemp(dir=tmp_path)
-        job = DistJob(play, workers, servers, folder, workers, "dist_sync", steps, plan, successors=late)
-        with job:
-            return job.results()
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    with (
+        patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "1:4", **more}),
+        DistJob(play, workers, servers, folder, workers, name, body, steps, plan, successors=late) as job,
+    ):
+        return job.results()
 
 
 def check(told: Sequence[Any], steps: int) -> list[list[int]]:
@@ -174,42 +170,32 @@ def test_collectives_in_a_step_are_of_its_workers(tmp_path: Path) -> None:
         assert ranks[13] == [0, 3]
 
 
-def count(folder: str, workers: int, name: str, steps: int, plan: Plan) -> Any:
+def count(kv: DistStore, folder: Path, steps: int, plan: Plan) -> Any:
     """Push digits in a store without rounds; return the steps, the shares and the digits of all pushes."""
-    rank = int(os.environ["DMLC_WORKER_ID"])
-    if rank >= workers:
-        wait_for(Path(folder, f"start-{rank}"))
-    done = []
-    with kvstore.create(name) as kv:
-        assert isinstance(kv, DistStore)
-        out = torch.zeros(100_003, dtype=torch.float64)
-        kv.init("w", out)
-        for step in range(kv.first_step, steps):
-            for words in plan.get((kv.rank, step), "").split(", "):
-                act(kv, Path(folder), words)
-            share = kv.share(BATCH, step)
-            if share is None:
-                Path(folder, f"left-{rank}").touch()
-                return done, []
-            kv.pushpull("w", torch.full_like(out, 64.0**rank), out)
-            done.append((step, share))
-        Path(folder, f"left-{rank}").touch()
-        if rank == 0:
-            for other in range(1, workers + 1):
-                wait_for(Path(folder, f"left-{other}"))
-        kv.pull("w", out)
-        (value,) = out.unique().tolist()
-        return done, [int(value) // 64**one % 64 for one in range(workers + 1)]
+    done: list[tuple[int, slice]] = []
+    out = torch.zeros(100_003, dtype=torch.float64)
+    kv.init("w", out)
+    for step in range(kv.first_step, steps):
+        for words in plan.get((kv.rank, step), "").split(", "):
+            act(kv, folder, words)
+        share = kv.share(BATCH, step)
+        if share is None:
+            break
+        kv.pushpull("w", torch.full_like(out, 64.0**kv.rank), out)
+        done.append((step, share))
+    Path(folder, f"left-{kv.rank}").touch()
+    if kv.rank:
+        return done, []
+    until(lambda: all(Path(folder, f"left-{rank}").exists() for rank in (1, 2)), "the others")
+    kv.pull("w", out)
+    (value,) = out.unique().tolist()
+    return done, [int(value) // 64**rank % 64 for rank in range(3)]
 
 
 @pytest.mark.slow
 def test_async_pushes_count_once_and_every_sample_is_read_once(tmp_path: Path) -> None:
     plan = {(0, 3): "start 2", (1, 4): "leave", (0, 12): "until 0+2"}
-    with (
-        patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "1:3"}),
-        DistJob(count, 2, 2, str(tmp_path), 2, "dist_async", 30, plan, successors=1) as job,
-    ):
-        told = job.results()
+    told = run(tmp_path, 2, 1, plan, 30, 2, "dist_async", count)
     for step in range(30):
         shares = [share for done, _ in told for number, share in done if number == step]
         assert sorted(index for share in shares for index in range(share.start, share.stop)) == list(range(BATCH))
@@ -217,55 +203,50 @@ def test_async_pushes_count_once_and_every_sample_is_read_once(tmp_path: Path) -
     assert 0 < len(told[1][0]) < 30
 
 
-_JOIN = {(0, 3): "start 2, until 0+1+2"}
-_CHANGES: list[Plan] = [{(1, 3): "leave"}, _JOIN, {(0, 3): "start 2, until 0+2", (1, 3): "leave"}]
+_CHANGES: dict[str, tuple[Plan, list[int]]] = {
+    "leave": ({(1, 3): "leave", (0, 6): "until 0"}, [0]),
+    "join": ({(0, 3): "start 2, until 0+1+2"}, [0, 1, 2]),
+    "both": ({(0, 3): "start 2, until 0+2", (1, 3): "leave"}, [0, 2]),
+    "three": (
+        {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"},
+        [0],
+    ),
+}
+"""Plans and the workers in the end."""
+_BREAKS = "worker 0: hello 2, worker 1: push-sent 5, worker 2: push-sent 5, scheduler: meet 2, server 0: pull 5"
+_ROLES = ("worker 0", "worker 1", "worker 2", "scheduler", "server 0")
+_FAULTS: list[tuple[str, str, str]] = [
+    *(  # a slow server delays the change for all
+        (change, f"server 1 stop for 1.5 s at {point}", "auto")
+        for change in ("leave", "join", "both")
+        for point in ("push-taken 9", "push-taken 10", "ack 5", "pull 7")
+    ),
+    *(  # the last push of a leaving worker; there are two or three messages a step
+        ("leave", f"worker 1 {action} at push-sent {number}", transport)
+        for action in ("break", "repeat")
+        for transport in ("auto", "tcp")
+        for number in range(7, 13)
+    ),
+    ("leave", "worker 1 stop for 1 s at pull 10", "auto"),  # the last one of a leaving worker
+    *(("three", one.replace(":", " break at"), "auto") for one in _BREAKS.split(", ")),
+    *(  # messages about views that are lost, doubled or late
+        ("three", f"{role} {action} at view {number}", "auto")
+        for role in _ROLES
+        for action, interval in (("break", 1), ("repeat", 3), ("stop for 0.5 s", 3))
+        for number in range(1, 19 if role == "scheduler" else 7, interval)
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["push-taken 9", "push-taken 10", "ack 5", "pull 7"])
-@pytest.mark.parametrize("plan", _CHANGES, ids=["leave", "join", "both"])
-def test_a_slow_server_delays_the_change_for_all(tmp_path: Path, point: str, plan: Plan) -> None:
-    late = int((0, 3) in plan)
-    check(run(tmp_path, 2, late, plan, 10, 2, GANGLINE_FAULT=f"server 1 stop for 1.5 s at {point}"), 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["break", "repeat"])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_the_last_push_of_a_leaving_worker_counts_once(tmp_path: Path, action: str, transport: str) -> None:
-    for number in range(7, 13):  # two or three messages a step on two servers, around the last one of worker 1
-        more = {"GANGLINE_FAULT": f"worker 1 {action} at push-sent {number}", "GANGLINE_TRANSPORT": transport}
-        ranks = check(run(tmp_path, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, **more), 9)
-        assert (ranks[2], ranks[8]) == ([0, 1], [0])
-
-
-@pytest.mark.slow
-def test_a_slow_last_pull_of_a_leaving_worker_disturbs_nobody(tmp_path: Path) -> None:
-    script = "worker 1 stop for 1 s at pull 10"  # one for each server in each step from the start on
-    ranks = check(run(tmp_path, 2, 0, {(1, 3): "leave", (0, 6): "until 0"}, 9, 2, GANGLINE_FAULT=script), 9)
-    assert (ranks[2], ranks[8]) == ([0, 1], [0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
-def test_connections_that_break_at_a_change_lose_nothing(tmp_path: Path, role: str) -> None:
-    points = {"worker 0": "hello 2", "scheduler": "meet 2", "server 0": "pull 5"}
-    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2"}
-    more = {"GANGLINE_FAULT": f"{role} break at {points.get(role, 'push-sent 5')}"}
-    assert check(run(tmp_path, 2, 1, plan, 11, 2, **more), 11)[10] == [0, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["break", "repeat", "stop for 0.5 s"])
-@pytest.mark.parametrize("role", ["worker 0", "worker 1", "worker 2", "scheduler", "server 0"])
-def test_a_message_about_views_that_is_lost_late_or_doubled_changes_nothing(
-    tmp_path: Path, role: str, action: str
+@pytest.mark.parametrize(("change", "script", "transport"), _FAULTS)
+def test_a_fault_while_workers_leave_and_join_loses_nothing(
+    tmp_path: Path, change: str, script: str, transport: str
 ) -> None:
-    plan = {(0, 3): "start 2, until 0+1+2", (1, 5): "leave", (0, 8): "until 0+2", (2, 9): "leave", (0, 13): "until 0"}
-    for number in range(1, 19 if role == "scheduler" else 7, 1 if action == "break" else 3):
-        script = f"{role} {action} at view {number}"
-        ranks = check(run(tmp_path, 2, 1, plan, 16, 2, GANGLINE_FAULT=script), 16)
-        assert (ranks[2], ranks[15]) == ([0, 1], [0]), script
+    plan, last = _CHANGES[change]
+    more = {"GANGLINE_FAULT": script, "GANGLINE_TRANSPORT": transport}
+    ranks = check(run(tmp_path, 2, int("start" in str(plan)), plan, 16, 2, **more), 16)
+    assert (ranks[2], ranks[15]) == ([0, 1], last)
 
 
 def one_key(kv: DistStore) -> None:

@@ -33,22 +33,6 @@ def pulled(kv: DistStore, key: str) -> float:
     return out.item()
 
 
-def test_an_init_that_fails_leaves_no_key() -> None:
-    with Job(2) as job:
-        stores = job.stores()
-
-        def begin(kv: DistStore) -> float:
-            with pytest.raises(MismatchError, match="key 'b' has shape"):
-                kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2 + kv.rank)])
-            assert "a" not in kv
-            assert "b" not in kv
-            kv.init(["a", "b"], [torch.zeros(1), torch.zeros(1)])
-            kv.push("b", torch.ones(1))
-            return pulled(kv, "b")
-
-        assert job.each(stores, begin) == [2.0, 2.0]
-
-
 def test_a_queued_push_has_the_learning_rate_of_its_call() -> None:
     with Job(1) as job, job.stores()[0] as kv:
         kv.init("w", torch.zeros(1))
@@ -115,7 +99,7 @@ def test_a_refused_push_is_reported_to_each_rank_once(call: str) -> None:
 
 def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
-    monkeypatch.setattr(server_client, "_WINDOW", 1 << 16)
+    monkeypatch.setattr(server_client, "_WINDOW", 1 << 15)  # half a request, which is sent alone
     monkeypatch.setattr(server_client, "_MAX_QUEUED", 1 << 16)
     values, rounds = torch.ones(1 << 14), 24
     with Job(2) as job:
@@ -234,18 +218,6 @@ def test_a_push_that_stalled_is_final() -> None:
         second.pushpull("key", digit(1), out)  # the server has the first worker's push
         with pytest.raises(DeadNodeError, match="worker 0 has given up a push: pushpull of key 'key' has waited"):
             second.pushpull("key", digit(2), out)
-
-
-def test_the_death_of_another_worker_ends_a_push_for_good() -> None:
-    with Job(2) as job:
-        first, second = stores = job.stores(timeout=10)
-        init(job, stores, ["both", "mine"])
-        second.push("both", digit(1))
-        second.close()
-        out = torch.zeros(1, dtype=torch.float64)
-        for _ in range(2):
-            with pytest.raises(DeadNodeError, match="worker 1 has left"):
-                first.pushpull("mine", digit(0), out)
 
 
 def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:

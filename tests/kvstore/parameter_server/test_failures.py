@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import sys
@@ -15,14 +14,10 @@ import torch
 
 from gangline import kvstore
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.processes.spawning import Outcome, Ranks
-from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore import KVStore
-from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.store import DistStore
 from tests.collectives.stage import WAITS, Actor
-from tests.kvstore.parameter_server import digits, processes
-from tests.kvstore.parameter_server.faults import DistStage, Waits, announce_proxies
+from tests.kvstore.parameter_server.faults import DistStage, Waits
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -47,7 +42,6 @@ CALLS: dict[str, Callable[[KVStore], Any]] = {
     "init": lambda kv: kv.init("late", torch.zeros(SMALL)),
     "set_optimizer": lambda kv: kv.set_optimizer("sgd"),
     "join": lambda kv: kv.join(),
-    "assign": lambda kv: kv.assign("small", torch.zeros(SMALL)),
 }
 
 
@@ -165,26 +159,6 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
         assert ("as the test wants it" if how == "raise" else "exited with code 3") in str(outcomes[4].error)
 
 
-def test_calls_that_need_a_dead_server_fail() -> None:
-    with DistStage(play, 2, 2, [0], {}) as stage:
-        wait_in(stage, "pull of a cut key")
-        stage.kill_server(1)
-        text = dead_node_error(stage, 0)
-        assert "server " in text
-        assert "its process has ended" in text
-        for rank in range(2):
-            dead_node_error(stage, rank, "push")
-        for rank in range(2):
-            stage.say(rank, "close")
-        outcomes = stage.outcomes()
-        (dead,) = [place for place, outcome in enumerate(outcomes) if outcome.error]
-        assert dead == 2
-        said = ended_by_themselves(outcomes, but=2)
-        assert said[3] == said[4]
-        assert len(said[3]) == 1
-        assert said[3][0].startswith("server ")
-
-
 def test_a_dead_scheduler_ends_the_job() -> None:
     with DistStage(play, 2, 1, [0], {}) as stage:
         wait_in(stage, "pull", "barrier")
@@ -213,35 +187,3 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
     said = capfd.readouterr().err
     assert "key 'small', round 1, waits for rank 1; present: ranks 0, 2 (worker 1 is at " in said
     assert re.search(r"barrier waits for ranks 0, 1 \(worker 0 is at .+; worker 1 is at .+\); present: rank 2", said)
-
-
-# Lost connections
-
-ROUNDS = 8
-
-
-def push_digits(name: str) -> dict[Key, list[int]]:
-    with DistStore(name, timeout=60) as kv:
-        outs = digits.init(kv, {"small": SMALL, "cut": CUT})
-        digits.train(kv, outs, ROUNDS)
-        kv.pull(list(outs), list(outs.values()))
-        return digits.sums(kv, outs)
-
-
-class _RoleProcess(processes.RoleProcess):
-    """Process that announces a proxy that breaks connections if it becomes a server."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
-        super().__init__(rank, size, exchange, **more)
-        chance = random.Random(rank)
-        announce_proxies(pytest.MonkeyPatch(), [chance.choice([300, 3_000, 40_000, 700_000]) for _ in range(12)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["streams", "sockets and shared memory", "sockets"])
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-def test_every_push_counts_once_when_connections_break(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp" if way == "sockets" else "auto")
-    with Ranks(processes._play, 1 + 2 + 3, (3, 2, push_digits, (name,)), opener=_RoleProcess) as ranks:
-        for told in ranks.results()[3:]:
-            assert told == {"small": [1] * 3 * ROUNDS, "cut": [1] * 3 * ROUNDS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
 import resource
 import socket
 import threading
@@ -88,19 +89,6 @@ def test_a_server_that_fails_is_named_with_the_cause_on_all_workers(monkeypatch:
             assert f"worker {rank} waited in pushpull of key 'key'" in str(error)
 
 
-class Awaited(logging.Handler):
-    """Handler that sets an event when a message with a text is logged."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-        self.seen = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._text in record.getMessage():
-            self.seen.set()
-
-
 def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     gate.set()
@@ -111,9 +99,8 @@ def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch
         yield from receive(listener)
 
     monkeypatch.setattr(Listener, "receive", held)
-    warned = Awaited("no process can connect at present: Too many open files")
-    logger = logging.getLogger("gangline")
-    logger.addHandler(warned)
+    warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(logging.getLogger("gangline"), "warning", lambda text, *rest, **_: warnings.put(text % rest))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with Job(1) as job, job.stores(timeout=10)[0] as kv, socket.socket(socket.AF_UNIX) as late:
@@ -126,13 +113,13 @@ def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch
             late.sendall(b"GET / HTTP/1.1\r\n\r\n")
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             gate.set()
-            assert warned.seen.wait(LIMIT)
+            while "no process can connect at present: Too many open files" not in warnings.get(timeout=LIMIT):
+                pass
             kv.pushpull("key", torch.ones(1), torch.empty(1))
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert late.recv(1) == b""  # it was accepted, and refused for what it sent
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        logger.removeHandler(warned)
 
 
 # Threads of a worker's clients: an error fails what is pending, and later calls
@@ -180,19 +167,6 @@ def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
             assert "worker 0 cannot exchange messages with its servers any more" in str(raised.value)
             assert str(error) in str(raised.value)
         assert raised.value.__cause__ is error
-
-
-def test_a_request_that_cannot_be_packed_fails_alone() -> None:
-    with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
-        works = [RequestWork("odd"), RequestWork("even")]
-        for work, payload in zip(works, [object(), b""], strict=True):
-            request = Request(0, Command(0, "norms", payload), "command")  # type: ignore[arg-type]
-            work.run(lambda work, request=request: work.submit([request], kv._servers))  # type: ignore[misc]
-        with pytest.raises(TypeError, match="object"):
-            works[0].wait(LIMIT)
-        kv._servers.wait(works[1].is_completed)
-        with pytest.raises(RuntimeError, match="no optimizer"):
-            works[1].wait(LIMIT)
 
 
 def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:

@@ -50,19 +50,8 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
     assert state.rejection(register(1, 1)) == "worker 1 is not one of this job's 2 workers"
     state.members[b"new"].state, state.members[b"new"].why = MemberState.DEAD, "was killed"
     assert state.rejection(register(1, 2)) == "worker 1 cannot be started again: it was killed"
-
-
-def test_the_table_of_a_job_whose_workers_stay_has_one_row(state: JobState) -> None:
-    state.enter(Member(b"new", register(1, 1)), state.predecessor(register(1, 1)))
-    state.views.enter(1)
-    assert state.views.refusal(1) == "worker 1 cannot leave: the job needs 2 workers or more, and has 2"
-    assert not state.views.ask()
-    assert state.views.known_to("server") == state.views.known_to("worker") == [[1, [0, 1]]]
-
-
-def test_without_restarts_every_process_keeps_its_place(state: JobState) -> None:
     state.allows_restarts = False
-    assert state.rejection(register(1, 1)) == FULL
+    assert state.rejection(register(1, 2)) == FULL
 
 
 def test_the_outcomes_of_the_start_and_of_the_last_two_rounds_are_kept(state: JobState) -> None:
@@ -76,14 +65,10 @@ def test_the_outcomes_of_the_start_and_of_the_last_two_rounds_are_kept(state: Jo
     assert over == CollectiveFailed(
         5 * ROUND + 1, f"rank 1 called barrier as its collective {5 * ROUND + 1}, which is over"
     )
-
-
-def test_another_call_than_that_of_the_record_is_an_error(state: JobState) -> None:
-    call(state, 1, "init")
-    answer = state.add(1, Collective(1, "barrier", -1, b"", ""))
-    assert isinstance(answer, CollectiveFailed)
-    assert "barrier" in answer.text
-    assert "init" in answer.text
+    other = state.add(1, Collective(3, "init", -1, b"", ""))
+    assert isinstance(other, CollectiveFailed)
+    assert "barrier" in other.text
+    assert "init" in other.text
 
 
 def test_collectives_behind_which_a_worker_was_restarted_go_on_without_it(state: JobState) -> None:
@@ -124,16 +109,13 @@ def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, f
     return views.table[-1]
 
 
-def test_a_view_begins_in_a_round_that_nobody_has_begun(views: Views) -> None:
+@pytest.mark.parametrize(("begun", "first"), [(0, 1), (1, 3), (2, 3), (3, 4), (7, 8)])
+def test_a_view_begins_in_a_round_that_nobody_has_begun_and_not_in_round_2(
+    views: Views, begun: int, first: int
+) -> None:
     views.enter(2)
-    assert agree(views, {0: 7, 1: 6}) == (8, {0, 1, 2})
-    assert [views.of_round(number) for number in (0, 1, 7, 8, 90)] == [{0, 1}] * 3 + [{0, 1, 2}] * 2
-
-
-@pytest.mark.parametrize(("begun", "first"), [(0, 1), (1, 3), (2, 3), (3, 4)])
-def test_a_new_worker_does_not_begin_in_round_2(views: Views, begun: int, first: int) -> None:
-    views.enter(2)
-    assert agree(views, {0: begun, 1: 0})[0] == first
+    assert agree(views, {0: begun, 1: 0}) == (first, {0, 1, 2})
+    assert [views.of_round(number) for number in (0, first - 1, first, 90)] == [{0, 1}] * 2 + [{0, 1, 2}] * 2
 
 
 def test_a_view_never_begins_before_the_one_that_it_follows(views: Views) -> None:

@@ -64,38 +64,6 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def test_final_updates_come_back_with_their_state(memory: Callable[[], KeptMemory]) -> None:
-    first = Start(memory())
-    for gradient in (0.5, -0.25):
-        first.update(gradient)
-    second = Start(memory())
-    assert second.kept.undone == 0
-    assert (second.shard.number, second.shard.key, second.shard.closed, second.shard.thread) == (3, "key", 2, 1)
-    assert second.optimizers.learning_rate_of(second.shard) == 1.0 - 0.25
-    check_same(second.state(), first.state())
-    second.update(2.0)
-    straight = Start(KeptMemory(os.memfd_create("gangline", os.MFD_ALLOW_SEALING)))
-    for gradient in (0.5, -0.25, 2.0):
-        straight.update(gradient)
-    check_same(Start(memory()).state(), straight.state())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("updates", [0, 1, 2])
-def test_an_update_that_is_not_final_is_undone(memory: Callable[[], KeptMemory], updates: int) -> None:
-    first = Start(memory())
-    for _ in range(updates):
-        first.update(0.5)
-    before = first.state() if updates else {"value": torch.ones(NUMEL)}
-    first.update(3.0, is_final=False)
-    second = Start(memory())
-    assert second.kept.undone == 1
-    assert second.shard.closed == updates
-    check_same(second.state(), before)
-    assert Start(memory()).kept.undone == 0
-
-
-@torch.no_grad()
 def test_what_was_counted_handled_and_refused_comes_back(memory: Callable[[], KeptMemory]) -> None:
     first = Start(memory())
     for number in (1, 2, 5):
@@ -111,17 +79,6 @@ def test_what_was_counted_handled_and_refused_comes_back(memory: Callable[[], Ke
     assert (shard.closed, shard.pushed, shard.ahead) == (7, {1: 2}, {1: {5}})
     assert (shard.problems, shard.rejected) == ({7: "was bad"}, {0: "was refused"})
     assert (second.kept.settings.handled, second.kept.settings.joined) == ({b"id": [4, 5]}, [1])
-
-
-@torch.no_grad()
-def test_a_new_optimizer_drops_the_state_when_the_settings_are_saved(memory: Callable[[], KeptMemory]) -> None:
-    first = Start(memory())
-    first.update(0.5)
-    before = first.state()
-    first.kept.set_optimizer(pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0}))))
-    check_same(Start(memory()).state(), before)  # as if it was killed before the command was over
-    first.kept.save_settings()
-    assert Start(memory()).state().keys() == {"value"}
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +90,18 @@ def _try_server(folder: str, kind: str, address: str) -> str:
     return answer
 
 
-@pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write keys into a folder, whose right one each `KeyedProcess` uses; return the folder."""
+def test_only_processes_with_the_key_reach_scheduler_and_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert curve._SECONDS < 3
     write_keys(tmp_path)
     monkeypatch.setenv("GANGLINE_TEST_KEYS", str(tmp_path))
     monkeypatch.setenv("GANGLINE_TEST_KIND", "right")
-    return str(tmp_path)
-
-
-@contextmanager
-def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     with Hosts(2) as hosts:
         monkeypatch.setenv("GANGLINE_TEST_HOSTS", " ".join(hosts.names))
         monkeypatch.setenv("GANGLINE_TEST_SCHEDULER", hosts.addresses[0])
-        yield hosts
-
-
-def test_only_processes_with_the_key_reach_scheduler_and_server(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert curve._SECONDS < 3
-    with two_hosts(monkeypatch) as hosts, DistJob(_train, 2, 1, keys, 4, opener=KeyedProcess) as job:
-        (values, outcomes), (others, _) = job.results()
+        with DistJob(_train, 2, 1, str(tmp_path), 4, opener=KeyedProcess) as job:
+            (values, outcomes), (others, _) = job.results()
     assert values == others == [[2 * 4.0**number] for number in range(4)]  # nothing of the strangers counts
     assert outcomes["right"][0].startswith("ValueError: the job has its 2 workers already; a worker has one dist_*")
     assert outcomes["right"][1].startswith("in: ")
@@ -123,33 +112,3 @@ def test_only_processes_with_the_key_reach_scheduler_and_server(keys: str, monke
         assert outcomes[kind][0].startswith("ProtocolError: worker: the process at ")
     for said in outcomes["none"]:
         assert said.startswith(f"RuntimeError: address {hosts.addresses[0]} can be reached from other machines")
-
-
-def _join(folder: str, kind: str, job: str) -> str:
-    use_key(folder, kind)
-    os.environ["GANGLINE_JOB_ID"] = job
-    try:
-        with kvstore.create("dist_sync", timeout=30) as kv:
-            kv.init("key", torch.zeros(1))
-            kv.push("key", torch.ones(1))
-            got = torch.empty(1)
-            kv.pull("key", got)
-            return str(got.item())
-    except (GanglineError, ValueError) as error:
-        return str(error)
-
-
-def _join_two_jobs(folder: str) -> list[str]:
-    """First try with the id of another job, then with that of this one, which is empty."""
-    return [_join(folder, "right", "other job"), _join(folder, "right", "")]
-
-
-@pytest.mark.parametrize("hosts_count", [0, 2])
-def test_a_worker_of_another_job_is_refused(keys: str, monkeypatch: pytest.MonkeyPatch, hosts_count: int) -> None:
-    monkeypatch.delenv("GANGLINE_JOB_ID", raising=False)
-    opener, hosts = (KeyedProcess, two_hosts(monkeypatch)) if hosts_count else (RoleProcess, nullcontext())
-    with hosts, DistJob(_join_two_jobs, 2, 1, keys, opener=opener) as job:
-        results = job.results()
-    for refusal, total in results:
-        assert refusal.startswith("the worker belongs to job 'other job' and the scheduler to job ''")
-        assert total == "2.0"

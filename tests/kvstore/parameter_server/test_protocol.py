@@ -7,7 +7,6 @@ import math
 import re
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import gangline
 from gangline.collectives.errors import ProtocolError
@@ -52,86 +49,53 @@ from tests.kvstore.parameter_server.in_process import Job, RawClient, RawWorkers
 pytestmark = pytest.mark.timeout(110)
 
 KINDS = sorted((cls for cls in vars(protocol).values() if isinstance(cls, type) and hasattr(cls, "kind")), key=str)
-COUNT = st.integers(0, 2**62 - 1)
-NUMBER = st.floats(0, allow_infinity=False, allow_nan=False) | st.integers(0, 2**60)
-SIZE = st.integers(0, protocol.MAX_SHARD)
-ENTRY = st.tuples(COUNT, COUNT, st.sampled_from([DENSE, ROWS, CODED, ABSENT, REFUSED]), SIZE).map(list)
-DEFINITION = st.tuples(
-    COUNT,
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 50), max_size=4),
-    st.integers(1, 9),
-    st.binary(max_size=9),
-    COUNT,
-    st.booleans(),
-).map(list)
-FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "Rank": st.integers(-1, protocol.MAX_RANKS - 1),
-    "Count": COUNT,
-    "String": st.text(max_size=20),
-    "Text": st.text(max_size=200),
-    "Blob": st.binary(max_size=200),
-    "Flag": st.booleans(),
-    "Number": NUMBER,
-    "OptionalNumber": st.none() | NUMBER,
-    "Strings": st.lists(st.text(max_size=9), max_size=4),
-    "Blobs": st.lists(st.binary(max_size=9), max_size=4),
-    "Process": st.tuples(st.text(max_size=9), COUNT, COUNT).map(list),
-    "Counts": st.lists(COUNT, max_size=5),
-    "Region": st.none() | st.tuples(COUNT, COUNT).map(list),
-    "Entries": st.lists(ENTRY, max_size=4),
-    "Definitions": st.lists(DEFINITION, max_size=4),
-    "Views": st.lists(st.tuples(st.integers(1, 99), st.lists(st.integers(0, 9), max_size=4)).map(list), max_size=4),
+COUNT = 2**62 - 1
+SIZE = protocol.MAX_SHARD
+TYPES: dict[str, tuple[list[Any], list[Any]]] = {
+    "Rank": ([3, -1, protocol.MAX_RANKS - 1], [-2, protocol.MAX_RANKS, 1.0, True]),
+    "Count": ([5, 0, COUNT], [-1, 2**62, 1.0, False]),
+    "String": (["word", "", "x" * 4096], ["x" * 4097, b"x", 1]),
+    "Text": (["text", "x" * 2**20], ["x" * (2**20 + 1), b"x", 1]),
+    "Blob": ([b"blob", b""], ["x", 1]),
+    "Flag": ([True, False], [0, 1, "x"]),
+    "Number": ([0.5, 0, 2**64 - 1], [-1.0, -1, float("nan"), float("inf"), True, None, "1"]),
+    "OptionalNumber": ([None, 1.5, 0], [-0.5, float("nan"), float("inf"), False, "1"]),
+    "Strings": ([["a"], []], ["x", [b"x"], [1]]),
+    "Blobs": ([[b"a"], []], [b"x", ["x"], [None]]),
+    "Process": ([["boot", 7, 9]], [["x", 1], ["x", 1, "1"], [1, 1, 1], ["x", True, 1], "x"]),
+    "Counts": ([[1, 2], [], [COUNT]], [1, [-1], [1.0], [2**62], [None]]),
+    "Region": ([[64, 128], None], [[1], [1, 2, 3], [-1, 1], [1, -1], [1.0, 1], 7]),
+    "Entries": (
+        [[[1, 2, kind, 8] for kind in (DENSE, ROWS, CODED, ABSENT, REFUSED)], [], [[COUNT, COUNT, DENSE, SIZE]]],
+        [
+            *([1], [[1, 2, DENSE]], [[1, 2, 5, 4]], [[1, 2, DENSE, -1]], [[-1, 2, DENSE, 4]]),
+            *([[1, 2, DENSE, SIZE + 1]], [[1.0, 2, DENSE, 4]], [[1, True, DENSE, 4]]),
+        ],
+    ),
+    "Definitions": (
+        [[[1, dtype, [2, 3], 3, b"\xa1k", 0, True] for dtype in DTYPES], [], [[1, "bool", [], 1, b"", COUNT, False]]],
+        [
+            [1],
+            [[1, "float32", [2], 1, b"k", 0]],
+            [[-1, "float32", [2], 1, b"k", 0, True]],
+            [[1, "float33", [2], 1, b"k", 0, True]],
+            [[1, "complex64", [2], 1, b"k", 0, True]],
+            [[1, "float32", [-2], 1, b"k", 0, True]],
+            [[1, "float32", [2**20, 2**20], 1, b"k", 0, True]],
+            [[1, "float32", [1] * (protocol.MAX_AXES + 1), 1, b"k", 0, True]],
+            [[1, "float32", [2], 0, b"k", 0, True]],
+            [[1, "float32", [2], 1, "k", 0, True]],
+            [[1, "float32", [2], 1, b"k", -1, True]],
+            [[1, "float32", [2], 1, b"k", 0, 1]],
+            [[1, "float32", 2, 1, b"k", 0, True]],
+        ],
+    ),
+    "Views": (
+        [[[1, [0, 1]], [7, [0, protocol.MAX_RANKS - 1]]], []],
+        [[1], [[0, [1]]], [[1, [-1]]], [[1, [protocol.MAX_RANKS]]], [[1.0, [1]]], [[1, 1]], [[1, [True]], 2]],
+    ),
 }
-# Values outside the bounds of each type, besides values of another type.
-OUTSIDE: dict[str, list[Any]] = {
-    "Rank": [-2, protocol.MAX_RANKS, 1.0, True],
-    "Count": [-1, 2**62, 1.0, False],
-    "String": ["x" * 4097, b"x"],
-    "Text": ["x" * (2**20 + 1), b"x"],
-    "Blob": ["x"],
-    "Flag": [0, 1, None],
-    "Number": [-1.0, float("nan"), float("inf"), True, None, "1"],
-    "OptionalNumber": [-0.5, float("nan"), float("inf"), False, "1"],
-    "Strings": ["x", [b"x"], [1]],
-    "Blobs": [b"x", ["x"], [None]],
-    "Process": [["x", 1], ["x", 1, "1"], [1, 1, 1], ["x", True, 1], "x"],
-    "Counts": [1, [-1], [1.0], [2**62], [None]],
-    "Region": [[1], [1, 2, 3], [-1, 1], [1, -1], [1.0, 1], 7],
-    "Entries": [
-        [1],
-        [[1, 2, DENSE]],
-        [[1, 2, 5, 4]],
-        [[1, 2, DENSE, -1]],
-        [[-1, 2, DENSE, 4]],
-        [[1, 2, DENSE, protocol.MAX_SHARD + 1]],
-        [[1.0, 2, DENSE, 4]],
-        [[1, True, DENSE, 4]],
-    ],
-    "Definitions": [
-        [1],
-        [[1, "float32", [2], 1, b"k", 0]],
-        [[-1, "float32", [2], 1, b"k", 0, True]],
-        [[1, "float33", [2], 1, b"k", 0, True]],
-        [[1, "complex64", [2], 1, b"k", 0, True]],
-        [[1, "float32", [-2], 1, b"k", 0, True]],
-        [[1, "float32", [2**20, 2**20], 1, b"k", 0, True]],
-        [[1, "float32", [1] * (protocol.MAX_AXES + 1), 1, b"k", 0, True]],
-        [[1, "float32", [2], 0, b"k", 0, True]],
-        [[1, "float32", [2], 1, "k", 0, True]],
-        [[1, "float32", [2], 1, b"k", -1, True]],
-        [[1, "float32", [2], 1, b"k", 0, 1]],
-        [[1, "float32", 2, 1, b"k", 0, True]],
-    ],
-    "Views": [[1], [[0, [1]]], [[1, [-1]]], [[1, [protocol.MAX_RANKS]]], [[1.0, [1]]], [[1, 1]], [[1, [True]], 2]],
-}
-
-
-def made(cls: Any) -> st.SearchStrategy[Message]:
-    return st.builds(cls, **{field.name: FIELDS[field.type] for field in dataclasses.fields(cls)})
-
-
-MESSAGES = st.sampled_from(KINDS).flatmap(made)
+"""Valid and invalid values of each type of a field."""
 
 
 def packed(kind: Any, *values: Any, version: Any = protocol.VERSION) -> bytes:
@@ -141,51 +105,23 @@ def packed(kind: Any, *values: Any, version: Any = protocol.VERSION) -> bytes:
 # Messages alone
 
 
-@given(MESSAGES)
-def test_messages_survive_a_round_trip(message: Message) -> None:
-    assert protocol.unpack(protocol.pack(message)) == message
-
-
 @pytest.mark.parametrize("cls", KINDS)
-def test_a_field_of_another_type_or_beyond_its_bounds_is_refused(cls: Any) -> None:
+def test_a_message_survives_a_round_trip_and_a_field_beyond_its_bounds_is_refused(cls: Any) -> None:
     fields = dataclasses.fields(cls)
-    good = [EXAMPLES[field.type][0] for field in fields]
-    assert protocol.unpack(packed(cls.kind, *good)) == cls(*good)
+    good = [TYPES[field.type][0][0] for field in fields]
     for index, field in enumerate(fields):
-        strange = [{"a": 1}, -1, 1.5, True, None, b"x", "x", [{}], [[[]]], 2**64 - 1]
-        for value in [*OUTSIDE[field.type], *(v for v in strange if not fits(v, field.type))]:
+        before, after = good[:index], good[index + 1 :]
+        for value in TYPES[field.type][0]:
+            message = cls(*before, value, *after)
+            assert protocol.unpack(protocol.pack(message)) == message
+        for value in [*TYPES[field.type][1], {"a": 1}, [{}], [[[]]]]:
             said = rf"received {cls.__name__} with {field.name}=.*expected type {field.type}"
             with pytest.raises(ProtocolError, match=said):
-                protocol.unpack(packed(cls.kind, *good[:index], value, *good[index + 1 :]))
+                protocol.unpack(packed(cls.kind, *before, value, *after))
     for values in [[*good, 0], *([good[:-1]] if good else [])]:
         said = f"received {cls.__name__} with {len(values)} fields; expected {len(good)}"
         with pytest.raises(ProtocolError, match=said):
             protocol.unpack(packed(cls.kind, *values))
-
-
-# A value of each type, and values that are valid for this type and invalid for most others.
-EXAMPLES: dict[str, tuple[Any, ...]] = {
-    "Rank": (3, -1),
-    "Count": (5,),
-    "String": ("word", "x"),
-    "Text": ("text", "x"),
-    "Blob": (b"blob", b"x"),
-    "Flag": (True,),
-    "Number": (0.5, 1.5, 2**64 - 1),
-    "OptionalNumber": (None, 1.5, 2**64 - 1),
-    "Strings": (["a"],),
-    "Blobs": ([b"a"],),
-    "Process": (["boot", 7, 9],),
-    "Counts": ([1, 2],),
-    "Region": ([64, 128], None),
-    "Entries": ([[1, 2, DENSE, 8]],),
-    "Definitions": ([[1, "float32", [2, 3], 3, b"\xa1k", 0, True]],),
-    "Views": ([[1, [0, 1]], [7, [0, 2]]],),
-}
-
-
-def fits(value: Any, name: str) -> bool:
-    return any(type(value) is type(one) and value == one for one in EXAMPLES[name])
 
 
 def test_truncated_and_invalid_messages_are_refused() -> None:
@@ -215,12 +151,6 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
     most = protocol.MAX_HEADER + protocol.MAX_COLLECTIVE
     with pytest.raises(ProtocolError, match=f"received a header of {most + 1} bytes; expected at most {most}"):
         protocol.unpack(bytes(most + 1))
-
-
-@given(st.binary(max_size=64) | st.lists(st.integers(-9, 2**63), max_size=9).map(msgpack.packb))
-def test_arbitrary_bytes_raise_only_protocol_errors(frame: bytes) -> None:
-    with suppress(ProtocolError):
-        assert isinstance(protocol.unpack(frame), Message)
 
 
 def test_a_header_of_lists_is_refused_before_they_take_memory() -> None:
@@ -265,7 +195,7 @@ def test_the_description_names_every_message_and_field() -> None:
     for cls in KINDS:
         (row,) = re.findall(rf"^\| {cls.kind} \| `{cls.__name__}` \| [^|]+ \| (.*)\|$", text, re.MULTILINE)
         assert re.findall(r"`(\w+): (\w+)`", row) == [(field.name, field.type) for field in dataclasses.fields(cls)]
-    for name in FIELDS:
+    for name in TYPES:
         assert f"| `{name}` |" in text
     for dtype in DTYPES:
         assert f"`{dtype}`" in text
@@ -333,9 +263,6 @@ def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
     before = pair.server.rejected
     hostile: list[tuple[str, Any, list[bytes]]] = [
         ("ProtocolError: received a header that is not msgpack", b"\xc1\xff", []),
-        ("ProtocolError: received a header that is not msgpack", b"", []),
-        ("ProtocolError: received a message of protocol version 9", packed(23, version=9), []),
-        ("ProtocolError: received a message of unknown kind 77", packed(77), []),
         ("ProtocolError: received Push with 1 fields", packed(23, 1), []),
         ("ProtocolError: received an unexpected Values from worker 1", Values(n(), 1, [], []), []),
         ("ProtocolError: received 0 data frames for 1", Push(n(), dense, None, None, False, None), []),
@@ -436,32 +363,6 @@ def test_wrong_payloads_of_codecs_fail_their_round(pair: Pair) -> None:
                 client.pull(pair.next(), 5, pair.round)
                 client.receive()  # a value if the bytes can be decoded, else an error
     pair.command("compression", msgpack.packb(None))
-    pair.serves()
-
-
-def test_repeated_messages_are_answered_but_not_applied_again(pair: Pair) -> None:
-    pair.round += 1
-    first, second = pair.next(), pair.next()
-    for _ in range(3):
-        pair.push_and_confirm(0, pair.round, bytes_of(FIRST), sequence=first)
-    for sequence in (second, pair.next()):  # also under another number: rank, shard and round identify a push
-        pair.push_and_confirm(1, pair.round, bytes_of(4 * FIRST), sequence=sequence)
-    for rank in (0, 0, 1, 1):
-        assert torch.equal(pair.pulled(rank, pair.round, sequence=second), FIRST * 5)
-    again = definition(pair.next(), 5, [FLOATS], key="honest")
-    assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
-    pair.serves()
-    assert pair.clients[0].request(again, bytes_of(FIRST)) == Ack([again.sequence])
-    assert torch.equal(pair.pulled(0, pair.round - 1), FIRST * 3)  # the definition was not applied again
-
-
-def test_pushes_that_overtake_each_other_are_all_counted(pair: Pair) -> None:
-    for number in (2, 3, 1):
-        for rank in range(2):
-            pair.push_and_confirm(rank, pair.round + number, bytes_of(FIRST * 4 ** (2 * number + rank)))
-    pair.round += 3
-    for rank in range(2):
-        assert torch.equal(pair.pulled(rank, pair.round), FIRST * (4**6 + 4**7))
     pair.serves()
 
 
@@ -629,8 +530,6 @@ def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.M
     own.acknowledge(workers[1], [3])
     own.flush()
     assert sent[1:] == [(b"0", Ack(list(range(64)))), (b"1", Ack([1, 2, 3]))]
-    own.flush_acks()
-    assert len(sent) == 3
     own.acknowledge_push(workers[0], 7, urgent=False)
     own.flush()
     assert len(sent) == 3

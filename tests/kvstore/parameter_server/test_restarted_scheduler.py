@@ -68,11 +68,12 @@ _MESSAGES = {"join": (1, 3), "met": (1, 2, 9, 20), "meet": (1, 4, 11, 20), "leav
         ("scheduler kill at met 12; server 0 kill at update 14", "dist_sync"),
         ("scheduler kill at meet 15; worker 1 kill at push-sent 9", "dist_sync"),
         ("worker 1 kill at push-sent 5; scheduler kill at join 4", "dist_sync"),
+        ("server 0 kill at update 9; server 0.1 kill at close 6", "dist_sync"),
         ("scheduler kill at meet 5", "dist_async"),
         ("scheduler kill at leave 1", "dist_async"),
     ],
 )
-def test_a_killed_scheduler_changes_no_bit(script: str, store: str) -> None:
+def test_processes_that_are_killed_and_started_again_change_no_bit(script: str, store: str) -> None:
     status, found, errors = run(script, store)
     assert status == 0, errors
     assert found == undisturbed(store)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline import KVStore, RowSparse, kvstore
+from gangline import KVStore, kvstore
 from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.kvstore.optimizer.keyed import OptimizerState
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
+from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.launcher.job import free_ports
+from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.processes import RoleProcess, join_job
-from tests.kvstore.parameter_server.test_restarted_scheduler import LOOP
-from tests.kvstore.test_launch import launch
-from tests.scripted_faults import script_processes
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -36,29 +35,32 @@ SHAPES = {"small": (7, 5), "large": (300, 401), "vector": (1_200_007,)}
 """In the message; in shared memory or a frame of its own; split into shards."""
 PORT = "TEST_SERVER_PORT"
 """Port that all processes of the server bind; not set: any free one."""
-LIMITS = {
-    "GANGLINE_TIMEOUT": "60",
-    "GANGLINE_HEARTBEAT": "0.2",
-    "GANGLINE_HEARTBEAT_LIMIT": "10",
-    "GANGLINE_RESTART_LIMIT": "30",
-}
+LIMITS = {**digits.LIMITS, "GANGLINE_HEARTBEAT_LIMIT": "10", "GANGLINE_RESTART_LIMIT": "30"}
 
 
 def play(
-    place: RoleProcess, starts: int, memory: str, over: str, body: Callable[..., Any], arguments: Sequence[Any]
+    place: RoleProcess,
+    roles: Sequence[str],
+    starts: int,
+    memory: str,
+    over: str,
+    body: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> Any:
-    """Run the role of a rank: 0 is the scheduler; then the starts of server 0, each after the one before; then workers.
+    """Run the role of a rank: 0 is the scheduler; then the starts of ``roles[0]``, in turn; then the other roles.
 
     Returns:
-        True of a server whether it was needed; of a worker the result of the body.
+        Of a server whether it was needed; of a worker the result of the body.
     """
-    own = join_job(place, WORKERS, 1)
+    own = join_job(place, WORKERS, len(roles) - WORKERS)
     pids = [int(pid) for pid in place.exchange(str(os.getpid()).encode())]
     if own is not None:
         own.run()
         return None
+    role, number = roles[max(0, place.rank - starts)].split()
+    os.environ.update({"DMLC_ROLE": role, f"DMLC_{role.upper()}_ID": number})
     if place.rank <= starts:
-        os.environ.update(DMLC_ROLE="server", DMLC_SERVER_ID="0", GANGLINE_INCARNATION=str(place.rank - 1))
+        os.environ["GANGLINE_INCARNATION"] = str(place.rank - 1)
         if memory:
             os.environ[KEPT_MEMORY] = str(os.open(memory, os.O_RDWR))
         if place.rank > 1:
@@ -66,45 +68,57 @@ def play(
                 select.select([os.pidfd_open(pids[place.rank - 1])], [], [])
         if Path(over).exists():
             return False
-        bind, port = Listener._bind, int(os.environ.get(PORT, 0))
-        with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
-            server.serve(from_environment())
-        Path(over).touch()
-        return True
-    os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 1 - starts))
-    return body(*arguments)
+    if role == "worker":
+        return body(*arguments)
+    bind, port = Listener._bind, int(os.environ.get(PORT, 0))
+    with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
+        server.serve(from_environment())
+    Path(over).touch()
+    return True
 
 
-def run(tmp_path: Path, kills: Sequence[str], body: Callable[..., Any], *arguments: Any, **more: str) -> list[Any]:
-    """Run a job whose server is killed at these points, one after the other; return the results of the workers.
+def run(
+    tmp_path: Path,
+    kills: Sequence[str],
+    body: Callable[..., Any],
+    *arguments: Any,
+    victim: str = "server 0",
+    servers: int = 1,
+    **more: str,
+) -> list[Any]:
+    """Run a job in which a process is killed at these points, one after the other; return the results of the workers.
 
     Args:
         tmp_path: folder of the test.
-        kills: points and numbers of events; the last start of the server is not killed. None: no restarts.
+        kills: points and numbers of events; the last start of the process is not killed. None: no restarts.
         body: runs in the workers.
         arguments: of the body.
+        victim: process that is killed.
+        servers: number of servers.
         more: environment variables.
     """
     starts = len(kills) + 1
-    script = "; ".join(f"server 0.{start} kill at {point}" for start, point in enumerate(kills))
+    script = "; ".join(f"{victim}.{start} kill at {point}" for start, point in enumerate(kills))
     environment = {**LIMITS, "GANGLINE_FAULT": script, "GANGLINE_RESTART_PROCESSES": str(len(kills)), **more}
-    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if kills else None
+    names = [f"server {rank}" for rank in range(servers)] + [f"worker {rank}" for rank in range(WORKERS)]
+    roles = [victim, *(name for name in names if name != victim)]
+    is_kept = bool(kills) and "server" in victim
+    memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_kept else None
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
-    over = tmp_path / f"over-{time.monotonic_ns()}"
+    over = str(tmp_path / f"over-{time.monotonic_ns()}")
     with patch.dict(os.environ, environment):
-        ranks = Ranks(play, 1 + starts + WORKERS, (starts, path, str(over), body, arguments), opener=RoleProcess)
+        ranks = Ranks(play, starts + len(roles), (roles, starts, path, over, body, arguments), opener=RoleProcess)
         try:
             ended: list[Outcome] = ranks.outcomes()
         finally:
             ranks.close()
             if memory is not None:
                 os.close(memory)
-    servers, workers = ended[1 : 1 + starts], ended[1 + starts :]
-    errors = [outcome.error for outcome in [ended[0], servers[-1], *workers]]
-    assert errors == [None] * len(errors)
-    assert ["was killed by SIGKILL" in str(outcome.error) for outcome in servers[:-1]] == [True] * len(kills)
-    assert servers[-1].value is True
-    return [outcome.value for outcome in workers]
+    killed, last = ended[1:starts], dict(zip(roles, ended[starts:], strict=True))
+    assert [outcome.error for outcome in (ended[0], *last.values())] == [None] * (1 + len(roles))
+    assert ["was killed by SIGKILL" in str(outcome.error) for outcome in killed] == [True] * len(kills)
+    assert last[names[0]].value is True
+    return [last[f"worker {rank}"].value for rank in range(WORKERS)]
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
@@ -255,50 +269,31 @@ def test_a_push_that_is_yet_to_be_repeated_is_not_taken_for_a_forgotten_one(tmp_
     check_equal(tmp_path, ["update 4", "pull 2", "push-taken 3", "update 5"], one_pulls, 6)
 
 
-ROWS, PUSHES = 20, 20
-"""Pushes of a row of the table add base-4 digits to it: one each, or the row shows which is lost or counted twice."""
+STEPS = 13
+"""Of two workers: a float64 holds 26 base-4 digits."""
 
 
-def count(name: str, steps: int, spec: Any, max_staleness: int | None = None) -> dict[str, Tensor]:
-    """Push a digit of its own in each step, some of them row-sparse; return the tables."""
-    with kvstore.create(name, max_staleness=max_staleness) as kv:
-        out = torch.zeros(ROWS, 8192, dtype=torch.float64)
-        small = torch.zeros(ROWS, 3, dtype=torch.float64)
-        kv.init(["table", "small"], [out, small])
+def count(name: str, spec: Any, max_staleness: int | None = None) -> dict[Key, list[int]]:
+    """Push a digit of its own in each step; return the digits of the sums."""
+    with DistStore(name, max_staleness=max_staleness) as kv:
+        outs = digits.init(kv)
         if spec is not None:
             kv.set_optimizer(spec)
-        for step in range(steps):
-            row, digit = divmod(WORKERS * step + kv.rank, PUSHES)
-            for key, value in (("table", out), ("small", small)):
-                values = torch.full((1, value.shape[1]), -(4.0**digit), dtype=torch.float64)
-                rows = RowSparse([row], values, value.shape)
-                kv.push(key, rows if step % 2 else rows.to_dense(), async_op=step % 5 == 1, priority=step)
-            if step % 4 == 0:
-                kv.pull(["table", "small"], [out, small])
-        kv.barrier()
-        kv.pull(["table", "small"], [out, small])
-        assert out.min(1).values.equal(out.max(1).values)
-        return {"table": out[:, :3].clone(), "small": small.clone()}
-
-
-def every_push(steps: int) -> Tensor:
-    """Return the table in which each push counts once."""
-    sums = [
-        sum(4.0**digit for digit in range(min(max(WORKERS * steps - PUSHES * row, 0), PUSHES))) for row in range(ROWS)
-    ]
-    return torch.tensor(sums, dtype=torch.float64)[:, None].expand(ROWS, 3)
+        digits.train(kv, outs, STEPS)
+        kv.pull(list(outs), list(outs.values()))  # after which the server has applied this worker's pushes
+        return digits.sums(kv, outs)
 
 
 ADDING = ("sgd", {"learning_rate": 1.0})
-TWENTY_ASYNC = ["push-taken 21", "update 25", "close 23", "ack 7", "values 4", "pull 5", "update 1", "close 1"] * 3
+EIGHT = ["push-taken 6", "update 8", "close 7", "ack 2", "values 3", "pull 2", "update 1", "close 1"]
 
 
 @pytest.mark.parametrize(
-    ("spec", "transport", "max_staleness", "kills", "steps"),
+    ("spec", "transport", "max_staleness", "kills"),
     [
-        (ADDING, "auto", None, ["update 15", "push-taken 12"], 30),
+        (ADDING, "auto", None, ["update 15", "push-taken 12"]),
         *(
-            pytest.param(spec, transport, max_staleness, TWENTY_ASYNC[:20], 200, marks=pytest.mark.slow)
+            pytest.param(spec, transport, max_staleness, EIGHT, marks=pytest.mark.slow)
             for spec in (None, ADDING)
             for transport in ("auto", "tcp")
             for max_staleness in (None, 3)
@@ -306,12 +301,11 @@ TWENTY_ASYNC = ["push-taken 21", "update 25", "close 23", "ack 7", "values 4", "
     ],
 )
 def test_an_async_push_counts_once_though_servers_are_killed(
-    tmp_path: Path, spec: Any, transport: str, max_staleness: int | None, kills: list[str], steps: int
+    tmp_path: Path, spec: Any, transport: str, max_staleness: int | None, kills: list[str]
 ) -> None:
-    arguments = "dist_async", steps, spec, max_staleness
-    for tables in run(tmp_path, kills, count, *arguments, GANGLINE_TRANSPORT=transport):
-        for table in tables.values():
-            assert torch.equal(table if spec else -table, every_push(steps))
+    arguments = "dist_async", spec, max_staleness
+    every_push = digits.every_push(STEPS, WORKERS)
+    assert run(tmp_path, kills, count, *arguments, GANGLINE_TRANSPORT=transport) == [every_push] * WORKERS
 
 
 def rated() -> Tensor:
@@ -337,24 +331,8 @@ def test_a_restarted_server_has_the_learning_rate_of_an_async_store(tmp_path: Pa
         assert weight.tolist() == [-WORKERS - 4.0] * 4
 
 
-@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(TWENTY_ASYNC[:20], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(EIGHT, marks=pytest.mark.slow)], ids=len)
 def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
     more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}
-    for tables in run(tmp_path, kills, count, "dist_async", 200, ADDING, None, **more):
-        for table in tables.values():
-            assert torch.equal(table, every_push(200))
-
-
-@pytest.mark.slow
-def test_the_launcher_keeps_the_memory_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for script in ("", "server 0 kill at update 9; server 1 kill at values 5; server 0.1 kill at close 6"):
-        script_processes(monkeypatch, script)
-        words = ("-n", "2", "-s", "2", "--restart-processes", "3", "--", sys.executable, "-c", LOOP, "dist_sync")
-        with launch(*words) as job:
-            status, out, errors = job.end(100)
-        assert status == 0
-        assert sum("it starts again" in line for line in errors) == script.count("kill")
-        found += [line.partition("] ")[2] for line in out]
-    assert len(found) == 4
-    assert len(set(found)) == 1
+    every_push = digits.every_push(STEPS, WORKERS)
+    assert run(tmp_path, kills, count, "dist_async", ADDING, **more) == [every_push] * WORKERS

@@ -77,11 +77,9 @@ def differences_are_the_same_error_on_all(kv: KVStore) -> list[str]:
         (["a", "c" if rank == 1 else "b"], [torch.zeros(3), torch.zeros(3)]),
         (["a", "b"] if rank else ["a"], [torch.zeros(3)] * (2 if rank else 1)),
     ):
-        with pytest.raises(MismatchError) as raised:
+        with pytest.raises(MismatchError, match=r"rank 0.*rank 1|rank 1.*rank 0") as raised:
             kv.init(keys, values)
         texts.append(str(raised.value))
-        assert "rank 0" in texts[-1]
-        assert "rank 1" in texts[-1]
     for key in ("shape", "dtype", "a", "b"):  # a correct init follows
         assert key not in kv
         kv.init(key, torch.full((3,), float(rank + 5)))
@@ -89,9 +87,7 @@ def differences_are_the_same_error_on_all(kv: KVStore) -> list[str]:
         out = torch.empty(3)
         kv.pushpull(key, torch.full((3,), float(rank + 1)), out=out)
         same(out, torch.full((3,), kv.num_workers * (kv.num_workers + 1) / 2))
-    assert "'shape'" in texts[0]
-    assert "(3,)" in texts[0]
-    assert "(4,)" in texts[0]
+    assert all(word in texts[0] for word in ("'shape'", "(3,)", "(4,)"))
     assert "float64" in texts[1]
     return texts
 
@@ -123,17 +119,13 @@ def a_worker_ahead_waits_for_its_round(kv: KVStore) -> None:
         if kv.rank == 0:
             works += [kv.push("ahead", ramp(SMALL, 4**number), async_op=True), kv.pull("ahead", out, async_op=True)]
     kv.barrier()
+    for number, out in enumerate(outs if kv.rank else []):
+        kv.push("ahead", ramp(SMALL, 4**number * (kv.rank + 1)))
+        kv.pull("ahead", out)
+    for work in works:
+        work.wait(60)
     for number, out in enumerate(outs):
-        if kv.rank:
-            assert kv.rank > 0
-            kv.push("ahead", ramp(SMALL, 4**number * (kv.rank + 1)))
-            kv.pull("ahead", out)
-            same(out, ramp(SMALL, 4**number * kv.num_workers * (kv.num_workers + 1) / 2))
-    if kv.rank == 0:
-        for work in works:
-            work.wait(60)
-        for number, out in enumerate(outs):
-            same(out, ramp(SMALL, 4**number * kv.num_workers * (kv.num_workers + 1) / 2))
+        same(out, ramp(SMALL, 4**number * kv.num_workers * (kv.num_workers + 1) / 2))
 
 
 def later_pushes_of_a_key_may_be_more_urgent(kv: KVStore) -> None:
@@ -163,11 +155,6 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         key = f"weighted {numel}"
         kv.init(key, torch.zeros(numel, dtype=torch.float64))
         out = torch.empty(numel, dtype=torch.float64)
-        weights = [float(rank + 1) for rank in range(n)]
-        expected = sum(w * 2.0 * (rank + 1) for rank, w in enumerate(weights)) / sum(weights)
-        kv.push_weighted(key, torch.full((numel,), 2.0 * (kv.rank + 1), dtype=torch.float64), weights[kv.rank])
-        kv.pull(key, out)
-        torch.testing.assert_close(out, torch.full((numel,), expected, dtype=torch.float64), rtol=1e-14, atol=0)
         kv.push_weighted(key, None if kv.rank else out.fill_(3.0 * n), 5.0)  # the samples of absent workers count
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]
@@ -178,28 +165,21 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]  # no worker has a value: it stays
-        kv.push(key, out.fill_(kv.rank + 1.0))
-        kv.pull(key, out)
-        assert out.unique().tolist() == [n * (n + 1) / 2]
 
 
 # Optimizers
 
 
 def specs_that_differ_are_the_same_error_on_all(kv: KVStore) -> list[str]:
-    texts = []
-    with pytest.raises(MismatchError) as raised:
-        kv.set_optimizer(("sgd", {"learning_rate": 0.5 if kv.rank == 1 else 0.25}))
-    texts.append(str(raised.value))
-    with pytest.raises(MismatchError) as raised:
-        kv.set_optimizer(("adam" if kv.rank == 1 else "sgd", {"learning_rate": 0.5}))
-    texts.append(str(raised.value))
-    with pytest.raises(MismatchError) as raised:
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5 if kv.rank == 1 else 0.25})
-    texts.append(str(raised.value))
-    for text in texts:
-        assert "rank 0" in text
-        assert "rank 1" in text
+    texts, rate = [], 0.5 if kv.rank == 1 else 0.25
+    for call, spec in (
+        (kv.set_optimizer, ("sgd", {"learning_rate": rate})),
+        (kv.set_optimizer, ("adam" if kv.rank == 1 else "sgd", {"learning_rate": 0.5})),
+        (kv.set_gradient_compression, {"type": "2bit", "threshold": rate}),
+    ):
+        with pytest.raises(MismatchError, match=r"rank 0.*rank 1") as raised:
+            call(spec)
+        texts.append(str(raised.value))
     kv.init("plain", torch.zeros(SMALL))
     kv.push("plain", torch.ones(SMALL))
     same(pulled(kv, "plain"), torch.full((SMALL,), float(kv.num_workers)))  # no optimizer was set
@@ -357,50 +337,23 @@ def async_pushes_add(kv: KVStore) -> None:
         assert out.unique().tolist() == [(4.0 ** (3 * n) - 1) / 3]
 
 
-def async_pushes_of_any_priority_are_all_applied(kv: KVStore) -> None:
+def an_async_pull_includes_all_earlier_pushes_of_any_priority(kv: KVStore) -> None:
     kv.init("any", torch.zeros(1_000_000, dtype=torch.float64))
-    value = torch.empty(1_000_000, dtype=torch.float64)
-    values = [value.fill_(4.0 ** (6 * kv.rank + number)).clone() for number in range(6)]
-    for work in [kv.push("any", one, priority=n, async_op=True) for n, one in enumerate(values)]:
+    out = torch.empty(1_000_000, dtype=torch.float64)
+    values = [out.fill_(4.0 ** (6 * kv.rank + number)).clone() for number in range(6)]  # more than the window
+    works = [kv.push("any", one, priority=n, async_op=True) for n, one in enumerate(values)]
+    kv.pull("any", out, priority=9)
+    assert all(int(value) >> (12 * kv.rank) & 0xFFF == 0x555 for value in out.unique())  # all digits of this worker
+    for work in works:
         work.wait(60)
-    kv.pull("any", value)  # after its own pushes
     kv.barrier()
-    kv.pull("any", value)
-    assert value.unique().tolist() == [(4.0 ** (6 * kv.num_workers) - 1) / 3]
-
-
-def an_async_pull_includes_all_earlier_pushes(kv: KVStore) -> None:
-    numel = 5_000_000  # more than the window
-    kv.init("behind", torch.zeros(numel, dtype=torch.float64))
-    out = torch.empty(numel, dtype=torch.float64)
-    value = torch.full((numel,), 4.0**kv.rank, dtype=torch.float64)
-    work = kv.push("behind", value, async_op=True)
-    kv.pull("behind", out, priority=9)
-    work.wait()
-    assert all(int(digit) >> (2 * kv.rank) & 3 == 1 for digit in out.unique())
-
-
-def each_async_push_is_an_update(kv: KVStore) -> None:
-    kv.init(["updated", "updated cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
-    kv.set_optimizer(("sgd", {"learning_rate": 0.5}))
-    for _ in range(4):
-        kv.push(["updated", "updated cut"], [ramp(SMALL, 2), ramp(CUT, 2)])
-    kv.pull("updated", torch.empty(SMALL))
-    kv.pull("updated cut", torch.empty(CUT))
-    kv.barrier()
-    same(pulled(kv, "updated"), ramp(SMALL, -4.0 * kv.num_workers))
-    same(pulled(kv, "updated cut", CUT), ramp(CUT, -4.0 * kv.num_workers))
+    kv.pull("any", out)
+    assert out.unique().tolist() == [(4.0 ** (6 * kv.num_workers) - 1) / 3]
 
 
 @pytest.mark.parametrize("name", ["dist_async", pytest.param("dist_device_async", marks=pytest.mark.slow)])
 def test_async(name: str) -> None:
-    cases = [
-        async_pushes_add,
-        async_pushes_of_any_priority_are_all_applied,
-        an_async_pull_includes_all_earlier_pushes,
-        each_async_push_is_an_update,
-    ]
-    check(name, 3, 2, cases)
+    check(name, 3, 2, [async_pushes_add, an_async_pull_includes_all_earlier_pushes_of_any_priority])
 
 
 def push_and_leave() -> None:

@@ -15,7 +15,7 @@ import pytest
 from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore.parameter_server import torchrun
 from gangline.kvstore.parameter_server.torchrun import ChildServers
-from tests.kvstore.parameter_server.in_process import LIMIT, Job
+from tests.kvstore.parameter_server.in_process import LIMIT
 from tests.kvstore.parameter_server.processes import RoleProcess
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,17 +47,6 @@ def test_a_stopped_child_is_killed_some_time_after_the_end_of_the_job(
     assert not closing.is_alive()
     assert len(asked) == 21
     assert child.returncode == -signal.SIGKILL
-
-
-def test_a_worker_knows_when_all_others_have_left() -> None:
-    with Job(2) as job:
-        first, second = job.members()
-        seen = threading.Event()
-        first.on_change = seen.set
-        assert not first.is_job_over
-        second.close()
-        assert seen.wait(LIMIT)
-        assert first.is_job_over
 
 
 def test_children_outlive_the_thread_that_asked_for_them(children: ChildServers) -> None:

@@ -6,14 +6,12 @@ GANGLINE_TIMEOUT is 1800: a test that hangs ends by pytest's timeout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from gangline import Communicator, Module, cpu, kvstore, spawn
+from gangline import kvstore
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -138,35 +136,3 @@ def test_a_barrier_is_an_error_of_both_only_against_a_call_that_cannot_go_on_wit
         assert text.startswith(f"rank 1 of 2: {words}")
         assert other_text.startswith(f"rank 1: {words}")
     assert pulled == other == [2.0]
-
-
-def save_on_rank_0(store: str | KVStore, folder: str) -> str:
-    data = torch.rand(12, 3)
-    with Module(nn.Linear(3, 2), nn.CrossEntropyLoss(), cpu()) as module:
-        module.init_optimizer(store)
-
-        def train() -> None:
-            for _ in range(3):
-                module.forward_backward_update(data, torch.zeros(12, dtype=torch.int64))
-                if module.workers.rank == 0:
-                    module.save_checkpoint(f"{folder}/net", 1)
-
-        with pytest.raises(MismatchError) as raised:
-            train()
-        return str(raised.value)
-
-
-def save_on_rank_0_of_a_communicator(comm: Communicator, folder: str) -> str:
-    with kvstore.create("allreduce", communicator=comm) as kv:
-        return save_on_rank_0(kv, folder)
-
-
-@pytest.mark.parametrize("store", ["allreduce", "dist_sync"])
-def test_saving_on_rank_0_alone_is_an_error_of_all_that_says_what_to_write(store: str, tmp_path: Path) -> None:
-    if store == "allreduce":
-        texts = spawn(save_on_rank_0_of_a_communicator, 2, str(tmp_path), threads=1)
-    else:
-        texts = run_job(save_on_rank_0, 2, 1, store, str(tmp_path))
-    for text in texts:
-        assert "save_checkpoint" in text
-        assert "call save_checkpoint on every worker, not only on rank 0: it writes on rank 0 alone" in text
