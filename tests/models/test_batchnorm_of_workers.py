@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -182,19 +181,6 @@ def test_unequal_workers_with_statistics_of_their_own_are_warned_of_once(three: 
     assert "batch normalization '1' will take mean and variance from each rank's own share" in text
     assert "loads 3, 1, 1" in text
     assert text.endswith("pass sync_batchnorm=True to Module")
-
-
-def test_gradients_of_outputs_and_inputs_are_those_of_one_device() -> None:
-    layers = [nn.Linear(SIDE, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)]
-    made, data = nn.Sequential(*layers).double(), torch.randn(7, SIDE, dtype=torch.float64)
-    reference, inputs = copy.deepcopy(made), data.clone().requires_grad_()
-    gradient = torch.randn(7, CLASSES, dtype=torch.float64)
-    reference(inputs).backward(gradient)
-    with Module(made, None, [cpu(0), cpu(1), cpu(2)], [4, 1, 2], sync_batchnorm=True) as module:
-        module.bind((7, SIDE), inputs_need_grad=True)
-        module.forward(data)
-        module.backward(gradient)
-        torch.testing.assert_close(module.get_input_grads(), inputs.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_random_layers_between_repeat_bit_for_bit() -> None:

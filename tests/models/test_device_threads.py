@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -69,21 +68,6 @@ def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_one_after_another_does_not_overlap(pair: DeviceThreads) -> None:
-    events: list[str] = []
-
-    def call(name: str) -> None:
-        events.append(f"{name} begins")
-        spin(0.01)
-        events.append(f"{name} ends")
-
-    calls = [(1, partial(call, "b")), (0, partial(call, "a"))]
-    for _ in range(3):
-        events.clear()
-        pair.run(calls, one_after_another=True)
-        assert events == ["b begins", "b ends", "a begins", "a ends"]
-
-
 def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
     barrier = threading.Barrier(2)
     ended = []
@@ -104,15 +88,6 @@ def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> No
         assert ended == [True]
 
 
-def test_of_several_errors_that_of_the_first_call_is_raised(pair: DeviceThreads) -> None:
-    def fail(name: str) -> None:
-        raise ValueError(name)
-
-    with pytest.raises(ValueError, match="second context") as caught:
-        pair.run([(1, partial(fail, "second context")), (0, partial(fail, "first context"))])
-    assert caught.value.__notes__ == ["in the replica on cpu(1)"]
-
-
 def large_sum() -> None:
     torch.ones(2_000_000).add(1.0)
 
@@ -123,9 +98,7 @@ def backward_of_a_convolution() -> None:
     assert network.weight.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("contexts", "share"), [(CONTEXTS, 3), ([cpu(0), cpu(1), cpu(2), cpu(3)], 1), ([cpu(i) for i in range(8)], 1)]
-)
+@pytest.mark.parametrize(("contexts", "share"), [(CONTEXTS, 3), ([cpu(i) for i in range(8)], 1)])
 def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], share: int) -> None:
     device_threads = DeviceThreads(contexts)
     calls = lambda function: [(number, function) for number in range(len(contexts))]  # noqa: E731
