@@ -51,8 +51,9 @@ def networks(module: Module) -> list[nn.Module]:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_a_resume_with_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_resume_with_another_optimizer_than_a_loop_saved_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
+    epochs: list[int] = []
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "adam")
         module.forward_backward_update(*arrays())
@@ -62,30 +63,15 @@ def test_a_resume_with_another_optimizer_is_refused_and_changes_nothing(tmp_path
         with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
             module.fit(arrays(), num_epoch=2, batch_size=5, resume=(prefix, 1))
         assert distance(module.get_params(), classifier().state_dict()) == 0.0
+        options: dict[str, Any] = {"epoch_end_callback": lambda epoch, *_: epochs.append(epoch), "optimizer": "adam"}
+        module.fit(arrays(), num_epoch=3, batch_size=5, resume=(prefix, 1), **options)
+        assert epochs == [1, 2]
     with Module.load(prefix, 1, network=classifier(), context=cpu(), load_optimizer_states=True) as loaded:
         with pytest.raises(ValueError, match="optimizer 'adam', but 'sgd'"):
             loaded.init_optimizer("local", "sgd")
         assert not loaded.optimizer_initialized
         loaded.init_optimizer("local", "adam")
         assert distance(loaded.optimizer_state().tensors, state.tensors) == 0.0
-
-
-def test_fit_resumes_from_the_epoch_that_a_manual_loop_saved(tmp_path: Path) -> None:
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.init_optimizer()
-        for _ in range(3):
-            module.forward_backward_update(*arrays())
-        module.save_checkpoint(tmp_path / "net", 3, save_optimizer_states=True)
-    epochs: list[int] = []
-    with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            arrays(),
-            num_epoch=5,
-            batch_size=5,
-            resume=(tmp_path / "net", 3),
-            epoch_end_callback=lambda epoch, *_: epochs.append(epoch),
-        )
-    assert epochs == [3, 4]
 
 
 def test_a_lazy_network_can_be_loaded(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
 def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     with module_of() as module:
+        assert not module.params_initialized
+        module.init_params("xavier")
+        assert module.params_initialized
         module.save_params(path)
         params = module.get_params()
     with module_of(nn.Linear(4, 3)) as module:
@@ -119,30 +122,12 @@ def test_params_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         module.load_params(tmp_path / "net.safetensors")
 
 
-def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None:
-    with module_of() as module:
-        assert not module.params_initialized
-        module.init_params("xavier")
-        assert module.params_initialized
-        module.save_params(tmp_path / "net.safetensors")
-    with module_of() as module:
-        module.load_params(tmp_path / "net.safetensors")
-        assert module.params_initialized
-    with module_of() as module:
-        module.init_optimizer()
-        assert module.params_initialized
-
-
 def test_fit_initializes_parameters() -> None:
     options: dict[str, Any] = {"num_epoch": 1, "batch_size": 4, "optimizer_params": {"lr": 0.0}}
     with module_of() as module:
-        module.fit(batch(), initializer="one", **options)
-        assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))
-        assert not module.get_params()["bias"].any()
-        module.fit(batch(), initializer="zeros", **options)  # initialised already
-        assert module.get_params()["weight"].all()
-        module.fit(batch(), initializer="zeros", force_init=True, **options)
-        assert not module.get_params()["weight"].any()
+        for initializer, force, weight in (("one", False, 1), ("zeros", False, 1), ("zeros", True, 0)):
+            module.fit(batch(), initializer=initializer, force_init=force, **options)
+            assert torch.equal(module.get_params()["weight"], torch.full((3, 4), float(weight)))
     bias = {"bias": torch.full((3,), 2.0)}
     with module_of() as module:
         with pytest.raises(RuntimeError, match=r"parameters \['weight'\] are missing"):

@@ -141,7 +141,7 @@ def test_forward_gives_the_output_and_frozen_layers_get_no_gradient() -> None:
     assert all(parameter.grad is not None for parameter in own[1:].parameters())
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [*itertools.product((1, 2, 3, 5), (1, 2, 4, 9))])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 2), (3, 4), (5, 9)])
 def test_each_stage_runs_every_pass_once_and_keeps_few_activations(stages: int, micro_batches: int) -> None:
     orders = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
     for stage, order in enumerate(orders):
