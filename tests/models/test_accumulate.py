@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,19 @@ def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(weights))
 
 
-def test_the_speedometer_speaks_though_its_period_does_not_divide(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_speedometer_speaks_of_all_metrics_though_its_period_does_not_divide(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with (
         caplog.at_level(logging.INFO, logger="gangline"),
         Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module,
     ):
-        module.fit(classes([6] * 20), num_epoch=1, batch_end_callback=Speedometer(6, frequent=4), accumulate=3)
-    lines = [record.getMessage() for record in caplog.records if "Speed:" in record.getMessage()]
-    assert [line.split("\t")[0] for line in lines] == [
-        f"Epoch[0] Batch [{begin}-{end}]" for begin, end in ((2, 5), (5, 8), (8, 14), (14, 17))
+        meter = Speedometer(6, frequent=4)
+        module.fit(classes([6] * 20), None, ["acc", "ce"], num_epoch=1, batch_end_callback=meter, accumulate=3)
+    lines = [line for line in caplog.messages if "Speed:" in line]
+    assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == [
+        f"Epoch[0] Batch [{begin}-{end}]\tSpeed:  samples/sec\taccuracy=\tcross-entropy="
+        for begin, end in ((2, 5), (5, 8), (8, 14), (14, 17))
     ]
 
 

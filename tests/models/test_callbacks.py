@@ -95,18 +95,6 @@ def test_lines_have_mxnets_form_and_tell_of_their_own_batches_or_of_the_epoch_so
     assert whole == pytest.approx(sum(right for right, _ in counts) / sum(map(sum, counts)))
 
 
-def test_every_value_of_a_list_is_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "gangline")
-    metric, speedometer = create(["acc", "ce"]), Speedometer(4, frequent=1)
-    for batch in range(2):
-        metric.update(torch.tensor([0, 1]), torch.tensor([[0.5, 0.5], [0.5, 0.5]]), None)
-        speedometer(BatchEndParam(3, batch, metric))
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        r"Epoch\[3\] Batch \[0-1\]\tSpeed: \d+\.\d\d samples/sec\taccuracy=0\.500000\tcross-entropy=0\.693147", line
-    )
-
-
 @pytest.mark.parametrize(("frequent", "first", "count_of_lines"), [(3, 0, 2), (10, 7, 1)])
 def test_speed_is_samples_by_the_time_since_the_last_line_or_since_a_resumed_epochs_first_call(
     frequent: int, first: int, count_of_lines: int, lines: Any
@@ -233,8 +221,7 @@ def test_nothing_is_left_of_the_bar_when_fit_is_over(
     assert open_bars() == []
 
 
-@pytest.mark.parametrize("contexts", [[cpu()], [cpu(0), cpu(1)]])
-def test_a_batch_callback_gets_epoch_and_batch(contexts: list[Any]) -> None:
+def test_a_batch_callback_gets_epoch_and_batch() -> None:
     data, label = arrays()
     seen: list[tuple[int, int]] = []
     values: list[float] = []
@@ -252,7 +239,7 @@ def test_a_batch_callback_gets_epoch_and_batch(contexts: list[Any]) -> None:
         assert name == "accuracy"
         values.append(value)
 
-    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), contexts) as module:
+    with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
         module.fit((data, label), batch_size=4, shuffle=False, num_epoch=4, begin_epoch=2, batch_end_callback=look)
     assert seen == [(epoch, batch) for epoch in (2, 3) for batch in range(3)]
     for first in (0, 3):  # each epoch's running accuracy
@@ -281,21 +268,14 @@ def test_an_epoch_callback_gets_the_network_and_copies_of_its_parameters_and_buf
 
 def test_several_callbacks_are_called_in_order() -> None:
     calls: list[str] = []
-
-    def named(name: str) -> Any:
-        return lambda *_: calls.append(name)
-
+    options: dict[str, Any] = {
+        f"{when}_end_callback": [lambda *_, name=f"{when} {which}": calls.append(name) for which in "ab"]
+        for when in ("batch", "epoch", "eval_batch", "eval")
+    }
     with Module(nn.Linear(2, 3), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            arrays(),
-            arrays(5),
-            batch_size=5,
-            num_epoch=1,
-            batch_end_callback=[named("batch a"), named("batch b")],
-            epoch_end_callback=(named("epoch a"), named("epoch b")),
-            eval_end_callback=[named("eval a"), named("eval b")],
-        )
-    assert calls == ["batch a", "batch b"] * 2 + ["epoch a", "epoch b", "eval a", "eval b"]
+        module.fit(arrays(), arrays(), batch_size=5, num_epoch=1, **options)
+    names = ["batch", "batch", "epoch", "eval_batch", "eval_batch", "eval"]
+    assert calls == [f"{name} {which}" for name in names for which in "ab"]
 
 
 def test_callbacks_of_scoring_get_epoch_batch_and_metric() -> None:

@@ -36,16 +36,6 @@ def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]
     return [(0, function), (1, function)]
 
 
-def test_each_context_keeps_its_own_thread(pair: DeviceThreads) -> None:
-    first = pair.run(both(threading.get_ident))
-    assert len({*first, threading.get_ident()}) == 3
-    for _ in range(5):
-        assert pair.run(both(threading.get_ident)) == first
-    assert pair.run([(1, threading.get_ident)]) == first[1:]
-    assert pair.run([(1, threading.get_ident), (0, threading.get_ident)]) == first[::-1]
-    assert pair.run(both(threading.get_ident), one_after_another=True) == first
-
-
 def test_one_context_runs_in_the_callers_thread() -> None:
     before = threading.active_count()
     alone = DeviceThreads([cpu()])
@@ -59,8 +49,11 @@ def test_one_context_runs_in_the_callers_thread() -> None:
 def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_close() -> None:
     contexts = [cpu(0), cpu(1), cpu(1)]
     device_threads = DeviceThreads(contexts)
-    threads = device_threads.run([(number, threading.current_thread) for number in range(3)])
-    assert len(set(threads)) == 3
+    calls = [(number, threading.current_thread) for number in range(3)]
+    threads = device_threads.run(calls)
+    assert len({*threads, threading.current_thread()}) == 4
+    assert device_threads.run(calls[::-1]) == threads[::-1]
+    assert device_threads.run(calls[1:], one_after_another=True) == threads[1:]
     for thread, context in zip(threads, contexts, strict=True):
         assert thread.name.startswith(f"gangline-{context}")
         assert thread.is_alive()

@@ -155,19 +155,6 @@ def test_parameters_and_buffers_may_be_given_apart() -> None:
                 module.set_params(arg, True)  # type: ignore[arg-type]
 
 
-def test_the_eval_batch_end_callback_is_called_after_each_batch_of_a_validation() -> None:
-    seen: list[tuple[int, int]] = []
-    with module_of() as module:
-        module.fit(
-            batch(),
-            batch(5),
-            num_epoch=2,
-            batch_size=4,
-            eval_batch_end_callback=lambda param: seen.append((param.epoch, param.nbatch)),
-        )
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     with module_of() as module:

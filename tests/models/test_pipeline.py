@@ -130,17 +130,6 @@ def test_a_layer_that_occurs_twice_runs_twice() -> None:
     assert torch.equal(pipeline(data), network(data))
 
 
-def test_forward_gives_the_output_and_frozen_layers_get_no_gradient() -> None:
-    own = network()
-    own[0].requires_grad_(False)
-    pipeline = Pipeline(own, nn.CrossEntropyLoss(), {"embed": cpu(0), "lstm1": cpu(1)})
-    [(data, label)] = batches(1, 6)
-    assert torch.equal(pipeline(data), own(data))
-    pipeline.forward_backward(data, label)
-    assert own[0].weight.grad is None
-    assert all(parameter.grad is not None for parameter in own[1:].parameters())
-
-
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 2), (3, 4), (5, 9)])
 def test_each_stage_runs_every_pass_once_and_keeps_few_activations(stages: int, micro_batches: int) -> None:
     orders = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]

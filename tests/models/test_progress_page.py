@@ -254,22 +254,6 @@ def test_the_page_shows_why_training_ended(tmp_path: Path, ends: str) -> None:
 # -- resumed runs ----------------------------------------------------------------------------------------------------
 
 
-def test_measured_loads_are_those_of_now(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-
-    def measure(param: BatchEndParam) -> None:
-        if param.nbatch == 2:
-            assert module.load_balancer is not None
-            module.load_balancer.speeds.loads = [3 + param.epoch, 1]
-
-    contexts = [cpu(0), cpu(1)]
-    with Module(network(), nn.CrossEntropyLoss(), contexts, "auto") as module:
-        module.init_optimizer("local", "sgd", RATE)
-        module.begin_epoch = lambda: None  # type: ignore[method-assign]
-        fit(module, TrainingProgress(module, path), measure, epochs=3)
-    assert read_progress(path)["settings"]["loads"] == "5, 1 (auto)"
-
-
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
 def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
     path, prefix = tmp_path / "page.html", tmp_path / "net"
@@ -456,7 +440,7 @@ class SlowStore(LocalStore):
         return super().pull_bucket(*arguments, **options)
 
 
-def test_waiting_time_includes_waits_for_the_store() -> None:
+def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not() -> None:
     store = create("slow_local")
     assert isinstance(store, SlowStore)
     store.go = threading.Event()
@@ -469,12 +453,8 @@ def test_waiting_time_includes_waits_for_the_store() -> None:
             module.forward_backward_update(data, label)
         assert store.held > held > 0
         assert module.seconds_waiting - first >= store.held - held
-
-
-def test_one_context_waits_for_nothing() -> None:
     with module_on([1]) as module:
-        for _ in range(3):
-            module.forward_backward_update(*arrays(8))
+        module.forward_backward_update(data, label)
         assert module.seconds_waiting == 0.0
 
 
