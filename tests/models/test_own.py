@@ -80,6 +80,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def write_data(text: str) -> None:
+    sys.modules.pop("own_data", None)
     Path("own_data.py").write_text(f"import torch\n{text}")
 
 
@@ -145,25 +146,17 @@ def test_an_unknown_name_is_refused_with_suggestions() -> None:
         zoo.create("own_package.nets:build", depth=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_an_error_in_user_code_names_its_line() -> None:
+    for name, message in (
         ("nets:breaks", r"failed: ZeroDivisionError: division by zero \(.*nets\.py, line 22\)"),
         ("broken:build", r"could not be imported: NameError: name 'undefined_name' is not .*broken\.py, line 2\)"),
         ("unready:build", "could not be imported: No module named 'own_missing_thing'; install it"),
         ("wrong:build", r"could not be imported: SyntaxError: .*wrong\.py, line 1\)"),
-    ],
-)
-def test_an_error_in_user_code_names_its_line(name: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message) as caught:
-        zoo.create(f"own_package.{name}")
-    assert caught.value.__cause__ is not None
-
-
-def test_the_current_folder_is_searched_once_and_first() -> None:
-    import_by_name.resolve("single:build")
-    import_by_name.resolve("own_package.nets:build")
-    assert sys.path.count(str(Path.cwd())) == 1
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            zoo.create(f"own_package.{name}")
+        assert caught.value.__cause__ is not None
+    assert sys.path.count(str(Path.cwd())) == 1  # the current folder is searched once, and first
     assert sys.path[0] == str(Path.cwd())
 
 
@@ -182,7 +175,6 @@ def test_a_data_function_gets_the_arguments_that_it_has_parameters_for() -> None
         ("**options", {"image_shape": (1, 2, 3), "dtype": torch.float64, "seed": 7}),
         ("path='here', *, dtype", {"path": "here", "dtype": torch.float64}),
     ):
-        sys.modules.pop("own_data", None)
         write_data(f"{ARRAYS}def make({signature}):\n    told = dict(locals())\n    return (told, pair), pair, 4\n")
         train, held_out, classes = made()
         assert train[0].get("options", train[0]) == told
@@ -190,49 +182,41 @@ def test_a_data_function_gets_the_arguments_that_it_has_parameters_for() -> None
         assert classes == 4
 
 
-@pytest.mark.parametrize(
-    ("returned", "classes"), [("Splits(pair, [pair], 3)", 3), ("(pair, pair, None)", None), ("(pair, pair)", None)]
-)
-def test_every_way_to_return_data(returned: str, classes: int | None) -> None:
-    write_data(f"from gangline.models.data.datasets import Splits\n{ARRAYS}def make():\n    return {returned}\n")
-    data = made()
-    assert isinstance(data, Splits)
-    assert data.num_classes == classes
-    assert data.train[0].shape == (6, 3)
+def test_every_way_to_return_data() -> None:
+    for returned, classes in (("Splits(pair, [pair], 3)", 3), ("(pair, pair, None)", None), ("(pair, pair)", None)):
+        write_data(f"from gangline.models.data.datasets import Splits\n{ARRAYS}def make():\n    return {returned}\n")
+        data = made()
+        assert isinstance(data, Splits)
+        assert data.num_classes == classes
+        assert data.train[0].shape == (6, 3)
 
 
 def test_an_unknown_image_shape_is_an_error_only_for_functions_that_need_it() -> None:
     write_data(f"{ARRAYS}def make(image_shape=(1, 8, 8)):\n    return pair, pair, image_shape[1]\n")
     assert made(None).num_classes == 8
     assert made((1, 2, 3)).num_classes == 2
-    sys.modules.pop("own_data")
     write_data(f"{ARRAYS}def make(image_shape):\n    return pair, pair, 2\n")
     with pytest.raises(ValueError, match="takes image_shape, and the network does not define it; give --image-shape"):
         made(None)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return pair", "returned a Tensor as train data; expected .data, labels., a Dataset or batches"),
-        ("return pair, None", "returned a NoneType as validation data"),
-        ("return pair, pair, 3, 4", "returned a tuple of 4; expected .train, validation, number of classes."),
-        ("return [pair, pair]", "returned a list; expected"),
-        ("return pair, pair, 0", "returned 0 as the number of classes; expected an int above 0 or None"),
-        ("return pair, pair, True", "returned True as the number of classes"),
-    ],
-)
-def test_invalid_data_are_refused(body: str, message: str) -> None:
-    write_data(f"{ARRAYS}def make():\n    {body}\n")
-    with pytest.raises(ValueError, match=message):
-        made()
+def test_invalid_data_are_refused() -> None:
+    for returned, message in (
+        ("pair", "returned a Tensor as train data; expected .data, labels., a Dataset or batches"),
+        ("pair, None", "returned a NoneType as validation data"),
+        ("pair, pair, 3, 4", "returned a tuple of 4; expected .train, validation, number of classes."),
+        ("[pair, pair]", "returned a list; expected"),
+        ("pair, pair, 0", "returned 0 as the number of classes; expected an int above 0 or None"),
+    ):
+        write_data(f"{ARRAYS}def make():\n    return {returned}\n")
+        with pytest.raises(ValueError, match=message):
+            made()
 
 
 def test_a_function_that_needs_more_or_fails_is_an_error() -> None:
     write_data("def make(path, seed):\n    pass\n")
     with pytest.raises(ValueError, match="missing a required argument: 'path'; gangline passes seed, and other"):
         made()
-    sys.modules.pop("own_data")
     write_data("def make():\n    open('nowhere.csv')\n")
     with pytest.raises(RuntimeError, match=r"FileNotFoundError: .*nowhere\.csv' \(.*own_data\.py, line 3\)"):
         made()
