@@ -29,18 +29,12 @@ def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_network_trains_through_topk_and_its_replicas_stay_equal() -> None:
-    data, label = clusters(96)
-    compression = {"type": "topk", "ratio": 0.1}
+    data = clusters(96)
+    compression, rate = {"type": "topk", "ratio": 0.1}, {"learning_rate": 0.1, "momentum": 0.9}
     with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), [3, 1], compression_params=compression) as module:
-        module.fit(
-            (data, label),
-            num_epoch=8,
-            batch_size=16,
-            kvstore="local",
-            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
-        )
+        module.fit(data, num_epoch=8, batch_size=16, kvstore="local", optimizer_params=rate)
         replicas_are_equal(module)
-        assert dict(module.score((data, label), "acc", batch_size=32))["accuracy"] >= 0.97
+        assert dict(module.score(data, "acc", batch_size=32))["accuracy"] >= 0.97
         names = {f'"{layer}.{part}"/{place}' for layer in (0, 2) for part in ("weight", "bias") for place in (0, 1)}
         assert module.compression_residuals().keys() == names
 
