@@ -149,14 +149,11 @@ def test_dicts_of_arrays_are_cut_together() -> None:
             assert torch.equal(batch["right"]["deep"], batch["left"] * 2)
 
 
-def test_arrays_in_order_are_not_copied() -> None:
-    data, label = arrays()
-    for batch, _ in source((data, label), 4, shuffle=False, seed=0).epoch(0):
-        batch.zero_()
-    assert not data.any()
-
-
 def test_arrays_become_tensors_that_share_their_memory_if_torch_can_write_it() -> None:
+    data, label = arrays()
+    for part, _ in source((data, label), 4, shuffle=False, seed=0).epoch(0):
+        part.zero_()
+    assert not data.any()
     array, tensor, fixed = np.arange(6.0).reshape(3, 2), torch.ones(2), np.arange(4)
     fixed.flags.writeable = False
     batch = as_batch({"a": (array, tensor), "fixed": fixed, "backwards": np.arange(4)[::-1]}, "data")
@@ -180,12 +177,15 @@ def test_numbers_without_axes_are_stacked() -> None:
 
 def test_data_alone_serves_where_no_labels_are_needed() -> None:
     data, _ = arrays()
+    given: Any
     for given in (data, data.numpy(), (data, None)):
         found = list(source(given, 4, shuffle=False, seed=0, labels=False).epoch(0))
         assert [label for _, label in found] == [None] * 3
         assert torch.equal(torch.cat([batch for batch, _ in found]), data)
-    ((first, _), *_) = source({"x": data}, 4, shuffle=False, seed=0, labels=False).epoch(0)
-    assert torch.equal(first["x"], data[:4])
+    found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))  # batches already
+    assert torch.equal(found[0][0], data[:4])
+    assert torch.equal(found[1][0]["x"], data[4:])
+    assert [label for _, label in found] == [None, None]
 
 
 def test_the_plan_holds_the_number_of_samples_and_the_seed_of_a_shuffled_order() -> None:
@@ -231,19 +231,11 @@ def test_a_loaders_own_generator_is_known() -> None:
 
 
 def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
-    batches = source((item for item in in_order()), None, shuffle=False, seed=0)
+    batches = source(iter(in_order()), None, shuffle=False, seed=0)
     assert batches.num_batches() is None
     assert labels_of(batches.epoch(0)) == ORDERED
     with pytest.raises(ValueError, match="train_data is an iterator, which yields its batches once"):
         next(batches.epoch(1))
-
-
-def test_batches_without_labels_have_none() -> None:
-    data, _ = arrays()
-    found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))
-    assert torch.equal(found[0][0], data[:4])
-    assert torch.equal(found[1][0]["x"], data[4:])
-    assert [label for _, label in found] == [None, None]
 
 
 # -- samplers with set_epoch ----------------------------------------------------------------------------------------
