@@ -79,6 +79,10 @@ def test_sub_folders_are_classes_in_alphabetical_order_and_pixels_are_scaled_to_
         assert label == index // 8
         assert image.dtype == torch.float32
         assert torch.equal(image[0], torch.from_numpy(digit((8, 1, 0)[label], index % 8)) / 255)
+    ordered = ImageFolder(folder, SHAPE, classes=["zero", "one", "eight"])  # as expected
+    assert ordered.classes == ["zero", "one", "eight"]
+    assert ordered.labels == [2] * 8 + [1] * 8 + [0] * 8
+    assert ordered.files == dataset.files
 
 
 COLOURS = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3) * 10
@@ -116,28 +120,20 @@ def test_images_lie_at_any_depth_under_any_known_ending_and_other_and_hidden_fil
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow's warning about a damaged TIFF
 @pytest.mark.parametrize("ending", [".png", ".jpg", ".bmp", ".gif", ".tiff", ".webp", ".ppm"])
-def test_a_torn_image_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
+def test_a_torn_image_or_one_of_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "class" / f"torn{ending}"
     write(path, np.random.default_rng(0).integers(0, 255, (16, 16), dtype=np.uint8))
     content = path.read_bytes()
     dataset = ImageFolder(tmp_path, (1, 16, 16))
     assert dataset[0][0].shape == (1, 16, 16)
-    for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10):
-        path.write_bytes(content[:length])
+    damaged = [content[:length] for length in (0, 1, 10, len(content) // 2, len(content) * 9 // 10)]
+    if ending == ".bmp":
+        damaged.append(content[:18] + (2**24).to_bytes(4, "little") + content[22:])  # the width in the header
+    for data in damaged:
+        path.write_bytes(data)
         with pytest.raises(ValueError, match="cannot be read") as caught:
             dataset[0]
         assert str(path) in str(caught.value)
-
-
-def test_an_image_that_claims_a_size_beyond_reason_is_refused_by_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "class" / "large.bmp"
-    write(path, np.zeros((16, 16), np.uint8))
-    content = bytearray(path.read_bytes())
-    content[18:22] = (2**24).to_bytes(4, "little")  # the width in the header
-    path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="cannot be read") as caught:
-        ImageFolder(tmp_path, (1, 16, 16))[0]
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "P with transparency", "I;16", "1", "CMYK"])
@@ -157,13 +153,6 @@ def test_every_kind_of_image_gives_the_same_grey(tmp_path: Path, mode: str) -> N
     for channels in (1, 3):
         found, _ = ImageFolder(tmp_path, (channels, 8, 8))[0]
         assert torch.allclose(found, torch.from_numpy(pixels).expand(channels, 8, 8) / 255, atol=0.01)
-
-
-def test_labels_follow_the_classes_that_are_expected(folder: Path) -> None:
-    dataset = ImageFolder(folder, SHAPE, classes=["zero", "one", "eight"])
-    assert dataset.classes == ["zero", "one", "eight"]
-    assert dataset.labels == [2] * 8 + [1] * 8 + [0] * 8
-    assert [Path(name).parent.name for name in dataset.files[::8]] == ["eight", "one", "zero"]
 
 
 # -- images without labels ------------------------------------------------------------------------------------------
@@ -575,12 +564,9 @@ def test_images_stand_upright_whatever_their_orientation(suffix: str, tmp_path: 
     for orientation, pixels in enumerate(stored, 1):
         exif[0x0112] = orientation
         Image.fromarray(np.ascontiguousarray(pixels)).save(tmp_path / f"{orientation}{suffix}", exif=exif)
-    for image in ImageFolder.unlabelled(tmp_path, (1, 16, 16)):
+    # Damaged metadata do not make an image unreadable.
+    Image.fromarray(upright).save(tmp_path / "damaged.png", exif=b"Exif\0\0no tiff at all")
+    images = ImageFolder.unlabelled(tmp_path, (1, 16, 16))
+    assert len(images) == 9
+    for image in images:
         torch.testing.assert_close(image[0] * 255, torch.from_numpy(upright).float(), rtol=0, atol=3)
-
-
-def test_damaged_metadata_do_not_make_an_image_unreadable(tmp_path: Path) -> None:
-    Image.fromarray(digit(1, 0)).save(tmp_path / "0.png", exif=b"Exif\0\0no tiff at all")
-    Image.fromarray(digit(1, 0)).save(tmp_path / "1.png")
-    images = ImageFolder.unlabelled(tmp_path, SHAPE)
-    assert torch.equal(images[0], images[1])
