@@ -110,30 +110,22 @@ def test_weights_are_those_of_one_device_though_the_split_changes() -> None:
         replicas_are_equal(module)
 
 
-def test_a_checkpoint_holds_the_split(tmp_path: Path) -> None:
-    with waiting([5e-4, 2e-3]) as module:
+@pytest.mark.parametrize(("saved", "resumed"), [([3, 1], "auto"), ("auto", [3, 1]), ("auto", "auto")])
+def test_a_checkpoint_holds_the_split_unless_loads_are_fixed_before_or_after(
+    tmp_path: Path, saved: Any, resumed: Any
+) -> None:
+    with waiting([5e-4, 2e-3], saved) as module:
         module.fit(batches(6, 32), num_epoch=2)
-        loads = module.work_load_list
         module.save_checkpoint(tmp_path / "net", 2, save_optimizer_states=True)
-    assert loads[0] > loads[1]
-    with waiting([5e-4, 2e-3]) as module:
+        weights, loads = module.get_params(), module.work_load_list
+        assert loads[0] > loads[1]
+    with waiting([5e-4, 2e-3], resumed) as module:
         module.resume(checkpoint.read(tmp_path / "net", 2))
-        assert module.work_load_list == loads
-        module.fit(batches(6, 32), num_epoch=3, begin_epoch=2)
-        assert share_of_first(module) == 26
-
-
-def test_a_checkpoint_of_fixed_loads_resumes_under_auto_and_back(tmp_path: Path) -> None:
-    kinds: list[Any] = [[3, 1], "auto"]
-    for saved, resumed in (kinds, kinds[::-1]):
-        with waiting([0.0, 0.0], saved) as module:
-            module.fit(batches(3, 8), num_epoch=1)
-            module.save_checkpoint(tmp_path / "net", 1, save_optimizer_states=True)
-            weights = module.get_params()
-        with waiting([0.0, 0.0], resumed) as module:
-            module.resume(checkpoint.read(tmp_path / "net", 1))
-            assert module.work_load_list == ([0.5, 0.5] if resumed == "auto" else [3, 1])
-            assert same_bits(weights, module.get_params())
+        assert module.work_load_list == (loads if saved == resumed else [0.5, 0.5] if resumed == "auto" else [3, 1])
+        assert same_bits(weights, module.get_params())
+        if saved == resumed:
+            module.fit(batches(6, 32), num_epoch=3, begin_epoch=2)
+            assert share_of_first(module) == 26
 
 
 class Small(nn.Module):

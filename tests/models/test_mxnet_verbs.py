@@ -141,18 +141,17 @@ def test_parameters_and_buffers_may_be_given_apart() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     both = {name: torch.full_like(value, 7) for name, value in network.state_dict().items()}
     arg = {name: both.pop(name) for name in list(both) if "running" not in name and "num_" not in name}
-    for replace in ("set_params", "init_params", "fit"):
+    replace: Any
+    for replace in (
+        lambda module: module.set_params(arg, both),
+        lambda module: module.init_params(None, arg, both),
+        lambda module: module.fit(batch(), num_epoch=0, batch_size=4, arg_params=arg, aux_params=both),
+    ):
         with module_of(copy.deepcopy(network)) as module:
-            if replace == "set_params":
-                module.set_params(arg, both)
-            elif replace == "init_params":
-                module.init_params(None, arg, both)
-            else:
-                options = {"num_epoch": 0, "batch_size": 4}
-                module.fit(batch(), arg_params=arg, aux_params=both, **options)
-            assert all(torch.all(value == 7) for value in module.get_params().values()), replace
-            with pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
-                module.set_params(arg, True)  # type: ignore[arg-type]
+            replace(module)
+            assert all(torch.all(value == 7) for value in module.get_params().values())
+    with module_of() as module, pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
+        module.set_params(arg, True)  # type: ignore[arg-type]
 
 
 def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
@@ -192,24 +191,15 @@ assert logger.level == logging.NOTSET
 """
 
 
-def run(setup: str) -> str:
+LINES = ["Epoch[0] Train-accuracy", "Epoch[0] Time cost", "Epoch[0] Validation-accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "lines"), [("", LINES), ("logging.basicConfig(level=logging.WARNING)", [])])
+def test_a_program_sees_the_lines_of_fit_on_stderr_unless_it_has_logging_of_its_own(
+    setup: str, lines: list[str]
+) -> None:
     program = PLAIN_PROGRAM.format(setup=setup)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout
-    return done.stderr
-
-
-@pytest.mark.slow
-def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
-    lines = run("").splitlines()
-    assert [line.split("=")[0] for line in lines] == [
-        "Epoch[0] Train-accuracy",
-        "Epoch[0] Time cost",
-        "Epoch[0] Validation-accuracy",
-    ]
-
-
-@pytest.mark.slow
-def test_a_program_with_logging_of_its_own_gets_no_second_handler() -> None:
-    assert run("logging.basicConfig(level=logging.WARNING)") == ""
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [line.split("=")[0] for line in done.stderr.splitlines()] == lines
