@@ -7,12 +7,13 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import Cut, contexts, distance, same_bits
+from measure import Cut, contexts, distance, mlp, same_bits
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,10 +26,7 @@ FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 counts = pytest.mark.parametrize("count", [1, 3])
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+perceptron = partial(mlp, FEATURES, 7, CLASSES, seed=0)
 
 
 def classes(valid: Sequence[int], size: int = 6) -> Batches:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import Run
 from measure import contexts, mlp, replicas_are_equal, same_bits, step_of
 from torch import nn
 
@@ -81,14 +80,3 @@ def test_a_nan_gradient_is_an_error_by_key_and_changes_neither_its_step_nor_the_
                 step_of(module, early, data, label)
             found.append(module.get_params())
     assert same_bits(*found)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_bits_reach_the_accuracy_of_whole_gradients_on_digits(run: Run) -> None:
-    accuracies = []
-    for compression in ([], ["--gc-type", "2bit", "--gc-threshold", "0.03"]):
-        flags = ["--network", "lenet", "--dataset", "digits", "--cpus", "2", "--lr", "0.03", "--num-epochs", "20"]
-        out, _ = run("train", *flags, *compression)
-        accuracies.append(float(out.removeprefix("Validation-accuracy=")))
-    assert accuracies[1] >= accuracies[0] - 0.02

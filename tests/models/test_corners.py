@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, distance, labelled, plain_loop
+from measure import Cut, distance, labelled
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -220,22 +220,6 @@ def test_a_store_given_to_a_second_module_is_refused_and_serves_the_first_on(con
         assert distance(first.optimizer_state().tensors, state.tensors) == 0.0
         assert distance(first.get_params(), params) == 0.0
         first.forward_backward_update(*arrays())
-
-
-@both
-def test_init_optimizer_again_on_the_modules_own_store_begins_with_fresh_state(contexts: Any) -> None:
-    expected = classifier().state_dict()
-    with create("local") as kv, Module(classifier(), nn.CrossEntropyLoss(), contexts) as module:
-        for lr in (0.1, 0.2):
-            module.init_optimizer(kv, "sgd", {"lr": lr, "momentum": 0.9})
-            assert not module.optimizer_state().tensors
-            assert module.learning_rate == lr
-            for _ in range(2):
-                module.forward_backward_update(*arrays())
-            reference = classifier()
-            reference.load_state_dict(expected)
-            expected = plain_loop(reference, [arrays()] * 2, lr=lr, momentum=0.9)
-        assert distance(module.get_params(), expected) < 1e-6
 
 
 # -- modes and parameters changed from outside ------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from functools import partial
 from typing import Any
 
@@ -221,16 +220,6 @@ def test_a_network_that_begins_to_draw_late_is_noticed(caplog: pytest.LogCapture
 # -- loops ----------------------------------------------------------------------------------------------------------
 
 
-def test_fit_logs_mxnets_lines(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "gangline")
-    data, label = torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4)
-    with Module(nn.Linear(3, 3), nn.CrossEntropyLoss(), CONTEXTS[:2]) as module:
-        module.fit((data, label), (data, label), ["acc", "ce"], num_epoch=2, batch_size=5, optimizer_params={"lr": 1.0})
-    names = [f"{part}-{metric}" for part in ("Train", "Validation") for metric in ("accuracy", "cross-entropy")]
-    names.insert(2, "Time cost")
-    assert [line.split("=")[0] for line in caplog.messages] == [f"Epoch[{e}] {name}" for e in (0, 1) for name in names]
-
-
 def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
     data = counted(11, 2)
     label = torch.tensor([2] * 7 + [0] * 4)  # the network always says 2
@@ -363,8 +352,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "fit": [
         ({"num_epoch": -1}, ValueError, "num_epoch is -1"),
         ({"num_epoch": 1.5}, TypeError, "num_epoch is 1.5"),
-        ({"batch_size": None}, ValueError, "batch_size is needed"),
-        ({"train_data": [(counted(4, 2), counted(4, 3))]}, ValueError, "train_data has batches already"),
         ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
         ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
