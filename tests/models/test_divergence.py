@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command import Run
+from measure import labelled
 from torch import nn
 
 from gangline import Module, cpu, spawn
@@ -21,6 +23,7 @@ from gangline.models.checkpoint.retention import epochs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES, BATCH = 32, 8
+arrays = partial(labelled, SAMPLES, 5, 3, seed=3)
 
 
 class Network(nn.Module):
@@ -33,11 +36,6 @@ class Network(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.linear(x)
         return scores + (scores * 0).sqrt() if self.spoils_gradients and self.training else scores
-
-
-def arrays() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(SAMPLES, 5, generator=generator), torch.arange(SAMPLES) % 3
 
 
 def fitted(prefix: Path, data: Any, spoil: Callable[[Module], object], contexts: int = 1, **options: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import same_bits
+from measure import labelled, same_bits
 from torch import nn
 
 from gangline import Module, Monitor, cpu
@@ -35,8 +35,7 @@ def classifier() -> nn.Linear:
 
 
 def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3
+    return labelled(samples, 4, 3)
 
 
 def module_of(network: nn.Module | None = None) -> Module:
