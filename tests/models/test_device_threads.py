@@ -111,13 +111,11 @@ def test_a_thread_uses_its_contexts_share_for_good(contexts: list[Context], shar
         device_threads.close()
 
 
-def test_a_thread_that_never_worked_keeps_its_share_when_the_caller_sets_another(pair: DeviceThreads) -> None:
-    torch.set_num_threads(2)
-    assert pair.run(both(torch.get_num_threads)) == [3, 3]
-
-
 def test_the_caller_and_a_thread_that_it_starts_later_keep_the_callers_count(pair: DeviceThreads) -> None:
     found = [torch.get_num_threads()]
+    torch.set_num_threads(2)
+    assert pair.run(both(torch.get_num_threads)) == [3, 3]  # of threads that never worked
+    torch.set_num_threads(CALLERS)
     for function in (large_sum, backward_of_a_convolution):
         pair.run(both(function))
         later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
