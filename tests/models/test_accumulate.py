@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from measure import Cut, contexts, distance, same_bits
+from measure import Cut, contexts, distance, mlp, same_bits
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,10 +26,7 @@ FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 counts = pytest.mark.parametrize("count", [1, 3])
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+perceptron = partial(mlp, FEATURES, 7, CLASSES, seed=0)
 
 
 def classes(valid: Sequence[int], size: int = 6) -> Batches:
@@ -91,35 +90,24 @@ def test_means_under_write_and_gradients_given_from_outside_are_added_as_they_ar
 
 @pytest.mark.parametrize("given_first", [True, False])
 def test_gradients_from_outside_and_from_the_loss_do_not_mix_under_add(given_first: bool) -> None:
-    network = perceptron()
-    reference = copy.deepcopy(network)
     data, label = classes([6, 6])[0]
-    grads = torch.ones(6, CLASSES, dtype=torch.float64)
-    with Module(network, nn.CrossEntropyLoss(), contexts(2)) as module:
+    first, second = torch.ones(6, CLASSES, dtype=torch.float64), None
+    if not given_first:
+        first, second = second, first  # type: ignore[assignment]
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module:
         module.bind((6, FEATURES), grad_req="add")
         module.init_optimizer("local", "sgd", MOMENTUM)
-        for given in (given_first, not given_first):
-            module.forward(data, label)
-            if given == given_first:
-                module.backward(grads if given else None)
-                continue
-            with pytest.raises(RuntimeError, match=r"call update\(\) between them"):
-                module.backward(grads if given else None)
-        module.update()  # of the first batches
-        if given_first:
-            reference(data).backward(grads)
-        else:
-            F.cross_entropy(reference(data), label).backward()
-        torch.optim.SGD(reference.parameters(), **MOMENTUM).step()
-        assert distance(module.get_params(), reference.state_dict()) < 1e-11
         module.forward(data, label)
-        module.backward(None if given_first else grads)
-        module.update()
+        module.backward(first)
+        module.forward(data, label)
+        with pytest.raises(RuntimeError, match=r"call update\(\) between them"):
+            module.backward(second)
+        module.update()  # of the first batch
+        module.forward(data, label)
+        module.backward(second)
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "ends"), [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (7, [6]), (50, [6])]
-)
+@pytest.mark.parametrize(("accumulate", "ends"), [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (50, [6])])
 def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends: list[int]) -> None:
     seen: list[tuple[int, int]] = []
     labels: list[torch.Tensor] = []
@@ -139,15 +127,19 @@ def test_callbacks_run_once_per_update_with_its_last_batch(accumulate: int, ends
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(weights))
 
 
-def test_the_speedometer_speaks_though_its_period_does_not_divide(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_speedometer_speaks_of_all_metrics_though_its_period_does_not_divide(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with (
         caplog.at_level(logging.INFO, logger="gangline"),
         Module(perceptron(), nn.CrossEntropyLoss(), contexts(2)) as module,
     ):
-        module.fit(classes([6] * 20), num_epoch=1, batch_end_callback=Speedometer(6, frequent=4), accumulate=3)
-    lines = [record.getMessage() for record in caplog.records if "Speed:" in record.getMessage()]
-    assert [line.split("\t")[0] for line in lines] == [
-        f"Epoch[0] Batch [{begin}-{end}]" for begin, end in ((2, 5), (5, 8), (8, 14), (14, 17))
+        meter = Speedometer(6, frequent=4)
+        module.fit(classes([6] * 20), None, ["acc", "ce"], num_epoch=1, batch_end_callback=meter, accumulate=3)
+    lines = [line for line in caplog.messages if "Speed:" in line]
+    assert [re.sub(r"\d+\.\d+", "", line) for line in lines] == [
+        f"Epoch[0] Batch [{begin}-{end}]\tSpeed:  samples/sec\taccuracy=\tcross-entropy="
+        for begin, end in ((2, 5), (5, 8), (8, 14), (14, 17))
     ]
 
 
@@ -179,23 +171,19 @@ def test_checkpoints_are_written_at_the_update_that_reaches_their_period(
     assert found == saved
 
 
-@counts
-@pytest.mark.parametrize("accumulate", [1, 3, 7])
-def test_metrics_count_each_batch_once(accumulate: int, count: int) -> None:
-    seen: list[list[int]] = []
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_metrics_count_each_batch_once(accumulate: int) -> None:
+    seen: list[int] = []
 
     def note(label: Any, output: Any) -> float:
         assert len(label) == len(output)
-        seen[-1] += [int(value) for value in label]
+        seen.extend(label.tolist())
         return 0.0
 
     batches = classes([6] * 7)
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count)) as module:
-        for _ in range(2):
-            seen.append([])
-            module.fit(batches, num_epoch=1, eval_metric=note, accumulate=accumulate)
-    expected = [int(value) for _, label in batches for value in label]
-    assert seen == [expected, expected]
+    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(3)) as module:
+        module.fit(batches, num_epoch=2, eval_metric=note, accumulate=accumulate)
+    assert seen == 2 * [value for _, label in batches for value in label.tolist()]
 
 
 class Interrupted:
@@ -209,8 +197,7 @@ class Interrupted:
         raise Cut
 
 
-@pytest.mark.parametrize("again", [1, 2])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("again", "count"), [(1, 1), (2, 2)])
 def test_a_fit_cut_off_within_an_update_leaves_nothing_to_the_next(again: int, count: int) -> None:
     network, found = perceptron(), []
     batches = classes([6, 6, 6])

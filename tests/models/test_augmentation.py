@@ -37,29 +37,6 @@ def test_about_every_second_image_is_flipped(word: str, axis: int) -> None:
     assert 20 <= sum(flipped) <= 44
 
 
-def test_a_quarter_turn_is_against_the_clock() -> None:
-    given = images()
-    result = augmented(Augmentation(rotate=(90, 90)), given)
-    assert torch.allclose(result, given.rot90(1, (2, 3)), atol=1e-4)
-
-
-def test_translation_is_in_pixels_to_the_right_and_down_and_leaves_black() -> None:
-    given = images()
-    result = augmented(Augmentation(translate=(2, 2)), given)
-    assert torch.allclose(result[:, :, 2:, 2:], given[:, :, :-2, :-2], atol=1e-5)
-    assert not result[:, :, :2].any()
-    assert not result[:, :, :, :2].any()
-
-
-def test_scaling_enlarges_about_the_centre() -> None:
-    given = torch.zeros(1, 3, 8, 8)
-    given[:, :, 3:5, 3:5] = 1
-    result = augmented(Augmentation(scale=(2, 2)), given)
-    assert result.sum() == pytest.approx(4 * 12, rel=0.01)
-    assert torch.allclose(result, result.flip(2), atol=1e-5)
-    assert torch.allclose(result, result.flip(3), atol=1e-5)
-
-
 def test_a_crop_is_a_part_of_the_resized_image() -> None:
     augmentation = Augmentation.parse("resize=10x12,crop=8")
     assert augmentation.size_before(SHAPE) == (10, 12)
@@ -76,14 +53,6 @@ def test_a_crop_is_a_part_of_the_resized_image() -> None:
         places.add(at[0])
     assert {top for top, _ in places} == {0, 1, 2}
     assert {left for _, left in places} == {0, 1, 2, 3, 4}
-
-
-def test_a_crop_is_scaled_to_the_size_that_the_network_takes() -> None:
-    given = torch.linspace(0, 1, 8).expand(4, 3, 8, 8)  # brighter to the right, evenly
-    result = augmented(Augmentation(crop=4), given)
-    assert result.shape == (4, 3, 8, 8)
-    slope = (result[:, :, :, 5] - result[:, :, :, 2])[:, :, 2:6] / 3
-    assert torch.allclose(slope, torch.full_like(slope, 0.5 / 7), atol=1e-5)
 
 
 def test_all_geometry_is_one_matrix_in_the_order_that_is_documented() -> None:
@@ -123,15 +92,6 @@ def test_channels_are_normalised_last() -> None:
     assert torch.allclose(
         moved[0, :, 0, 0], -torch.tensor(mean) / torch.tensor(std)
     )  # pixels from outside the image are black
-
-
-def test_held_out_images_are_only_normalised() -> None:
-    augmentation = Augmentation.parse("flip,rotate=-10:10,resize=12,crop=8", mean=(0.5,) * 3, std=(0.2,) * 3)
-    assert augmentation.moves_pixels
-    evaluation = augmentation.for_evaluation()
-    assert evaluation == Augmentation(mean=(0.5,) * 3, std=(0.2,) * 3)
-    assert not evaluation.moves_pixels
-    assert evaluation.size_before(SHAPE) == (8, 8)
 
 
 WORDS = "flip,flip-vertical,rotate=-30:30,translate=-2:2,scale=0.8:1.2,resize=10,crop=9"
@@ -177,7 +137,6 @@ REFUSED: list[Any] = [
     ("flop", ValueError, r"augmentation 'flop' has 'flop'; expected flip, flip-vertical, rotate=LOW:HIGH"),
     ("flip=1", ValueError, "has 'flip=1'; expected flip"),
     ("rotate", ValueError, "has 'rotate'; expected flip"),
-    ("rotate=10", ValueError, "has 'rotate=10'"),
     ("rotate=1:2:3", ValueError, "has 'rotate=1:2:3'"),
     ("scale=a:b", ValueError, "has 'scale=a:b'"),
     ("crop=8x8x8", ValueError, "has 'crop=8x8x8'"),
@@ -187,23 +146,17 @@ REFUSED: list[Any] = [
     ("rotate=10:-10", ValueError, "rotate is from 10 to -10; expected the lower number first"),
     ("rotate=nan:1", ValueError, "rotate is from nan to 1.0; expected finite numbers"),
     ("scale=0:1", ValueError, "scale is from 0 to 1; expected factors above 0"),
-    ("scale=-2:-1", ValueError, "expected factors above 0"),
     ("crop=0", ValueError, "crop is 0x0 pixels; expected 1 or more"),
     ("resize=8,crop=9", ValueError, "crop is 9x9, but images are resized to 8x8; expected a smaller crop"),
-    ("resize=9x8,crop=9", ValueError, "crop is 9x9, but images are resized to 9x8"),
     ({"std": (0.1, -0.1, 0.1)}, ValueError, r"std is \(0.1, -0.1, 0.1\); expected numbers above 0"),
-    ({"std": ()}, ValueError, "std is"),
     ({"mean": (123.68, 0.5)}, ValueError, r"mean is \(123.68, 0.5\); expected numbers up to 1.*divide by 255"),
     ({"mean": (float("nan"),)}, ValueError, "mean is .*; expected finite numbers"),
     ({"rotate": 10}, TypeError, r"rotate is 10; expected \(low, high\)"),
-    ({"rotate": (1, 2, 3)}, TypeError, "rotate is"),
     ({"crop": 2.5}, TypeError, "crop is 2.5; expected a number of pixels"),
     ({"resize": True}, TypeError, "resize is True"),
     ({"crop": (8, 8, 8)}, TypeError, "crop is"),
     ({"crop": 9}, ValueError, "crop is 9x9, but images are resized to 8x8"),  # from here on for images of 8x8
-    ({"crop": (4, 12)}, ValueError, "crop is 4x12"),
     ({"mean": (0.5,)}, ValueError, "mean has 1 numbers; expected 3, one per channel"),
-    ({"std": (0.5,) * 4}, ValueError, "std has 4 numbers; expected 3"),
     ({"translate": (-9, 0)}, ValueError, "translate is from -9 to 0 pixels, which moves an image of 8x8 out of"),
 ]
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +104,6 @@ def _try(comm: Communicator, prefix: str) -> list[bool]:
             comm.barrier()
             held.append(False)
     return held
-
-
-def test_threads_share_the_lock_of_their_process(tmp_path: Path) -> None:
-    prefix = tmp_path / "net"
-    inside = threading.Barrier(2)
-
-    def hold() -> None:
-        with writing(prefix):
-            inside.wait(10)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    with writing(prefix):
-        inside.wait(10)
-    other.join(10)
-    assert not Path(f"{prefix}.lock").exists()
 
 
 @pytest.mark.parametrize("name", ["net.lock", f"states.{os.getpid()}.tmp"], ids=["lock", "states"])

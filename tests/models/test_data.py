@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from gangline import Module, cpu
 from gangline.models.data import sources
 from gangline.models.data.batches import as_batch, concat
 from gangline.models.data.datasets import digits, raw_digits, synthetic
@@ -84,21 +82,14 @@ ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [arrays, Counted])
-def test_without_shuffle_samples_keep_their_order_and_the_last_batch_is_smaller(data: Callable[[], Any]) -> None:
-    batches = source(data(), 4, shuffle=False, seed=0)
-    assert labels_of(batches.epoch(0)) == ORDERED
-    assert labels_of(batches.epoch(7)) == ORDERED
-    assert batches.num_batches() == 3
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11])
-@pytest.mark.parametrize("data", [arrays, Counted])
-def test_batches_have_the_size_asked_for_but_the_last(data: Callable[[], Any], batch_size: int) -> None:
-    batches = source(data(), batch_size, shuffle=True, seed=0)
-    sizes = [len(batch) for batch in labels_of(batches.epoch(0))]
-    whole, rest = divmod(SAMPLES, batch_size)
-    assert sizes == [batch_size] * whole + [rest] * (rest > 0)
-    assert batches.num_batches() == len(sizes)
+def test_batches_have_the_size_asked_for_but_the_last_and_keep_the_order_without_shuffle(
+    data: Callable[[], Any],
+) -> None:
+    assert labels_of(source(data(), 4, shuffle=False, seed=0).epoch(7)) == ORDERED
+    for batch_size, sizes in ((3, [3, 3, 3, 1]), (5, [5, 5]), (11, [10])):
+        batches = source(data(), batch_size, shuffle=True, seed=0)
+        assert [len(batch) for batch in labels_of(batches.epoch(0))] == sizes
+        assert batches.num_batches() == len(sizes)
 
 
 def test_an_epoch_is_a_permutation_by_seed_and_epoch_alone_for_arrays_and_datasets_alike() -> None:
@@ -149,16 +140,6 @@ def test_batches_for_a_gpu_are_pinned(data: Callable[[], Any], shuffle: bool) ->
         assert label.is_pinned()
 
 
-def test_numpy_arrays_keep_their_types() -> None:
-    data, label = arrays()
-    ((first_data, first_label), *_) = source(
-        (data.double().numpy(), label.int().numpy()), 4, shuffle=False, seed=0
-    ).epoch(0)
-    assert torch.equal(first_data, data[:4].double())
-    assert first_data.dtype == torch.float64
-    assert first_label.dtype == torch.int32
-
-
 def test_dicts_of_arrays_are_cut_together() -> None:
     data, label = arrays()
     nested = {"left": data.numpy(), "right": {"deep": data * 2}}
@@ -168,14 +149,11 @@ def test_dicts_of_arrays_are_cut_together() -> None:
             assert torch.equal(batch["right"]["deep"], batch["left"] * 2)
 
 
-def test_arrays_in_order_are_not_copied() -> None:
-    data, label = arrays()
-    for batch, _ in source((data, label), 4, shuffle=False, seed=0).epoch(0):
-        batch.zero_()
-    assert not data.any()
-
-
 def test_arrays_become_tensors_that_share_their_memory_if_torch_can_write_it() -> None:
+    data, label = arrays()
+    for part, _ in source((data, label), 4, shuffle=False, seed=0).epoch(0):
+        part.zero_()
+    assert not data.any()
     array, tensor, fixed = np.arange(6.0).reshape(3, 2), torch.ones(2), np.arange(4)
     fixed.flags.writeable = False
     batch = as_batch({"a": (array, tensor), "fixed": fixed, "backwards": np.arange(4)[::-1]}, "data")
@@ -199,26 +177,22 @@ def test_numbers_without_axes_are_stacked() -> None:
 
 def test_data_alone_serves_where_no_labels_are_needed() -> None:
     data, _ = arrays()
+    given: Any
     for given in (data, data.numpy(), (data, None)):
         found = list(source(given, 4, shuffle=False, seed=0, labels=False).epoch(0))
         assert [label for _, label in found] == [None] * 3
         assert torch.equal(torch.cat([batch for batch, _ in found]), data)
-    ((first, _), *_) = source({"x": data}, 4, shuffle=False, seed=0, labels=False).epoch(0)
-    assert torch.equal(first["x"], data[:4])
+    found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))  # batches already
+    assert torch.equal(found[0][0], data[:4])
+    assert torch.equal(found[1][0]["x"], data[4:])
+    assert [label for _, label in found] == [None, None]
 
 
-def test_the_plan_holds_the_settings_that_must_be_equal_to_resume() -> None:
-    plan = source(arrays(), 4, shuffle=True, seed=3).plan()
-    assert plan == source(Counted(), 4, shuffle=True, seed=3).plan()
-    others = [
-        source(arrays(9), 4, shuffle=True, seed=3),
-        source(arrays(), 5, shuffle=True, seed=3),
-        source(arrays(), 4, shuffle=False, seed=3),
-        source(arrays(), 4, shuffle=True, seed=4),
-    ]
-    assert all(plan != other.plan() for other in others)
-    in_order_of_any_seed = [source(arrays(), 4, shuffle=False, seed=seed).plan() for seed in (0, 1)]
-    assert in_order_of_any_seed[0] == in_order_of_any_seed[1]
+def test_the_plan_holds_the_number_of_samples_and_the_seed_of_a_shuffled_order() -> None:
+    plans = [source(data, 4, shuffle=True, seed=3).plan() for data in (arrays(), Counted(), arrays(9))]
+    assert plans[0] == plans[1] != plans[2]
+    ordered = [source(arrays(), 4, shuffle=False, seed=seed).plan() for seed in (0, 1)]
+    assert ordered[0] == ordered[1] != plans[0]
 
 
 # -- data that are batches already ----------------------------------------------------------------------------------
@@ -245,18 +219,6 @@ def test_batches_serve_every_epoch_as_they_are(data: Any, expected: list[list[in
     assert batches.generator is None
 
 
-@pytest.mark.parametrize(
-    ("data", "epochs"),
-    [(((data, label % 3) for data, label in in_order()), 1), (DataLoader(Stream(), batch_size=4), 2)],
-    ids=["generator", "loader of an iterable dataset"],
-)
-def test_fit_trains_by_batches_a_network_that_learns_its_shapes_from_them(data: Any, epochs: int) -> None:
-    seen: list[int] = []
-    with Module(nn.LazyLinear(SAMPLES), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(data, num_epoch=epochs, batch_end_callback=lambda param: seen.append(len(param.locals["label"])))
-    assert seen == [4, 4, 2] * epochs
-
-
 def test_a_loaders_own_generator_is_known() -> None:
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Counted(), batch_size=4, shuffle=True, generator=generator)
@@ -269,19 +231,11 @@ def test_a_loaders_own_generator_is_known() -> None:
 
 
 def test_a_generator_serves_one_epoch_and_a_second_is_refused() -> None:
-    batches = source((item for item in in_order()), None, shuffle=False, seed=0)
+    batches = source(iter(in_order()), None, shuffle=False, seed=0)
     assert batches.num_batches() is None
     assert labels_of(batches.epoch(0)) == ORDERED
     with pytest.raises(ValueError, match="train_data is an iterator, which yields its batches once"):
         next(batches.epoch(1))
-
-
-def test_batches_without_labels_have_none() -> None:
-    data, _ = arrays()
-    found = list(source([data[:4], {"x": data[4:]}], None, shuffle=False, seed=0).epoch(0))
-    assert torch.equal(found[0][0], data[:4])
-    assert torch.equal(found[1][0]["x"], data[4:])
-    assert [label for _, label in found] == [None, None]
 
 
 # -- samplers with set_epoch ----------------------------------------------------------------------------------------
@@ -302,18 +256,13 @@ class ByEpoch(BatchSampler):
         yield from (order[:4], order[4:8], order[8:])
 
 
-def test_the_epoch_of_a_sampler_is_set() -> None:
+def test_the_epoch_of_a_sampler_or_a_batch_sampler_is_set() -> None:
     dataset = Counted()
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=1)
     batches = source(DataLoader(dataset, batch_size=4, sampler=sampler), None, shuffle=False, seed=0)
-    orders = {epoch: labels_of(batches.epoch(epoch)) for epoch in (0, 1, 2)}
-    assert len({tuple(flat(order)) for order in orders.values()}) == 3
-    for epoch in (1, 0, 2):
-        assert labels_of(batches.epoch(epoch, skip=1)) == orders[epoch][1:]
-        assert sampler.epoch == epoch
-
-
-def test_the_epoch_of_a_batch_sampler_is_set() -> None:
+    orders = [labels_of(batches.epoch(epoch)) for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    assert labels_of(batches.epoch(0, skip=1)) == orders[0][1:]
     batches = source(DataLoader(Counted(), batch_sampler=ByEpoch()), None, shuffle=False, seed=0)
     assert labels_of(batches.epoch(3)) == [[3, 4, 5, 6], [7, 8, 9, 0], [1, 2]]
     assert labels_of(batches.epoch(5, skip=2)) == [[3, 4]]
@@ -328,10 +277,8 @@ def shuffled_loader(**options: Any) -> DataLoader[Any]:
 
 SKIPPING: dict[str, Callable[[], Source]] = {
     "arrays": lambda: source(arrays(), 3, shuffle=True, seed=2),
-    "arrays in order": lambda: source(arrays(), 3, shuffle=False, seed=2),
     "dataset": lambda: source(Counted(), 3, shuffle=True, seed=2),
     "loader": lambda: source(shuffled_loader(), None, shuffle=False, seed=0),
-    "loader in order": lambda: source(DataLoader(Counted(), batch_size=3), None, shuffle=False, seed=0),
     "loader that drops the last": lambda: source(shuffled_loader(drop_last=True), None, shuffle=False, seed=0),
     "loader with its own generator": lambda: source(
         shuffled_loader(generator=torch.Generator()), None, shuffle=False, seed=0
@@ -386,13 +333,9 @@ NO_SIZE = "train_data holds samples, so batch_size is needed"
 OWN_SIZE = "batch_size is 4, but train_data has batches already"
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (DATA, 4, TypeError, f"train_data is a Tensor; {NO_DATA}"),
-    (DATA.numpy(), 4, TypeError, f"train_data is a ndarray; {NO_DATA}"),
     ({"x": DATA}, 4, TypeError, f"train_data is a dict; {NO_DATA}"),
-    ("digits", 4, TypeError, f"train_data is a str; {NO_DATA}"),
-    (3, 4, TypeError, f"train_data is a int; {NO_DATA}"),
     (None, 4, TypeError, f"train_data is a NoneType; {NO_DATA}"),
     ((DATA,), 4, ValueError, r"train_data is a tuple of 1; expected \(data, labels\)"),
-    ((DATA, LABEL, LABEL), 4, ValueError, "train_data is a tuple of 3"),
     ((DATA, LABEL[:9]), 4, ValueError, "train_data has 10 samples, but 9 labels"),
     (({"a": DATA, "b": DATA[:7]}, LABEL), 4, ValueError, r"train_data\[0\] has tensors of shapes"),
     ((DATA, (LABEL, LABEL[:3])), 4, ValueError, r"train_data\[1\] has tensors of shapes"),
@@ -400,21 +343,15 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ((torch.tensor(1.0), LABEL), 4, ValueError, r"train_data\[0\] has a tensor without axes"),
     ((DATA, list(range(10))), 4, TypeError, r"train_data\[1\]\[0\] is a int"),
     (([[1.0, 2.0]], LABEL), 4, TypeError, r"train_data\[0\]\[0\]\[0\] is a float"),
-    ((DATA, "labels"), 4, TypeError, r"train_data\[1\] is a str"),
     ((None, LABEL), 4, TypeError, r"train_data\[0\] is a NoneType"),
-    ((), 4, ValueError, "train_data is a tuple of 0"),
     ((np.float64(3), LABEL), 4, TypeError, r"train_data\[0\] is a float64"),
     ((np.array(["text"] * 10), LABEL), 4, TypeError, r"train_data\[0\]"),
-    (({"a": np.array([None] * 10)}, LABEL), 4, TypeError, r"train_data\[0\]\['a'\]"),
     (({}, LABEL), 4, TypeError, r"train_data\[0\] is a dict.* non-empty"),
     (({"a": [DATA, {"b": 2.0}]}, LABEL), 4, TypeError, r"train_data\[0\]\['a'\]\[1\]\['b'\] is a float"),
     (Counted(0), 4, ValueError, "the dataset has no samples"),
     *((data, None, ValueError, NO_SIZE) for data in (arrays(), Counted(), TensorDataset(DATA, LABEL))),
-    *(
-        (data, size, error, f"batch_size is {size!r}")
-        for data in (arrays(), Counted())
-        for size, error in ((0, ValueError), (-3, ValueError), (True, TypeError), (2.0, TypeError), ("4", TypeError))
-    ),
+    *((data, 0, ValueError, "batch_size is 0") for data in (arrays(), Counted())),
+    *((data, True, TypeError, "batch_size is True") for data in (arrays(), Counted())),
     *((batches, 4, ValueError, OWN_SIZE) for batches in (in_order(), iter(in_order()), Stream(4))),
     *((DataLoader(data, batch_size=4), 4, ValueError, OWN_SIZE) for data in (Counted(), Stream())),
     ([3], None, TypeError, r"a batch of train_data is a int; expected \(data, label\)"),
@@ -442,10 +379,9 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     splits = digits((1, 28, 28), torch.float64, seed=0)
     (train, train_labels), (held_out, held_out_labels), classes = splits
     assert classes == splits.num_classes == 10
+    assert (len(train_labels), len(held_out_labels)) == (1438, 359)
     assert train.shape == (1438, 1, 28, 28)
     assert held_out.shape == (359, 1, 28, 28)
-    assert train_labels.shape == (1438,)
-    assert held_out_labels.shape == (359,)
     for images, labels in (splits.train, splits.validation):
         assert images.dtype == torch.float64
         assert labels.dtype == torch.int64
@@ -477,19 +413,14 @@ def test_digits_of_their_own_size_are_the_pixels_as_stored() -> None:
 
 
 def test_digits_are_split_by_the_seed() -> None:
-    first, again, other = (digits((1, 8, 8), torch.float32, seed) for seed in (0, 0, 1))
+    first, again, other = (digits((3, 12, 10), torch.float32, seed) for seed in (0, 0, 1))
     for left, right in zip((*first.train, *first.validation), (*again.train, *again.validation), strict=True):
         assert torch.equal(left, right)
     assert rows(first.validation[0]) != rows(other.validation[0])
     assert not rows(first.train[0]) & rows(first.validation[0])
-
-
-def test_digits_repeat_their_grey_in_more_channels() -> None:
-    images, _ = digits((3, 12, 10), torch.float32, seed=0).validation
+    images = first.validation[0]  # which repeat their grey in each channel
     assert images.shape == (359, 3, 12, 10)
-    assert images.dtype == torch.float32
-    assert torch.equal(images[:, 0], images[:, 1])
-    assert torch.equal(images[:, 0], images[:, 2])
+    assert torch.equal(images, images[:, :1].expand(-1, 3, -1, -1))
     assert images.is_contiguous()
 
 

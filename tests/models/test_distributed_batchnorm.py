@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, convert_sync_batchnorm, spawn
-from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm, warn_of_batchnorm
+from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from tests.models.unequal_jobs import join
 
 SHARES = [[9, 3, 2], [1, 6, 5], [5, 0, 7], [4, 4, 1]]
@@ -164,17 +164,6 @@ def test_layers_that_cannot_be_converted_are_named() -> None:
         convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), Own(3)))
     with pytest.raises(ValueError, match="layer '0' is a LazyBatchNorm1d without a shape"):
         convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-
-
-def test_equal_loads_frozen_and_synchronized_layers_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    warn_of_batchnorm(network, [1, 1.04], "")
-    warn_of_batchnorm(copy.deepcopy(network).eval(), [3, 1], "")
-    warn_of_batchnorm(convert_sync_batchnorm(copy.deepcopy(network)), [3, 1], "")
-    assert caplog.messages == []
-    for _ in range(2):
-        warn_of_batchnorm(network, [3, 1], "wait")
-    assert len(caplog.messages) == 1
 
 
 def on_gpu(comm: Communicator, path: str) -> float:

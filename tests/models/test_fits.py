@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from measure import same_bits
@@ -31,15 +30,13 @@ class Images(Dataset[Any]):
 
 
 class Gaps(Images):
-    """Dataset in which only the last sample is readable."""
+    """Dataset in which one sample is readable, the last, or none."""
+
+    def __init__(self, readable: int = 4) -> None:
+        self.readable = readable
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
-        return [(torch.full((3,), float(index)), index) for index in indices if index == len(self) - 1]
-
-
-class Nothing(Images):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return []
+        return [(torch.full((3,), float(index)), index) for index in indices if index == self.readable]
 
 
 class Outputs(nn.Module):
@@ -55,88 +52,62 @@ class Outputs(nn.Module):
 
 def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
     for network, sample in (
-        (nn.Linear(3, 7), torch.zeros(1, 3)),
         (Outputs(lambda a, b: torch.cat([a, b], 1)), (torch.zeros(1, 3), torch.zeros(1, 4))),
         (Outputs(lambda word: word), {"word": torch.zeros(1, 7)}),
         (Outputs(lambda image: image.expand(1, 7, 2, 2)), torch.zeros(1, 1, 2, 2)),  # a class for each pixel
     ):
         assert checks.check_fits(network, sample, 7) == 7
         assert checks.check_fits(network, sample, None) == 7
-        with pytest.raises(ValueError, match="the network returns 7 values per sample, but the data have 10 classes"):
-            checks.check_fits(network, sample, 10)
 
 
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (nn.Linear(4, 2), r"does not accept a batch of one sample, \(1, 3\) of torch.float32: .*shapes cannot be mult"),
-        (nn.Linear(3, 2).double(), "does not accept a batch of one sample, .*dtype"),
-        (nn.Conv2d(1, 2, 5), "does not accept a batch of one sample"),
-        (Outputs(lambda x: (x, x)), "returns a tuple; expected a tensor"),
-        (Outputs(lambda x: x.squeeze()), r"returns \(3,\) for one sample; expected \(1, 2\)"),
-        (Outputs(lambda x: x.expand(4, 3)), r"returns \(4, 3\) for one sample; expected \(1, 2\)"),
-    ],
-)
-def test_a_network_that_does_not_take_the_data_is_refused(network: nn.Module, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        checks.check_fits(network, torch.zeros(1, 3), 2)
-
-
-def test_the_check_leaves_no_trace() -> None:
+def test_a_network_that_does_not_take_the_data_is_refused_and_the_check_leaves_no_trace() -> None:
+    for output, message in (
+        (lambda x: (x, x), "returns a tuple; expected a tensor"),
+        (lambda x: x.squeeze(), r"returns \(3,\) for one sample; expected \(1, 2\)"),
+        (lambda x: x.expand(4, 3), r"returns \(4, 3\) for one sample; expected \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checks.check_fits(Outputs(output), torch.zeros(1, 3), 2)
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Sequential(nn.Linear(4, 2)))
     network[3].eval()
     network.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
     state = {name: value.clone() for name, value in network.state_dict().items()}
     modes = [module.training for module in network.modules()]
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    for sample in (torch.ones(1, 3), torch.ones(1, 9)):
-        torch.manual_seed(3)
-        try:
-            checks.check_fits(network, sample, 2)
-        except ValueError:
-            assert sample.shape == (1, 9)
-        assert torch.equal(torch.rand(2), expected)
-        assert [module.training for module in network.modules()] == modes
-        assert same_bits(network.state_dict(), state)
-        assert all(parameter.grad is None for parameter in network.parameters())
+    numbers = torch.get_rng_state()
+    checks.check_fits(network, torch.ones(1, 3), 2)
+    with pytest.raises(ValueError, match=r"does not accept a batch of one sample, \(1, 9\) .*shapes cannot be mult"):
+        checks.check_fits(network, torch.ones(1, 9), 2)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert [module.training for module in network.modules()] == modes
+    assert same_bits(network.state_dict(), state)
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        (torch.arange(6.0).view(2, 3), torch.zeros(2)),
-        (np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros(2)),
-        TensorDataset(torch.arange(6.0).view(2, 3), torch.zeros(2)),
-        DataLoader(TensorDataset(torch.arange(6.0).view(2, 3), torch.zeros(2)), batch_size=2, shuffle=False),
-        DataLoader(TensorDataset(torch.arange(6.0).view(2, 3), torch.zeros(2)), shuffle=True),
-        [(torch.arange(6.0).view(2, 3), torch.zeros(2))],
-    ],
-    ids=["tensors", "arrays", "dataset", "loader", "shuffling loader", "batches"],
-)
-def test_the_first_sample_of_every_kind_of_data(data: Any) -> None:
-    sample = checks.first_sample(data)
-    assert torch.equal(sample, torch.tensor([[0.0, 1.0, 2.0]]))
-
-
-def test_samples_of_several_tensors_stay_together() -> None:
-    both = checks.first_sample(((torch.zeros(5, 2), torch.ones(5, 3)), torch.zeros(5)))
-    assert [part.shape for part in both] == [(1, 2), (1, 3)]
-    named = checks.first_sample(({"word": torch.zeros(5, 2)}, torch.zeros(5)))
-    assert named["word"].shape == (1, 2)
+def test_the_first_sample_of_every_kind_of_data_but_of_those_that_can_be_read_only_once() -> None:
+    data, label = torch.arange(6.0).view(2, 3), torch.zeros(2)
+    dataset, several = TensorDataset(data, label), {"left": data, "right": (data, data * 2)}
+    given: Any
+    for given in (
+        (data, label),
+        (data.numpy(), label.numpy()),
+        dataset,
+        DataLoader(dataset, batch_size=2),
+        DataLoader(dataset, shuffle=True),
+        [(data, label)],
+    ):
+        assert torch.equal(checks.first_sample(given), data[:1])
+    sample = checks.first_sample((several, label))
+    assert torch.equal(sample["left"], data[:1])
+    assert torch.equal(sample["right"][1], 2 * data[:1])
+    for given in (Stream(), DataLoader(Stream()), iter([1])):
+        assert checks.first_sample(given) is None
 
 
 def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
     for data in (Gaps(), Subset(Gaps(), [1, 4]), DataLoader(Gaps(), batch_size=2)):
         assert torch.equal(checks.first_sample(data), torch.full((1, 3), 4.0))
     with pytest.raises(ValueError, match="have no readable sample"):
-        checks.first_sample(Nothing())
-
-
-def test_data_that_can_be_read_only_once_are_not_started() -> None:
-    assert checks.first_sample(Stream()) is None
-    assert checks.first_sample(DataLoader(Stream())) is None
-    assert checks.first_sample(iter([1])) is None
+        checks.first_sample(Gaps(-1))
 
 
 def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
@@ -152,35 +123,25 @@ def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
 
 
 LABELS: list[Any] = [
-    (torch.tensor([0, 1, 2, 3]), None),
     (torch.tensor([0, -100, 2, 3]), None),
-    (np.array([0, 1, 2, 3]), None),
     (torch.tensor([0, 1, 2, 3], dtype=torch.uint8), None),
     (torch.full((4, 4), 0.25), None),
     (torch.tensor([0, 4, 2, 9]), r"label 4 of sample 1 of the data is not a class; expected 0 to 3 \(2 out of range\)"),
-    (
-        torch.tensor([0, 1, -1, 3]),
-        r"label -1 of sample 2 of the data is not a class; expected 0 to 3 \(1 out of range\)",
-    ),
+    (torch.tensor([0, 1, -1, 3]), "label -1 of sample 2 of the data is not a class"),
     (torch.tensor([[0, 1], [2, 7], [1, 1], [1, 1]]), "label 7 of sample 1 of the data is not a class"),
-    (np.array([0, 1, 2, 10]), "label 10 of sample 3"),
     (torch.zeros(4), r"labels of the data are torch.float32 of shape \(4,\); expected int64 class numbers, or"),
     (torch.zeros(4, 3), r"of shape \(4, 3\); expected int64 class numbers, or probabilities of shape \(samples, 4"),
     (torch.tensor([0, 1, 2, 3], dtype=torch.int32), "are torch.int32; expected torch.int64"),
-    (torch.tensor([True, False, True, True]), "are torch.bool; expected torch.int64"),
 ]
 
 
 def test_labels_that_are_no_classes_are_named() -> None:
     for labels, message in LABELS:
-        for data in ((torch.zeros(4, 3), labels), TensorDataset(torch.zeros(4, 3), torch.as_tensor(labels))):
+        for data in ((torch.zeros(4, 3), labels.numpy()), TensorDataset(torch.zeros(4, 3), labels)):
             if message is None:
                 checks.check_labels(data, 4)
             else:
                 with pytest.raises(ValueError, match=message):
                     checks.check_labels(data, 4)
-
-
-def test_labels_of_other_data_are_not_looked_at() -> None:
     checks.check_labels(Stream(), 2)
     checks.check_labels((torch.zeros(2, 3), {"class": torch.tensor([5, 6])}), 2)

@@ -54,37 +54,22 @@ def has_orthogonal_rows(values: torch.Tensor, scale: float) -> bool:
     return torch.allclose(values @ values.T, scale**2 * torch.eye(ROWS, dtype=torch.float64), atol=1e-12)
 
 
-FACTORS = {"avg": (ROWS + COLUMNS) / 2, "in": COLUMNS, "out": ROWS}
-XAVIER: list[tuple[dict[str, Any], float]] = [
-    ({"factor_type": factor_type, "magnitude": magnitude}, math.sqrt(magnitude / fan))
-    for factor_type, fan in FACTORS.items()
-    for magnitude in (3.0, 2.34)
-]
-
-
 @pytest.mark.parametrize(
     ("spec", "fits", "number"),
     [
-        ("zero", is_constant, 0.0),
         ("zeros", is_constant, 0.0),
-        ("one", is_constant, 1.0),
-        ("ones", is_constant, 1.0),
         ("ONES", is_constant, 1.0),
-        ("constant", is_constant, 0.0),
         (("constant", {"value": -2.5}), is_constant, -2.5),
         ("uniform", is_uniform, 0.07),
         (("uniform", {"scale": 2.0}), is_uniform, 2.0),
         ("normal", is_normal, 0.01),
         (("normal", {"sigma": 3.0}), is_normal, 3.0),
         ("xavier", is_uniform, math.sqrt(3 / 250)),
-        *((("xavier", arguments), is_uniform, scale) for arguments, scale in XAVIER),
-        *((("xavier", {**arguments, "rnd_type": "gaussian"}), is_normal, scale) for arguments, scale in XAVIER),
+        (("xavier", {"factor_type": "out", "magnitude": 2.34}), is_uniform, math.sqrt(2.34 / ROWS)),
+        (("xavier", {"factor_type": "in", "rnd_type": "gaussian"}), is_normal, math.sqrt(3 / COLUMNS)),
         ("msraprelu", is_normal, math.sqrt(2 / (1 + 0.25**2) / 250)),
-        (("msraprelu", {"slope": 0.0}), is_normal, math.sqrt(2 / 250)),
-        (("msraprelu", {"slope": 1.0, "factor_type": "in"}), is_normal, math.sqrt(1 / COLUMNS)),
         (("msraprelu", {"slope": 0.5, "factor_type": "out"}), is_normal, math.sqrt(2 / 1.25 / ROWS)),
         ("orthogonal", has_orthogonal_rows, 1.414),
-        (("orthogonal", {"scale": 0.5}), has_orthogonal_rows, 0.5),
     ],
 )
 def test_a_weight_has_the_values_of_its_initialiser(
@@ -100,21 +85,15 @@ def test_orthogonal_makes_the_shorter_axis_orthogonal_and_flattens_kernels() -> 
     assert torch.allclose(flat.T @ flat, torch.eye(18, dtype=torch.float64), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("spec", "function"),
-    [
-        ("xavier", nn.init.xavier_uniform_),
-        (nn.init.kaiming_normal_, nn.init.kaiming_normal_),
-        (nn.init.eye_, nn.init.eye_),
-    ],
-)
-def test_an_initialiser_of_torch_and_xavier_give_torchs_values(spec: Any, function: Any) -> None:
-    network, reference = nn.Linear(6, 4), torch.empty(4, 6)
-    torch.manual_seed(9)
-    initialise(network, spec)
-    torch.manual_seed(9)
-    function(reference)
-    assert torch.allclose(network.weight, reference)
+def test_an_initialiser_of_torch_and_xavier_give_torchs_values() -> None:
+    kaiming: Any = nn.init.kaiming_normal_
+    for spec, function in (("xavier", nn.init.xavier_uniform_), (kaiming, kaiming)):
+        network, reference = nn.Linear(6, 4), torch.empty(4, 6)
+        torch.manual_seed(9)
+        initialise(network, spec)
+        torch.manual_seed(9)
+        function(reference)
+        assert torch.allclose(network.weight, reference)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(30, 40, (3, 5)), nn.ConvTranspose2d(40, 30, (3, 5))])
@@ -125,18 +104,6 @@ def test_fans_of_a_convolution_count_its_places(layer: nn.Module) -> None:
     assert is_uniform(layer.weight.detach(), math.sqrt(3 / (30 * 15)))
 
 
-def test_a_users_function_gets_only_the_weights() -> None:
-    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
-    shapes = []
-
-    def fill(tensor: torch.Tensor) -> None:
-        assert not torch.is_grad_enabled()
-        shapes.append(tuple(tensor.shape))
-
-    initialise(network, fill)
-    assert shapes == [(3, 2), (4, 3)]
-
-
 class Odd(nn.Module):
     """Layer with parameters of other names."""
 
@@ -144,12 +111,11 @@ class Odd(nn.Module):
         super().__init__()
         self.scale_bias = nn.Parameter(torch.ones(3))
         self.table = nn.Parameter(torch.ones(2, 3))
+        self.gain = nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    "network", [nn.Linear(3, 2), nn.Conv1d(3, 2, 2), nn.LSTM(3, 2, 2), nn.MultiheadAttention(4, 2), Odd()]
-)
-def test_biases_are_zero(network: nn.Module) -> None:
+def test_biases_are_zero() -> None:
+    network = nn.ModuleList([nn.Conv1d(3, 2, 2), nn.LSTM(3, 2, 2), nn.MultiheadAttention(4, 2), Odd()])
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.fill_(5.0)
@@ -159,25 +125,15 @@ def test_biases_are_zero(network: nn.Module) -> None:
         assert torch.equal(parameter, torch.full_like(parameter, expected)), name
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.BatchNorm2d(4),
-        nn.InstanceNorm1d(4, affine=True),
-        nn.LayerNorm(4),
-        nn.GroupNorm(2, 4),
-        nn.RMSNorm(4),
-        nn.PReLU(4),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_normalisation_begins_as_torch_begins(layer: nn.Module) -> None:
-    begin = {name: value.clone() for name, value in layer.state_dict().items()}
+def test_normalisation_begins_as_torch_begins() -> None:
+    instance = nn.InstanceNorm1d(4, affine=True)
+    layers = nn.Sequential(nn.BatchNorm2d(4), instance, nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.PReLU(4))
+    begin = {name: value.clone() for name, value in layers.state_dict().items()}
     with torch.no_grad():
-        for value in layer.state_dict().values():
+        for value in layers.state_dict().values():
             value.fill_(3)
-    initialise(nn.Sequential(layer), ("constant", {"value": 7.0}))
-    assert same_bits(layer.state_dict(), begin)
+    initialise(layers, ("constant", {"value": 7.0}))
+    assert same_bits(layers.state_dict(), begin)
 
 
 def test_names_to_skip_keep_their_values() -> None:
@@ -185,69 +141,34 @@ def test_names_to_skip_keep_their_values() -> None:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.fill_(5.0)
-    initialise(network, "one", skip={"0.weight", "1.weight", "1.bias", "2.bias"})
+    network.register_buffer("count", torch.tensor(3.0))
+
+    def fill(tensor: torch.Tensor) -> None:  # of the user's own, which gets only weights
+        assert not torch.is_grad_enabled()
+        tensor.fill_(1.0)
+
+    initialise(network, fill, skip={"0.weight", "1.weight", "1.bias", "2.bias"})
     filled = {name: float(parameter.detach().unique()) for name, parameter in network.named_parameters()}
     assert filled == {"0.weight": 5, "0.bias": 0, "1.weight": 5, "1.bias": 5, "2.weight": 1, "2.bias": 5}
-
-
-def test_buffers_and_gradients_stay() -> None:
-    network = nn.Linear(2, 2)
-    network.register_buffer("count", torch.tensor(3.0))
-    network(torch.ones(1, 2)).sum().backward()
-    initialise(network, "xavier")
     assert network.count == 3
-    assert torch.equal(network.weight.grad, torch.ones(2, 2))
-    assert network.weight.requires_grad
-
-
-@pytest.mark.parametrize("spec", ["uniform", "normal", "xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_])
-def test_torchs_seed_makes_values_repeat(spec: Any) -> None:
-    def filled(seed: int) -> torch.Tensor:
-        network = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-        torch.manual_seed(seed)
-        initialise(network, spec)
-        return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-
-    assert torch.equal(filled(1), filled(1))
-    assert not torch.equal(filled(1), filled(2))
-
-
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
 
 
 NAMES = ("constant", "msraprelu", "normal", "one", "ones", "orthogonal", "uniform", "xavier", "zero", "zeros")
-WRONG = r"initializer|rnd_type is 'normal'|factor_type is 'both'"
-
-
 REFUSED: list[Any] = [
-    *(("xavierr", ValueError, f"initializer 'xavierr' is unknown.*'{name}'") for name in NAMES),
-    (("uniform", {"sigma": 1.0}), ValueError, WRONG),
-    (("zeros", {"value": 1.0}), ValueError, WRONG),
-    (("xavier", {"scale": 1.0}), ValueError, WRONG),
-    (("xavier", {"rnd_type": "normal"}), ValueError, WRONG),
-    (("xavier", {"factor_type": "both"}), ValueError, WRONG),
-    (("msraprelu", {"factor_type": "both"}), ValueError, WRONG),
-    (("uniform", {"scale": -1.0}), ValueError, WRONG),
-    (("normal", {"sigma": -1.0}), ValueError, WRONG),
-    (("xavier", {"magnitude": -1.0}), ValueError, WRONG),
-    *(
-        (spec, TypeError, "initializer is")
-        for spec in (3, None, ["uniform", {}], (3, {}), ("uniform",), ("uniform", 3), ("uniform", {}, 1))
-    ),
-    *(
-        (spec, ValueError, r"cannot fill parameter '1\.gain'")  # of one dimension
-        for spec in ("xavier", "msraprelu", "orthogonal", nn.init.kaiming_normal_)
-    ),
+    ("xavierr", ValueError, "initializer 'xavierr' is unknown.*" + ".*".join(f"'{name}'" for name in NAMES)),
+    (("uniform", {"sigma": 1.0}), ValueError, "initializer"),
+    (("xavier", {"rnd_type": "normal"}), ValueError, "rnd_type is 'normal'"),
+    (("msraprelu", {"factor_type": "both"}), ValueError, "factor_type is 'both'"),
+    *((spec, ValueError, "initializer") for spec in (("normal", {"sigma": -1.0}), ("xavier", {"magnitude": -1.0}))),
+    *((spec, TypeError, "initializer is") for spec in (None, ["uniform", {}], (3, {}), ("uniform", {}, 1))),
+    *((spec, ValueError, r"cannot fill parameter '1\.gain'") for spec in ("xavier", "orthogonal")),  # of one dimension
 ]
 
 
 def test_a_wrong_initialiser_is_refused() -> None:
     for spec, error, message in REFUSED:
         with pytest.raises(error, match=message):
-            initialise(nn.Sequential(nn.Linear(2, 3), Gain()), spec)
+            initialise(nn.Sequential(nn.Linear(2, 3), Odd()), spec)
 
 
 def test_every_replica_gets_the_same_values() -> None:

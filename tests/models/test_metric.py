@@ -97,13 +97,11 @@ BY_NUMBER: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_short_name_reports_mxnets_name_and_nan_before_anything_was_counted(name: str) -> None:
-    metric = create(name, nn.CrossEntropyLoss())
-    for pairs in (metric.get_name_value(), metric.get_global_name_value()):
-        ((reported, nothing),) = pairs
-        assert reported == NAMES[name]
-        assert math.isnan(nothing)
+def test_a_short_name_reports_mxnets_name_and_nan_before_anything_was_counted() -> None:
+    for name, reported in NAMES.items():
+        metric = create(name, nn.CrossEntropyLoss())
+        for pairs in (metric.get_name_value(), metric.get_global_name_value()):
+            assert pairs == [(reported, pytest.approx(math.nan, nan_ok=True))]
 
 
 @pytest.mark.parametrize("name", sorted(BY_CLASS))
@@ -121,21 +119,16 @@ def test_a_metric_of_numbers_is_the_formula_over_all_elements(name: str, axes: t
     assert value(name, batches) == pytest.approx(BY_NUMBER[name](*whole(batches)), rel=1e-5)
 
 
-def test_outputs_in_a_column_match_flat_labels() -> None:
-    batches = [(output.unsqueeze(1), label) for output, label in of_numbers()]
-    expected = np.concatenate([(output.squeeze(1) - label).numpy() ** 2 for output, label in batches]).mean()
-    assert value("mse", batches) == pytest.approx(expected, rel=1e-5)
-
-
 CERTAIN = torch.tensor([[1.0, 0.0]])
 HUNDREDS = [(torch.full((1000,), 100.0, dtype=torch.float16), torch.zeros(1000))] * 2
-VALUES: list[tuple[str, Batches, Any, float]] = [
+VALUES: list[tuple[Any, Batches, Any, float]] = [
     # half-precision outputs whose sum overflows
     ("mae", HUNDREDS, None, 100.0),
     ("mse", HUNDREDS, None, 10000.0),
     ("rmse", HUNDREDS, None, 100.0),
-    # integer outputs and float labels
+    # integer outputs and float labels; outputs in a column
     ("mae", [(torch.tensor([1, 2]), torch.tensor([1.5, 2.25]))], None, 0.375),
+    ("mae", [(torch.tensor([[1.0], [2.0]]), torch.tensor([1.5, 2.25]))], None, 0.375),
     # class numbers as outputs; probabilities in a column and flat labels
     ("acc", [(torch.tensor([7, 8, 9]), torch.tensor([7, 8, 8])), (torch.tensor([1]), torch.tensor([2]))], None, 0.5),
     ("acc", [(torch.tensor([[0.9], [0.8], [0.2], [0.7]]), torch.tensor([1, 1, 0, 0]))], None, 0.75),
@@ -143,16 +136,14 @@ VALUES: list[tuple[str, Batches, Any, float]] = [
     ("ce", [(CERTAIN, torch.tensor([1]))], None, -math.log(1e-12)),
     ("ce", [(CERTAIN, torch.tensor([0]))], None, 0.0),
     ("perplexity", [(torch.tensor([[1e4, 0.0]]), torch.tensor([1]))], nn.CrossEntropyLoss(), math.inf),
+    # a k beyond the classes finds every label, as in MXNet
+    ("top_k_accuracy", [(torch.eye(3), torch.arange(3).flip(0))], nn.CrossEntropyLoss(), 1.0),
 ]
 
 
 def test_values_of_unusual_outputs_and_labels() -> None:
     for name, batches, loss, expected in VALUES:
         assert value(name, batches, loss) == pytest.approx(expected, rel=1e-5, abs=1e-9), (name, batches)
-
-
-def test_a_k_beyond_the_classes_finds_every_label_as_mxnet_does() -> None:
-    assert value("top_k_accuracy", of_classes(3), nn.CrossEntropyLoss()) == 1.0
 
 
 def own_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -190,13 +181,8 @@ def test_labels_that_the_loss_ignores_are_not_counted(name: str, ignored: int, k
     keep = labels != ignored
     found = value(spec, batches, kind(ignore_index=ignored))
     assert found == pytest.approx(formula(outputs[keep], labels[keep]), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", sorted(BY_CLASS))
-def test_nothing_but_ignored_labels_is_nan(name: str) -> None:
-    spec, _ = BY_CLASS[name]
-    batches = [(torch.randn(4, CLASSES), torch.full((4,), -100))]
-    assert math.isnan(value(spec, batches, nn.CrossEntropyLoss()))
+    nothing = [(torch.randn(4, CLASSES), torch.full((4,), ignored))]
+    assert math.isnan(value(spec, nothing, kind(ignore_index=ignored)))
 
 
 @pytest.mark.parametrize("questions", [0, 1, 2, 3])
@@ -221,13 +207,15 @@ def test_loss_is_the_mean_over_all_samples_whatever_the_batches() -> None:
         assert found == pytest.approx(loss(logits, label).item(), rel=1e-6)
 
 
-def test_loss_with_ignored_labels_counts_the_others() -> None:
+def test_loss_with_ignored_labels_counts_the_others_and_shows_nan() -> None:
     logits, label = torch.randn(8, CLASSES), torch.randint(CLASSES, (8,))
     label[:5] = -100  # a whole batch, and a part of the next
     with Module(nn.Identity(), nn.CrossEntropyLoss(), cpu()) as module:
         ((_, found),) = module.score((logits, label), "loss", batch_size=4)
         assert found == pytest.approx(nn.functional.cross_entropy(logits[5:], label[5:]).item(), rel=1e-6)
         assert math.isnan(module.score((logits[:4], label[:4]), "loss", batch_size=4)[0][1])
+        logits[6] = math.nan
+        assert math.isnan(module.score((logits, label), "loss", batch_size=4)[0][1])
 
 
 @pytest.mark.parametrize("name", ["ce", "nll_loss", "perplexity", "mae", "mse", "rmse"])
@@ -235,12 +223,6 @@ def test_nan_outputs_of_one_batch_are_seen(name: str) -> None:
     batches = of_classes(CLASSES) if name in BY_CLASS else of_numbers()
     batches[1] = (batches[1][0] * float("nan"), batches[1][1])
     assert math.isnan(value(name, batches, nn.CrossEntropyLoss()))
-
-
-def test_a_loss_that_became_nan_is_seen() -> None:
-    data, label = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]]), torch.zeros(4, 1)
-    with Module(nn.Identity(), nn.MSELoss(), cpu()) as module:
-        assert math.isnan(module.score((data, label), "loss", batch_size=2)[0][1])
 
 
 def test_a_list_reports_each_in_order() -> None:
@@ -255,24 +237,6 @@ def test_a_list_reports_each_in_order() -> None:
     assert [found for _, found in metric.get_global_name_value()] == pytest.approx(expected, rel=1e-6)
     metric.reset()
     assert all(math.isnan(found) for _, found in metric.get_global_name_value())
-
-
-def test_an_object_of_torchmetrics_counts_outputs_and_labels() -> None:
-    batches = of_classes(CLASSES)
-    metric = counted(create(MulticlassAccuracy(CLASSES, average="macro")), batches)
-    outputs, labels = whole(batches)
-    recalls = [np.mean(outputs.argmax(1)[labels == one] == one) for one in np.unique(labels)]
-    ((name, found),) = metric.get_name_value()
-    assert name == "MulticlassAccuracy"
-    assert found == pytest.approx(float(np.mean(recalls)), rel=1e-6)
-
-
-def test_a_torchmetrics_object_is_reset_for_each_score() -> None:
-    data, label = torch.eye(4), torch.arange(4)
-    given = MulticlassAccuracy(4, average="micro")
-    with Module(nn.Identity(), nn.CrossEntropyLoss(), cpu()) as module:
-        assert module.score((data, label), given, batch_size=4) == [("MulticlassAccuracy", 1.0)]
-        assert module.score((data, label.flip(0)), given, batch_size=4) == [("MulticlassAccuracy", 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -321,12 +285,8 @@ def test_a_function_of_label_and_output_is_averaged_over_batches() -> None:
     assert name == "largest_error"
     expected = np.mean([np.abs((label - output).numpy()).max() for output, label in batches])
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_function_gets_outputs_of_any_nesting() -> None:
-    metric = create(lambda label, output: len(output["parts"]) + len(label))
-    metric.update((torch.zeros(2), torch.zeros(2)), {"parts": (1, 2, 3)}, None)
-    assert metric.get_name_value()[0][1] == 5
+    nested = [({"parts": (1, 2, 3)}, torch.zeros(2))]
+    assert value(lambda label, output: len(output["parts"]) + len(label), nested) == 5
 
 
 @pytest.mark.parametrize("joined", [1 << 18, 0], ids=["joined", "by share"])
@@ -375,12 +335,11 @@ LIST = "".join(f"(?=.*'{name}')" for name in NAMES if name != "ACC")
 REFUSED: list[Any] = [
     ("accuracyy", ValueError, f"'accuracyy' is unknown{LIST}"),
     ("f1", ValueError, "'f1' is unknown.*or a torchmetrics object"),
-    *(((name, {option: 3}), ValueError, f"metric '{name}'") for name, option in (("acc", "k"), ("mse", "top_k"))),
-    (("ce", {"eps": 1}), ValueError, "metric 'ce'"),
+    (("mse", {"top_k": 3}), ValueError, "metric 'mse'"),
     (("acc", 3), ValueError, "metric 'acc'"),
     (("acc", {"top_k": 0}), ValueError, "top_k is 0; expected 1 or more"),
     (("acc", {"top_k": 1.5}), ValueError, "metric 'acc' .* top_k is 1.5; expected an int"),
-    *((spec, TypeError, "metric is") for spec in (3, None, {"acc": 1}, ("acc", {}, 1), (3, {}), b"acc")),
+    *((spec, TypeError, "metric is") for spec in (None, {"acc": 1}, ("acc", {}, 1), (3, {}))),
 ]
 
 
@@ -390,20 +349,15 @@ def test_wrong_metrics_are_refused() -> None:
             create(spec)
 
 
-PAIR = torch.zeros(2, 2)
-
-
 @pytest.mark.parametrize("name", ["acc", "ce", "mse"])
-@pytest.mark.parametrize(
-    ("output", "label", "error", "message"),
-    [
-        ((PAIR,), PAIR, TypeError, "'{name}' got outputs of type tuple"),
-        (PAIR, {"label": PAIR}, TypeError, "'{name}' got labels of type dict"),
-        (torch.zeros(4, 2), torch.zeros(3), ValueError, r"'{name}' got outputs \(4, 2\) for labels \(3,\)|batch_size"),
-    ],
-)
-def test_wrong_outputs_and_labels_are_refused_with_the_name_of_the_metric(
-    name: str, output: Any, label: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message.replace("{name}", NAMES[name])):
-        create(name).update(label, output, None)
+def test_wrong_outputs_and_labels_are_refused_with_the_name_of_the_metric(name: str) -> None:
+    pair = torch.zeros(2, 2)
+    output: Any
+    label: Any
+    for output, label, error, message in (
+        ((pair,), pair, TypeError, "got outputs of type tuple"),
+        (pair, {"label": pair}, TypeError, "got labels of type dict"),
+        (torch.zeros(4, 2), torch.zeros(3), ValueError, r"got outputs \(4, 2\) for labels \(3,\)|batch_size"),
+    ):
+        with pytest.raises(error, match=f"'{NAMES[name]}' {message}"):
+            create(name).update(label, output, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Context, Module, cpu
+from gangline import Module, cpu
 from gangline.callback import Speedometer, do_checkpoint
 from gangline.kvstore import create
 
@@ -54,12 +53,16 @@ def test_numpy_tuples_and_dicts_are_data_too() -> None:
             return {"sum": left + right, "parts": (left, right * 2)}
 
     left, right = counted(5, 2).numpy(), counted(5, 2) * 3
-    with Module(Two(), context=CONTEXTS[:2]) as module:
+    with Module(Two(), context="cpu(0),cpu(1)") as module:
+        assert module.contexts == CONTEXTS[:2]
         for data in ((left, right), {"right": right, "left": left}):
             module.forward(data, is_train=False)
             outputs = module.get_outputs()
             assert torch.equal(outputs["sum"], torch.from_numpy(left) + right)
             assert torch.equal(outputs["parts"][1], right * 2)
+    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
+        module.init_optimizer()
+        module.forward_backward_update(left, np.ones((5, 3), np.float32))
 
 
 def test_backward_from_given_gradients_of_the_outputs() -> None:
@@ -159,15 +162,14 @@ def test_running_statistics_are_averaged_by_samples_seen() -> None:
         averaged = module.get_params()
         assert averaged["0.running_mean"].tolist() == pytest.approx([(3 * 2.0 + 2 * 15.0) / 5])
         assert averaged["0.running_var"].tolist() == pytest.approx([(3 * 4.0 + 2 * 50.0) / 5])
-        means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
-        assert means == [2.0, 15.0]  # the call changed no replica
-        module.average_statistics()
-        means = [float(replica.network[0].running_mean) for replica in module.bound.replicas.all]  # type: ignore[index]
-        assert means == [pytest.approx(7.2)] * 2
         assert int(averaged["0.num_batches_tracked"]) == 1
+        layers: Any = [replica.network[0] for replica in module.bound.replicas.all]  # type: ignore[index]
+        assert [float(layer.running_mean) for layer in layers] == [2.0, 15.0]  # the call changed no replica
+        module.average_statistics()
+        assert [float(layer.running_mean) for layer in layers] == [pytest.approx(7.2)] * 2
 
 
-@pytest.mark.parametrize("loads", [[1], [3, 1], [1, 1, 1]])
+@pytest.mark.parametrize("loads", [[1], [1, 1, 1]])
 def test_random_layers_repeat_bit_for_bit_and_differ_between_contexts(loads: list[float]) -> None:
     def masks() -> list[torch.Tensor]:
         torch.manual_seed(torch.seed() % 1000)  # the caller's generator has no influence
@@ -218,25 +220,6 @@ def test_a_network_that_begins_to_draw_late_is_noticed(caplog: pytest.LogCapture
 # -- loops ----------------------------------------------------------------------------------------------------------
 
 
-def test_fit_logs_mxnets_lines(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "gangline")
-    data, label = torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4)
-    with Module(nn.Linear(3, 3), nn.CrossEntropyLoss(), CONTEXTS[:2]) as module:
-        module.fit((data, label), (data, label), ["acc", "ce"], num_epoch=2, batch_size=5, optimizer_params={"lr": 1.0})
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split("=")[0] for line in lines] == [
-        f"Epoch[{epoch}] {what}"
-        for epoch in range(2)
-        for what in (
-            "Train-accuracy",
-            "Train-cross-entropy",
-            "Time cost",
-            "Validation-accuracy",
-            "Validation-cross-entropy",
-        )
-    ]
-
-
 def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
     data = counted(11, 2)
     label = torch.tensor([2] * 7 + [0] * 4)  # the network always says 2
@@ -248,11 +231,8 @@ def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
         assert torch.allclose(module.predict(data, batch_size=4), linear()(data))
         assert torch.allclose(module.predict((data, label), batch_size=4), linear()(data))
         assert len(module.predict(data.numpy(), batch_size=4, num_batch=2)) == 8
-        assert [(number, len(out)) for out, number, _ in module.iter_predict(data, batch_size=4)] == [
-            (0, 4),
-            (1, 4),
-            (2, 3),
-        ]
+        parts = [(number, len(out)) for out, number, _ in module.iter_predict(data, batch_size=4)]
+        assert parts == [(0, 4), (1, 4), (2, 3)]
 
 
 def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
@@ -332,10 +312,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"work_load_list": [0, 0]}, ValueError, "at least one load above 0"),
         ({"work_load_list": [1, -1]}, ValueError, r"work_load_list\[1\] is -1"),
         ({"work_load_list": [1, float("nan")]}, ValueError, r"work_load_list\[1\] is nan"),
-        ({"work_load_list": [float("inf"), 1]}, ValueError, r"work_load_list\[0\] is inf"),
         ({"work_load_list": [True, 1]}, TypeError, r"work_load_list\[0\] is True"),
         ({"work_load_list": "31"}, ValueError, "work_load_list is '31'; expected one number per context, or 'auto'"),
-        ({"autocast": torch.float64}, ValueError, "autocast is torch.float64; expected torch.bfloat16"),
         ({"autocast": "bfloat16"}, ValueError, "autocast is 'bfloat16'; expected torch.bfloat16"),
         ({"random": "batch"}, ValueError, "random is 'batch'; expected 'context' or 'sample'"),
         (
@@ -353,10 +331,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "bind": [
         ({"label_shapes": (3, 3)}, ValueError, "data_shapes have a batch of 4, but label_shapes one of 3"),
         ({"data_shapes": "four"}, TypeError, "data_shapes is 'four'"),
-        *(
-            ({"grad_req": given}, ValueError, f"grad_req is {given!r}; expected 'write' or 'add'")
-            for given in ("null", "Add", None, 1)
-        ),
+        ({"grad_req": "Add"}, ValueError, "grad_req is 'Add'; expected 'write' or 'add'"),
     ],
     "init_optimizer": [
         ({"kvstore": "nosuch"}, ValueError, "no store named 'nosuch'; expected one of .*'device'"),
@@ -377,8 +352,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "fit": [
         ({"num_epoch": -1}, ValueError, "num_epoch is -1"),
         ({"num_epoch": 1.5}, TypeError, "num_epoch is 1.5"),
-        ({"batch_size": None}, ValueError, "batch_size is needed"),
-        ({"train_data": [(counted(4, 2), counted(4, 3))]}, ValueError, "train_data has batches already"),
         ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
         ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
@@ -483,31 +456,23 @@ def test_a_second_bind_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
             module.backward()
 
 
-def test_contexts_by_words_and_numpy_labels() -> None:
-    with Module(linear(), nn.MSELoss(), "cpu(0),cpu(1)") as module:
-        assert module.contexts == [Context("cpu", 0), Context("cpu", 1)]
-        module.init_optimizer()
-        module.forward_backward_update(np.ones((4, 2), np.float32), np.ones((4, 3), np.float32))
-
-
 # -- a network whose output is the loss -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["fit", "forward_backward", "forward_backward_update"])
 @pytest.mark.parametrize("loads", [None, "auto"])
-def test_an_output_that_is_no_loss_is_refused(call: str, loads: str | None) -> None:
-    network = linear()
-    before = network.weight.detach().clone()
+def test_an_output_that_is_no_loss_is_refused(loads: str | None) -> None:
     data, label = counted(4, 2), torch.zeros(4, dtype=torch.long)
-    with Module(network, context=CONTEXTS[:2], work_load_list=loads) as module:
+    with Module(linear(), context=CONTEXTS[:2], work_load_list=loads) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1})
-        message = r"output has shape \(2, 3\), which is not a loss: .* loss=torch\.nn\.CrossEntropyLoss\(\)"
-        run = partial(module.fit, (data, label), num_epoch=1, batch_size=4)
-        if call != "fit":
-            run = partial(getattr(module, call), data, label)
-        with pytest.raises(ValueError, match=message):
-            run()
-        assert torch.equal(module.get_params()["weight"], before)
+        for run in (
+            partial(module.fit, (data, label), num_epoch=1, batch_size=4),
+            partial(module.forward_backward, data, label),
+            partial(module.forward_backward_update, data, label),
+        ):
+            message = r"output has shape \(2, 3\), which is not a loss: .* loss=torch\.nn\.CrossEntropyLoss\(\)"
+            with pytest.raises(ValueError, match=message):
+                run()
+        assert torch.equal(module.get_params()["weight"], linear().weight)
         assert module.predict(data, batch_size=4).shape == (4, 3)  # which needs no loss
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import same_bits
+from measure import labelled, same_bits
 from torch import nn
 
 from gangline import Module, Monitor, cpu
@@ -35,8 +35,7 @@ def classifier() -> nn.Linear:
 
 
 def batch(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(samples, 4, generator=generator), torch.arange(samples) % 3
+    return labelled(samples, 4, 3)
 
 
 def module_of(network: nn.Module | None = None) -> Module:
@@ -97,6 +96,9 @@ def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
 def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     with module_of() as module:
+        assert not module.params_initialized
+        module.init_params("xavier")
+        assert module.params_initialized
         module.save_params(path)
         params = module.get_params()
     with module_of(nn.Linear(4, 3)) as module:
@@ -119,30 +121,12 @@ def test_params_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         module.load_params(tmp_path / "net.safetensors")
 
 
-def test_params_initialized_says_whether_values_were_set(tmp_path: Path) -> None:
-    with module_of() as module:
-        assert not module.params_initialized
-        module.init_params("xavier")
-        assert module.params_initialized
-        module.save_params(tmp_path / "net.safetensors")
-    with module_of() as module:
-        module.load_params(tmp_path / "net.safetensors")
-        assert module.params_initialized
-    with module_of() as module:
-        module.init_optimizer()
-        assert module.params_initialized
-
-
 def test_fit_initializes_parameters() -> None:
     options: dict[str, Any] = {"num_epoch": 1, "batch_size": 4, "optimizer_params": {"lr": 0.0}}
     with module_of() as module:
-        module.fit(batch(), initializer="one", **options)
-        assert torch.equal(module.get_params()["weight"], torch.ones(3, 4))
-        assert not module.get_params()["bias"].any()
-        module.fit(batch(), initializer="zeros", **options)  # initialised already
-        assert module.get_params()["weight"].all()
-        module.fit(batch(), initializer="zeros", force_init=True, **options)
-        assert not module.get_params()["weight"].any()
+        for initializer, force, weight in (("one", False, 1), ("zeros", False, 1), ("zeros", True, 0)):
+            module.fit(batch(), initializer=initializer, force_init=force, **options)
+            assert torch.equal(module.get_params()["weight"], torch.full((3, 4), float(weight)))
     bias = {"bias": torch.full((3,), 2.0)}
     with module_of() as module:
         with pytest.raises(RuntimeError, match=r"parameters \['weight'\] are missing"):
@@ -156,31 +140,17 @@ def test_parameters_and_buffers_may_be_given_apart() -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     both = {name: torch.full_like(value, 7) for name, value in network.state_dict().items()}
     arg = {name: both.pop(name) for name in list(both) if "running" not in name and "num_" not in name}
-    for replace in ("set_params", "init_params", "fit"):
+    replace: Any
+    for replace in (
+        lambda module: module.set_params(arg, both),
+        lambda module: module.init_params(None, arg, both),
+        lambda module: module.fit(batch(), num_epoch=0, batch_size=4, arg_params=arg, aux_params=both),
+    ):
         with module_of(copy.deepcopy(network)) as module:
-            if replace == "set_params":
-                module.set_params(arg, both)
-            elif replace == "init_params":
-                module.init_params(None, arg, both)
-            else:
-                options = {"num_epoch": 0, "batch_size": 4}
-                module.fit(batch(), arg_params=arg, aux_params=both, **options)
-            assert all(torch.all(value == 7) for value in module.get_params().values()), replace
-            with pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
-                module.set_params(arg, True)  # type: ignore[arg-type]
-
-
-def test_the_eval_batch_end_callback_is_called_after_each_batch_of_a_validation() -> None:
-    seen: list[tuple[int, int]] = []
-    with module_of() as module:
-        module.fit(
-            batch(),
-            batch(5),
-            num_epoch=2,
-            batch_size=4,
-            eval_batch_end_callback=lambda param: seen.append((param.epoch, param.nbatch)),
-        )
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
+            replace(module)
+            assert all(torch.all(value == 7) for value in module.get_params().values())
+    with module_of() as module, pytest.raises(TypeError, match="aux_params is True; expected tensors by name"):
+        module.set_params(arg, True)  # type: ignore[arg-type]
 
 
 def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
@@ -220,24 +190,15 @@ assert logger.level == logging.NOTSET
 """
 
 
-def run(setup: str) -> str:
+LINES = ["Epoch[0] Train-accuracy", "Epoch[0] Time cost", "Epoch[0] Validation-accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "lines"), [("", LINES), ("logging.basicConfig(level=logging.WARNING)", [])])
+def test_a_program_sees_the_lines_of_fit_on_stderr_unless_it_has_logging_of_its_own(
+    setup: str, lines: list[str]
+) -> None:
     program = PLAIN_PROGRAM.format(setup=setup)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout
-    return done.stderr
-
-
-@pytest.mark.slow
-def test_a_plain_program_sees_the_lines_of_fit_on_stderr() -> None:
-    lines = run("").splitlines()
-    assert [line.split("=")[0] for line in lines] == [
-        "Epoch[0] Train-accuracy",
-        "Epoch[0] Time cost",
-        "Epoch[0] Validation-accuracy",
-    ]
-
-
-@pytest.mark.slow
-def test_a_program_with_logging_of_its_own_gets_no_second_handler() -> None:
-    assert run("logging.basicConfig(level=logging.WARNING)") == ""
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [line.split("=")[0] for line in done.stderr.splitlines()] == lines

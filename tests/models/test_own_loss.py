@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from measure import mlp
 from torch import nn
 from torch.nn import functional as F
 
 from gangline import Module, cpu
 
 FEATURES, CLASSES = 6, 4
-
-
-def network() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(FEATURES, CLASSES).double()
+network = partial(mlp, FEATURES, CLASSES, seed=0)
 
 
 CLASS_LOSSES: dict[str, Any] = {

@@ -96,8 +96,6 @@ def test_a_copy_that_fails_is_told_as_by_the_first() -> None:
     pipeline = Pipeline(nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), lists)
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
         pipeline.forward_backward(torch.randn(4, 4), torch.tensor([0, 1, 2, 7]))
-    with pytest.raises(ValueError, match="work_load_list has 1 numbers; expected 2"):
-        Pipeline(nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), lists, work_load_list=[1])
 
 
 @pytest.mark.parametrize(
@@ -130,18 +128,7 @@ def test_a_layer_that_occurs_twice_runs_twice() -> None:
     assert torch.equal(pipeline(data), network(data))
 
 
-def test_forward_gives_the_output_and_frozen_layers_get_no_gradient() -> None:
-    own = network()
-    own[0].requires_grad_(False)
-    pipeline = Pipeline(own, nn.CrossEntropyLoss(), {"embed": cpu(0), "lstm1": cpu(1)})
-    [(data, label)] = batches(1, 6)
-    assert torch.equal(pipeline(data), own(data))
-    pipeline.forward_backward(data, label)
-    assert own[0].weight.grad is None
-    assert all(parameter.grad is not None for parameter in own[1:].parameters())
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [*itertools.product((1, 2, 3, 5), (1, 2, 4, 9))])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 2), (3, 4), (5, 9)])
 def test_each_stage_runs_every_pass_once_and_keeps_few_activations(stages: int, micro_batches: int) -> None:
     orders = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
     for stage, order in enumerate(orders):
@@ -222,23 +209,23 @@ def test_an_error_in_any_stage_ends_all_and_is_raised(place: int) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    own, loss = network(), nn.CrossEntropyLoss()
-    for groups, message in (
-        ({"lstm1": cpu(0)}, "does not name the first layer, 'embed'"),
-        ({"embed": cpu(0), "lstm9": cpu(1)}, r"names \['lstm9'\]; expected names of layers"),
-        ({"embed": cpu(0), "lstm1": cpu(1), "head": cpu(0)}, r"group2ctxs has cpu\(0\) again at layer 'head'"),
-        ([cpu(0), cpu(1)], "sample is None"),
+    own, sample, pair = network(), batches(1, 4)[0][0], [cpu(0), cpu(1)]
+    groups: Any
+    options: dict[str, Any]
+    for groups, options, message in (
+        ({"lstm1": cpu(0)}, {}, "does not name the first layer, 'embed'"),
+        ({"embed": cpu(0), "lstm9": cpu(1)}, {}, r"names \['lstm9'\]; expected names of layers"),
+        ({"embed": cpu(0), "lstm1": cpu(1), "head": cpu(0)}, {}, r"group2ctxs has cpu\(0\) again at layer 'head'"),
+        (pair, {}, "sample is None"),
+        (pair, {"sample": sample, "speeds": [1]}, "speeds has 1 numbers; expected 2"),
+        (pair, {"sample": sample, "speeds": [0, 1]}, r"speeds are \[0, 1\]; expected numbers above 0"),
+        (TWO_COPIES, {"work_load_list": [1]}, "work_load_list has 1 numbers; expected 2"),
+        (CUTS[2], {"micro_batches": 0}, "micro_batches is 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            Pipeline(own, loss, groups)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="speeds has 1 numbers; expected 2"):
-        Pipeline(own, loss, [cpu(0), cpu(1)], sample=batches(1, 4)[0][0], speeds=[1])
-    with pytest.raises(ValueError, match=r"speeds are \[0, 1\]; expected numbers above 0"):
-        Pipeline(own, loss, [cpu(0), cpu(1)], sample=batches(1, 4)[0][0], speeds=[0, 1])
+            Pipeline(own, nn.CrossEntropyLoss(), groups, **options)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Sequential"):
-        Pipeline(nn.Linear(2, 2), loss)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="micro_batches is 0"):
-        Pipeline(own, loss, CUTS[2], micro_batches=0)
+        Pipeline(nn.Linear(2, 2), nn.CrossEntropyLoss())  # type: ignore[arg-type]
 
 
 def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:

@@ -60,10 +60,9 @@ def state_of(module: Module) -> dict[str, torch.Tensor]:
 
 @halves
 @counts
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, count: int, optimizer: str) -> None:
+def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, count: int) -> None:
     with Module(perceptron(), nn.CrossEntropyLoss(), contexts(count), autocast=half) as module:
-        module.init_optimizer("device", optimizer, {"lr": 0.1} | ({"momentum": 0.9} if optimizer == "sgd" else {}))
+        module.init_optimizer("device", "adam", {"lr": 0.1})
         for step in range(3):
             module.forward_backward(*batch(seed=step))
             assert module.get_outputs().dtype is half
@@ -80,7 +79,7 @@ def test_outputs_are_half_and_all_that_is_kept_stays_float32(half: torch.dtype, 
 
 
 @halves
-@counts
+@pytest.mark.parametrize("count", [1, 3])
 def test_score_and_predict_compute_in_half(half: torch.dtype, count: int) -> None:
     network = perceptron()
     data, label = batch(10)
@@ -151,7 +150,7 @@ def test_the_scale_doubles_after_2000_calm_steps_as_torchs_does() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("where", [0, 3])
 def test_gradients_of_all_gpus_have_one_flag_which_the_host_reads_once(where: int, bad: float) -> None:
     calls = Counter[Any]()
     with simulated_gpus(), Watch(lambda func, *_: calls.update([func])):
@@ -162,10 +161,6 @@ def test_gradients_of_all_gpus_have_one_flag_which_the_host_reads_once(where: in
         assert calls[torch.ops.aten._local_scalar_dense.default] == 0
         assert bool(finite) == math.isfinite(bad)
         assert calls[torch.ops.aten._local_scalar_dense.default] == 1
-
-
-def test_no_gradients_are_finite() -> None:
-    assert bool(all_finite([torch.empty(0, 2)]))
 
 
 def test_a_scale_that_never_fits_ends_at_1_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from gangline.cli.training.options import TrainOptions
     from gangline.cli.training.run import run
 
-    run(
-        TrainOptions(
-            network="mlp",
-            data_dir=str(folder / "images"),
-            num_epochs=4,
-            cpus=1,
-            lr=0.1,
-            rgb_mean="0.3",
-            rgb_std="0.4",
-            model_prefix=str(folder / "net"),
-        )
-    )
+    options = TrainOptions(network="mlp", data_dir=str(folder / "images"), model_prefix=str(folder / "net"))
+    run(replace(options, num_epochs=4, cpus=1, lr=0.1, rgb_mean="0.3", rgb_std="0.4"))
     return folder
 
 

@@ -254,22 +254,6 @@ def test_the_page_shows_why_training_ended(tmp_path: Path, ends: str) -> None:
 # -- resumed runs ----------------------------------------------------------------------------------------------------
 
 
-def test_measured_loads_are_those_of_now(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-
-    def measure(param: BatchEndParam) -> None:
-        if param.nbatch == 2:
-            assert module.load_balancer is not None
-            module.load_balancer.speeds.loads = [3 + param.epoch, 1]
-
-    contexts = [cpu(0), cpu(1)]
-    with Module(network(), nn.CrossEntropyLoss(), contexts, "auto") as module:
-        module.init_optimizer("local", "sgd", RATE)
-        module.begin_epoch = lambda: None  # type: ignore[method-assign]
-        fit(module, TrainingProgress(module, path), measure, epochs=3)
-    assert read_progress(path)["settings"]["loads"] == "5, 1 (auto)"
-
-
 @pytest.mark.parametrize("loads", [[1, 1], [2, 1, 1]])
 def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, loads: list[float]) -> None:
     path, prefix = tmp_path / "page.html", tmp_path / "net"
@@ -310,18 +294,14 @@ def test_records_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     assert [one["epoch"] for one in data["epochs"]] == [0, 1]
 
 
-def test_a_second_fit_of_the_same_module_continues_the_page(tmp_path: Path) -> None:
+def test_a_second_fit_continues_the_page_and_a_new_run_overwrites_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with module_on([1, 1]) as module:
         progress = TrainingProgress(module, tmp_path / "page.html")
         fit(module, progress, epochs=1)
-        fit(module, progress, epochs=2, begin_epoch=1)
-    data = read_progress(tmp_path / "page.html")
-    assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
-    assert data["state"] == "ended"
-
-
-def test_a_new_run_overwrites_the_page_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    page_of(tmp_path)
+        fit(module, progress, epochs=3, begin_epoch=1)
+    assert read_progress(tmp_path / "page.html")["points"]["step"] == list(range(1, 10))
     assert page_of(tmp_path, epochs=1)["points"]["step"] == [1, 2, 3]
     assert [line for line in caplog.messages if "page.html" in line] == [
         f"{tmp_path / 'page.html'} held 9 batches of an earlier run; this new run overwrites it"
@@ -332,40 +312,36 @@ SCRIPT = '<script type="application/json" id="data">'
 FOREIGN = r"page\.html exists and is not a training progress page of gangline"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((text, FOREIGN) for text in (b"<html>a page of somebody's</html>", b"\xff\xfe\x00", b"")),
-        *((f"{SCRIPT}{data}</script>".encode(), FOREIGN) for data in ('{"format": "another"}', "[1]")),
-        (None, r"page\.html are invalid, KeyError\('waiting'\)"),
-    ],
-)
-def test_a_page_of_somebody_elses_or_a_damaged_one_is_left_alone(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
+def test_a_page_of_somebody_elses_or_a_damaged_one_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     damaged = re.sub('"waiting":[^]]*],', "", drawn(data_of(Record([point(1)]), "ended")))
-    path.write_bytes(damaged.encode() if content is None else content)
-    before = path.read_bytes()
-    with module_on([1, 1]) as module, pytest.raises(ValueError, match=message):
-        TrainingProgress(module, path)
-    assert path.read_bytes() == before
+    texts = [
+        "<html>a page of somebody's</html>",
+        "",
+        f'{SCRIPT}{{"format": "another"}}</script>',
+        f"{SCRIPT}[1]</script>",
+    ]
+    for content, message in (
+        *((text.encode(), FOREIGN) for text in texts),
+        (b"\xff\xfe\x00", FOREIGN),
+        (damaged.encode(), r"page\.html are invalid, KeyError\('waiting'\)"),
+    ):
+        path.write_bytes(content)
+        with module_on([1, 1]) as module, pytest.raises(ValueError, match=message):
+            TrainingProgress(module, path)
+        assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    ("path", "seconds", "error", "message"),
-    [
+def test_a_path_that_cannot_be_written_fails_before_training(tmp_path: Path) -> None:
+    error: type[Exception]
+    for path, seconds, error, message in (
         ("", 2.0, ValueError, "is a folder; expected the path of a page"),
         ("/proc/nowhere/a.html", 2.0, OSError, r"the page /proc/nowhere/a\.html cannot be written"),
         ("/proc/a.html", 2.0, OSError, r"the page /proc/a\.html cannot be written"),
         ("a.html", math.nan, ValueError, "every_seconds is nan"),
-    ],
-)
-def test_a_path_that_cannot_be_written_fails_before_training(
-    tmp_path: Path, path: str, seconds: float, error: type[Exception], message: str
-) -> None:
-    with module_on([1, 1]) as module, pytest.raises(error, match=message):
-        TrainingProgress(module, tmp_path / path, seconds)
+    ):
+        with module_on([1, 1]) as module, pytest.raises(error, match=message):
+            TrainingProgress(module, tmp_path / path, seconds)
     assert not list(tmp_path.iterdir())
 
 
@@ -393,12 +369,10 @@ def test_a_long_run_keeps_few_points_and_their_means_extremes_and_sums() -> None
     assert record.points[-1].step == sum(one.updates for one in record.points) == 50_000
     assert record.per_point == 32
     assert sum(one.samples["cpu(0)"] for one in record.points) == 150_000
-    begin = 0
-    for one in record.points:
-        own = losses[begin : one.step]
+    for before, one in itertools.pairwise([point(0), *record.points]):
+        own = losses[before.step : one.step]
         assert one.loss == pytest.approx(sum(own) / len(own))
         assert (one.loss_min, one.loss_max) == (min(own), max(own))
-        begin = one.step
 
 
 def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
@@ -417,44 +391,23 @@ def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
 
 
 def test_a_record_can_be_restored_from_its_data() -> None:
-    record = Record(
-        [
-            point(1, None, metrics={}),
-            point(2, math.nan),
-            point(3, math.inf, metrics={"accuracy": 0.25, "f1": math.nan}),
-            point(4, 1 / 3, samples={"gpu(0)": 7}),
-        ],
-        per_point=4,
-        validations=[Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})],
-        epochs={0: 0, 1: 3},
-        splits=[Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])],
-    )
+    points = [point(1, None, metrics={}), point(2, math.nan), point(3, math.inf, samples={"gpu(0)": 7})]
+    validations = [Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})]
+    splits = [Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])]
+    record = Record(points, per_point=4, validations=validations, epochs={0: 0, 1: 3}, splits=splits)
     data = json.loads(json.dumps(record.data(), allow_nan=False))
-    assert data["points"]["loss"] == [None, "nan", "inf", 0.333333]
-    assert data["points"]["metrics"] == {"accuracy": [None, 0.5, 0.25, 0.5], "f1": [None, None, "nan", None]}
-    assert data["points"]["samples"] == {"cpu(0)": [3, 3, 3, 0], "cpu(1)": [1, 1, 1, 0], "gpu(0)": [0, 0, 0, 7]}
+    assert data["points"]["loss"] == [None, "nan", "inf"]
+    assert data["points"]["metrics"] == {"accuracy": [None, 0.5, 0.5]}
+    assert data["points"]["samples"] == {"cpu(0)": [3, 3, 0], "cpu(1)": [1, 1, 0], "gpu(0)": [0, 0, 7]}
     assert list(data["best"]) == ["accuracy"]
     again = Record.from_data(data)
     assert again.data() == data
-    assert (again.points[0].loss, again.points[2].loss) == (None, math.inf)
-    assert again.points[0].metrics == {}
+    assert [one.loss for one in again.points] == [None, pytest.approx(math.nan, nan_ok=True), math.inf]
     assert again.splits == record.splits
     again.go_back_to(3)
     assert again.splits == record.splits[:1]
     del data["splits"]  # as in an older page
     assert Record.from_data(data).splits == []
-
-
-def test_points_without_a_loss_merge_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_POINTS", 5)
-    record = Record()
-    for loss in (None, 2.0, None, None, 5.0):
-        record.add(point(1, loss, metrics={} if loss is None else {"accuracy": 0.5}))
-    assert [(one.loss, one.metrics) for one in record.points] == [
-        (2.0, {"accuracy": 0.5}),
-        (None, {}),
-        (5.0, {"accuracy": 0.5}),
-    ]
 
 
 def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
@@ -487,7 +440,7 @@ class SlowStore(LocalStore):
         return super().pull_bucket(*arguments, **options)
 
 
-def test_waiting_time_includes_waits_for_the_store() -> None:
+def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not() -> None:
     store = create("slow_local")
     assert isinstance(store, SlowStore)
     store.go = threading.Event()
@@ -500,12 +453,8 @@ def test_waiting_time_includes_waits_for_the_store() -> None:
             module.forward_backward_update(data, label)
         assert store.held > held > 0
         assert module.seconds_waiting - first >= store.held - held
-
-
-def test_one_context_waits_for_nothing() -> None:
     with module_on([1]) as module:
-        for _ in range(3):
-            module.forward_backward_update(*arrays(8))
+        module.forward_backward_update(data, label)
         assert module.seconds_waiting == 0.0
 
 
@@ -612,20 +561,16 @@ def test_unusual_records_are_drawn() -> None:
     assert len(shown.curves) == 6
     assert shown.rows["training loss"] == "nan"
     assert shown.rows["state"] == "stopped: OSError: <disk>"
-    assert len(Drawn(drawn(data_of(Record([point(1)]), "ended"))).curves) == 5
-
-
-@pytest.mark.parametrize(("state", "reloads"), [("running", True), ("ended", False), ("stopped", False)])
-def test_a_page_reloads_itself_until_training_has_ended(state: str, reloads: bool) -> None:
-    page = drawn(data_of(Record([point(1)]), state, every_seconds=7))
-    assert ('http-equiv="refresh" content="7"' in page) == reloads
+    for state in ("running", "ended", "stopped"):
+        page = drawn(data_of(Record([point(1)]), state, every_seconds=7))
+        assert len(Drawn(page).curves) == 5
+        assert ('http-equiv="refresh" content="7"' in page) == (state == "running")
 
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [
         (2, 69, [20, 40, 60]),
-        (1780, 3890, [2000, 2500, 3000, 3500]),
         (0.041, 2.31, [0.5, 1, 1.5, 2]),
         (0.05, 0.05, [0.05]),
         (0.0, 5e-324, [0]),
