@@ -276,14 +276,6 @@ def test_ranks_that_were_not_measured_count_as_average() -> None:
     assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
 
 
-@pytest.mark.parametrize("size", [7, 2000])
-def test_loads_are_short_parts_of_one_that_give_back_the_split(size: int) -> None:
-    job = Job([(0, 1e-3), (0, 2.3e-3)], size).epochs(3)
-    assert sum(job.model.loads) == pytest.approx(1, abs=2e-4)
-    assert [round(load, 4) for load in job.model.loads] == job.model.loads
-    assert job.counts[1] == pytest.approx(size / 3.3, abs=0.02 * size + 1)
-
-
 def test_no_split_changes_before_a_second_of_batches_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_model, "_MIN_SECONDS", 1.0)
     job = Job([(0.0, 1e-4), (0.0, 1e-3)], size=16)  # 0.8 and 8 ms: a busy core can do that for so short a time
