@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import numpy as np
@@ -42,7 +41,6 @@ def test_a_share_grows_as_far_as_the_peak_of_real_steps_predicts(
     ("samples", "loads", "caps", "counts"),
     [
         (64, [3, 1], None, [48, 16]),
-        (64, [3, 1], [None, None], [48, 16]),
         (64, [3, 1], [40, None], [40, 24]),
         (64, [3, 1], [40, 24], [40, 24]),
         (60, [4, 2, 1], [20, None, None], [20, 27, 13]),
@@ -58,23 +56,6 @@ def test_what_exceeds_a_cap_goes_to_the_others(
     assert split_within(samples, loads, caps) == counts
 
 
-@pytest.mark.parametrize(
-    ("samples", "loads", "counts"),
-    [
-        (4, [3, 1], [2, 2]),
-        (3, [3, 1], [3, 0]),
-        (1, [1, 1], [1, 0]),
-        (5, [1, 1, 1], [3, 2, 0]),
-        (64, [100, 1], [62, 2]),
-        (64, [1, 0], [64, 0]),
-    ],
-)
-def test_no_share_is_smaller_than_the_minimum(samples: int, loads: list[float], counts: list[int]) -> None:
-    assert split_within(samples, loads, minimum=2) == counts
-    if all(loads):
-        assert RankBalance(0, loads, lambda row: [row], horizon=3, minimum=2).counts(0, samples) == counts
-
-
 def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_batch() -> None:
     balance = RankBalance(0, [1, 1], lambda row: [row, row], horizon=2)
     balance.discard_batch(3, {1: 32})
@@ -83,10 +64,6 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     assert balance.counts(6, 64) == [48, 16]
     balance.discard_batch(7, {0: 48})
     assert balance.counts(10, 64) == [38, 26]
-
-
-def limits(*most: int | None) -> MemoryLimits:
-    return MemoryLimits([f"cpu({index})" for index in range(len(most))], logging.getLogger("gangline"), most)
 
 
 def sizes(parts: list[slice]) -> list[int]:
@@ -103,7 +80,7 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
     samples: int, contexts: list[tuple[int, int | None]]
 ) -> None:
     slices = split_batch(samples, [load for load, _ in contexts])
-    rounds = limits(*(most for _, most in contexts)).micro_steps(slices)
+    rounds = MemoryLimits(["cpu"] * len(contexts), None, [most for _, most in contexts]).micro_steps(slices)
     needed = []
     for number, (whole, (_, most)) in enumerate(zip(slices, contexts, strict=True)):
         parts = [parts[number] for parts in rounds]
@@ -121,46 +98,17 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
     assert all(len(parts) == len(contexts) for parts in rounds)
 
 
-def test_contexts_that_ran_out_of_memory_get_half_as_many_samples(caplog: pytest.LogCaptureFixture) -> None:
-    made = limits(None, None, 7)
-    slices = [slice(0, 9), slice(9, 14), slice(14, 30)]
-    with caplog.at_level(logging.WARNING, "gangline"):
-        assert made.lower([0, 2], made.micro_steps(slices))  # tried 9 at once, and 16 as 5, 5 and 6
-    assert made.max_samples == [4, None, 3]
-    assert caplog.messages == [
-        "cpu(0) ran out of memory with 9 samples; the batch is run again, and from now on its share runs in "
-        "micro-steps of at most 4 samples",
-        "cpu(2) ran out of memory with 6 samples; the batch is run again, and from now on its share runs in "
-        "micro-steps of at most 3 samples",
-    ]
-
-
-def test_without_a_context_that_ran_out_nothing_is_lowered() -> None:
-    made = limits(None, 8)
-    assert not made.lower([], made.micro_steps([slice(0, 4), slice(4, 8)]))
-    assert made.max_samples == [None, 8]
-
-
-def test_beside_one_that_can_take_less_a_single_sample_stays_one() -> None:
-    made = limits(None, None)
-    assert made.lower([0, 1], [[slice(0, 1), slice(1, 9)]])
-    assert made.max_samples == [1, 4]
-
-
-def test_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:
+def test_only_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:
     with pytest.raises(RuntimeError) as by_torch:
         torch.empty(1 << 50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as by_numpy:
         np.empty(1 << 50, np.uint8)
-    errors = [by_torch.value, by_numpy.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]
-    assert all(is_out_of_memory(error) for error in errors)
-
-
-def test_other_errors_are_not() -> None:
-    errors = [
+    for error in (by_torch.value, by_numpy.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        assert is_out_of_memory(error)
+    for error in (
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
         ValueError("DefaultCPUAllocator: can't allocate memory"),
         OSError(28, "No space left on device"),
         KeyboardInterrupt(),
-    ]
-    assert not any(is_out_of_memory(error) for error in errors)
+    ):
+        assert not is_out_of_memory(error)

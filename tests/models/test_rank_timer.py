@@ -129,34 +129,22 @@ def test_without_an_optimizers_step_only_the_all_reduce_is_left_out(clock: Clock
     assert seconds_of(timer, step) == FORWARD + BACKWARD + 32
 
 
-def test_every_network_of_a_loop_counts(clock: Clock) -> None:
+def test_every_backward_of_every_network_counts_with_what_is_between(clock: Clock) -> None:
     first, second, frozen = Spend(clock), Spend(clock), Spend(clock).requires_grad_(False)
     optimizers, timer = [sgd(first), sgd(second)], RankTimer([first, second, frozen])
 
     def step() -> None:
         for network, optimizer in zip((first, second), optimizers, strict=True):
             (network(X) + frozen(X)).sum().backward()
+            clock.spend(1)
+            checkpoint(network, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
             clock.wait()
             optimizer.step()
 
-    assert seconds_of(timer, step) == 2 * (2 * FORWARD + BACKWARD)
+    assert seconds_of(timer, step) == 2 * (3 * FORWARD + 2 * BACKWARD + 1)
 
 
-def test_two_backwards_of_a_step_count_with_what_is_between(clock: Clock) -> None:
-    network = Spend(clock)
-    optimizer, timer = sgd(network), RankTimer([network])
-
-    def step() -> None:
-        network(X).sum().backward()
-        clock.spend(1)
-        checkpoint(network, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
-        clock.wait()
-        optimizer.step()
-
-    assert seconds_of(timer, step) == 2 * (FORWARD + BACKWARD) + 1
-
-
-def test_time_of_loading_counts_and_time_between_steps_does_not(clock: Clock) -> None:
+def test_time_of_loading_counts_and_time_between_steps_or_of_a_step_that_is_left_does_not(clock: Clock) -> None:
     timer = RankTimer([Spend(clock)])
     clock.wait()
     timer.resume()
@@ -164,10 +152,6 @@ def test_time_of_loading_counts_and_time_between_steps_does_not(clock: Clock) ->
     timer.pause()
     clock.wait()
     assert seconds_of(timer, lambda: clock.spend(4)) == 7
-
-
-def test_a_step_that_the_loop_leaves_is_not_measured(clock: Clock) -> None:
-    timer = RankTimer([Spend(clock)])
     timer.start()
     clock.wait()
     assert timer.take() is None
@@ -262,10 +246,3 @@ def test_hooks_do_not_break_the_graph_of_a_compiled_network(clock: Clock) -> Non
     model = torch.compile(Wrapper(network), backend="eager", fullgraph=True)
     timer = RankTimer([model])
     assert seconds_of(timer, lambda: (clock.spend(1), model(X).sum().backward())) == 1
-
-
-def test_a_closed_timer_leaves_no_hooks(clock: Clock) -> None:
-    networks = [Wrapper(Spend(clock)), Spend(clock)]
-    RankTimer(networks).close()
-    assert not any(module._forward_pre_hooks or module._forward_hooks for each in networks for module in each.modules())
-    assert not any(parameter._backward_hooks for each in networks for parameter in each.parameters())  # type: ignore

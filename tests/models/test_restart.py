@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from measure import same_bits
 
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.retention import epochs
@@ -65,11 +66,6 @@ def weights(folder: Path) -> Weights:
     return found
 
 
-def assert_bit_equal(found: Weights, expected: Weights) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-
-
 def steps(out: Sequence[str]) -> list[int]:
     return [int(line.split()[-1]) for line in out if "step " in line]
 
@@ -97,7 +93,7 @@ def test_a_job_with_a_killed_process_starts_again_and_ends_with_the_same_bits(
     )
     begun = 10 if victim == "scheduler" else 7  # rank 0 may die in step 7; without a scheduler it goes on for a moment
     assert steps(out) in [[*range(1, last + 1), *range(6, 41)] for last in range(6, begun + 1)]
-    assert_bit_equal(weights(tmp_path), undisturbed(store))
+    assert same_bits(weights(tmp_path), undisturbed(store))
 
 
 def test_an_older_run_is_not_resumed_by_the_first_start_nor_by_the_second(tmp_path: Path) -> None:
@@ -115,7 +111,7 @@ def test_an_older_run_is_not_resumed_by_the_first_start_nor_by_the_second(tmp_pa
     assert code == 0, errors
     assert any(line.endswith("restart 1: no earlier start of this job has written a checkpoint") for line in errors)
     assert steps(out) == [*range(1, 41)]
-    assert_bit_equal(weights(tmp_path), expected)
+    assert same_bits(weights(tmp_path), expected)
 
 
 @pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
@@ -126,7 +122,7 @@ def test_torchrun_starts_a_job_again_which_resumes(store: str, tmp_path: Path) -
     assert code == 0, errors
     assert any("resuming from" in line and "5 batches of the next" in line for line in errors), errors
     assert steps(out) in ([*range(1, 8), *range(6, 41)], [*range(1, 7), *range(6, 41)])
-    assert_bit_equal(weights(tmp_path), undisturbed(store))
+    assert same_bits(weights(tmp_path), undisturbed(store))
 
 
 @pytest.mark.parametrize("store", ["local", "loader", "dist_sync", "allreduce"])
@@ -140,4 +136,4 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step_and_ends_with_75(store: st
     code, out, errors = trained(tmp_path, store, "stop")
     assert code == 0, errors
     assert steps(out) == [*range(last + 1, 41)]
-    assert_bit_equal(weights(tmp_path), undisturbed(store))
+    assert same_bits(weights(tmp_path), undisturbed(store))

@@ -96,7 +96,7 @@ CHAINS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kinds", CHAINS, ids=", ".join)
 def test_each_sample_of_an_epoch_is_trained_on_once(tmp_path: Path, kinds: list[str], accumulate: int) -> None:
     prefix = str(tmp_path / "net")

@@ -34,10 +34,6 @@ def made(spec: Any, epochs: int = 10, batches: int | None = 4, base: float = 0.8
     return schedule(spec, base, epochs, batches)
 
 
-def test_constant_stays() -> None:
-    assert set(rates_of(made("constant"), 10, 4)) == {0.8}
-
-
 @pytest.mark.parametrize(
     ("spec", "per_epoch", "make"),
     [
@@ -99,9 +95,6 @@ def test_wrong_values_are_refused() -> None:
     for spec, error, message in REFUSED:
         with pytest.raises(error, match=message):
             made(spec)
-
-
-def test_a_warm_up_by_batches_needs_their_number_and_torchs_schedulers_steps_or_epochs() -> None:
     with pytest.raises(ValueError, match="give warmup_epochs"):
         made(("constant", {"warmup_batches": 3}), batches=None)
     with pytest.raises(ValueError, match="every is 'step'"):
@@ -119,8 +112,12 @@ def fitted(lr_scheduler: Any, *, store: Any = "local", contexts: int = 1, **opti
         return rates, module.get_params()
 
 
-def by_torch(rates: list[float]) -> dict[str, torch.Tensor]:
-    """Run a plain torch loop with the given rate for each update."""
+WARMED_UP = ("cosine", {"warmup_batches": 3})
+
+
+def check_warmed_up(rates: list[float], params: dict[str, torch.Tensor]) -> None:
+    """Check the rates, and the weights by a plain torch loop with these rates."""
+    assert rates == rates_of(schedule(WARMED_UP, 0.5, 3, 4), 3, 4)
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     data, label = arrays()
@@ -130,15 +127,12 @@ def by_torch(rates: list[float]) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(data[part]), label[part]).backward()
         optimizer.step()
-    return net.state_dict()
+    torch.testing.assert_close(params, net.state_dict(), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("store", "contexts"), [("local", 1), ("device", 2)])
-def test_each_update_is_done_by_its_rate(store: str, contexts: int) -> None:
-    spec = ("cosine", {"warmup_batches": 3})
-    rates, params = fitted(spec, store=store, contexts=contexts, shuffle=False)
-    assert rates == rates_of(schedule(spec, 0.5, 3, 4), 3, 4)
-    torch.testing.assert_close(params, by_torch(rates), rtol=1e-11, atol=1e-12)
+def test_each_update_is_done_by_its_rate() -> None:
+    rates, params = fitted(WARMED_UP, store="device", contexts=2, shuffle=False)
+    check_warmed_up(rates, params)
 
 
 def test_a_schedule_counts_batches_if_updates_use_several() -> None:
@@ -149,7 +143,7 @@ def test_a_schedule_counts_batches_if_updates_use_several() -> None:
 
 def trained_by_workers(comm: Communicator) -> Any:
     with create("allreduce", communicator=comm) as store:
-        first = fitted(("cosine", {"warmup_batches": 3}), store=store, shuffle=False)
+        first = fitted(WARMED_UP, store=store, shuffle=False)
     with create("allreduce", communicator=comm) as store, pytest.raises(MismatchError, match="lr_scheduler is"):
         fitted("poly" if comm.rank else "cosine", store=store)
     return first
@@ -157,8 +151,7 @@ def trained_by_workers(comm: Communicator) -> Any:
 
 def test_workers_all_have_the_rate_and_must_have_one_schedule() -> None:
     for rates, params in spawn(trained_by_workers, 2):
-        assert rates == rates_of(schedule(("cosine", {"warmup_batches": 3}), 0.5, 3, 4), 3, 4)
-        torch.testing.assert_close(params, by_torch(rates), rtol=1e-11, atol=1e-12)
+        check_warmed_up(rates, params)
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -234,7 +227,7 @@ SPECS: dict[str, Any] = {
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("cut", [3, 9])
 def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_path: Path, spec: str, cut: int) -> None:
-    def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def run(prefix: Path, cut: int | None, resume: str | None) -> tuple[list[float], Any]:
         rates: list[float] = []
         saves = Checkpoint(None, prefix)
 
@@ -247,7 +240,7 @@ def test_a_resumed_run_has_the_rates_and_weights_of_an_uninterrupted_one(tmp_pat
         with contextlib.suppress(Cut):
             options = {"eval_data": arrays(), "resume": resume, **callbacks}
             return rates, fitted(SPECS[spec], store="device", contexts=2, **options)[1]
-        return rates, {}
+        return rates, None
 
     whole, weights = run(tmp_path / "whole", None, None)
     before, _ = run(tmp_path / "cut", cut, None)

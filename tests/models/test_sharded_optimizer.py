@@ -15,8 +15,6 @@ from measure import distance, mlp, plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
-from gangline.kvstore.allreduce.owners import Owners
-from gangline.kvstore.buckets import plan
 
 STEPS = 20
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
@@ -224,18 +222,6 @@ def test_a_state_of_which_the_small_worker_cannot_hold_half_trains() -> None:
     with pytest.raises(RuntimeError, match="memory"):
         spawn(limited, 2, [1, 1], 28, threads=1, timeout=60)
     assert spawn(limited, 2, [3, 1], 28, threads=1, timeout=60) == ["trained", "trained"]
-
-
-def test_keys_are_owned_in_their_order_and_buckets_have_few_runs() -> None:
-    tensors = [(key, torch.zeros(100)) for key in range(8)]
-    owners = Owners([3, 1])
-    owners.assign(tensors)
-    assert [owners.of(key) for key in range(8)] == [0] * 6 + [1] * 2
-    [bucket] = plan(tensors, 1 << 20)
-    assert [(run.begin, run.owner) for run in owners.runs(bucket)] == [(0, 0), (6 * 112, 1)]
-    assert owners.runs(bucket)[-1].end == bucket.numel
-    owners.assign([(9, torch.zeros(100))])
-    assert owners.of(9) == 0  # 2800 bytes for three parts of the memory, or 1200 for one
 
 
 def test_another_word_is_refused_and_one_worker_needs_no_owners() -> None:

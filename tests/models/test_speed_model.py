@@ -175,21 +175,14 @@ def test_contexts_on_one_device_stay_equal_unless_one_is_much_slower(slower: flo
     assert counts_of(model.loads, 64)[1] == share
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("factor", [1.5, 3, 10])
-def test_a_change_of_speed_in_mid_training_is_followed(factor: float, noise: float) -> None:
-    job = Job([(0.002, 1e-3), (0.002, 1e-3 * factor)], 64, noise).epochs(4)
+def test_a_change_of_speed_in_mid_training_is_followed(factor: float) -> None:
+    job = Job([(0.002, 1e-3), (0.002, 1e-3 * factor)], 64, noise=0.05).epochs(4)
     job.costs = [(0.002, 1e-3 * factor), (0.002, 1e-3)]
     assert job.epochs(4).to_best <= 1.05
 
 
-def test_an_idle_context_that_became_fast_works_again() -> None:
-    job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(2)
-    job.costs = [(0, 1e-3), (0, 1e-3)]
-    assert job.epochs(20).counts == [16, 16]
-
-
-def test_trials_of_an_idle_context_cost_little() -> None:
+def test_trials_of_an_idle_context_cost_little_and_find_that_it_became_fast() -> None:
     job = Job([(0, 1e-3), (0, 0.1)], 32).epochs(1)
     taken = 0.0
     tried = 0
@@ -201,11 +194,12 @@ def test_trials_of_an_idle_context_cost_little() -> None:
             job.batch(job.size)
     assert tried > 0
     assert taken <= 1.05 * 60 * 20 * best_step(job.size, job.costs)
+    job.costs = [(0, 1e-3), (0, 1e-3)]
+    assert job.epochs(20).counts == [16, 16]
 
 
 def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
-    auto.begin_epoch()
     due = []
     for batch in range(200):
         auto.record([4, 4], [0.004, 0.004])
@@ -214,12 +208,6 @@ def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
             assert not auto.update_loads()
             assert not auto.due()
     assert due == [2, 6, 14, 30, 62, 126, 190]
-    auto.begin_epoch()
-    for _ in range(63):
-        auto.record([4, 4], [0.004, 0.004])
-        assert not auto.due()
-    auto.record([4, 4], [0.004, 0.004])
-    assert auto.due()
 
 
 def test_the_first_batch_of_a_context_does_not_count() -> None:
@@ -229,25 +217,18 @@ def test_the_first_batch_of_a_context_does_not_count() -> None:
     for _ in range(2):
         auto.record([4, 4], [0.004, 0.004])
     assert not auto.update_loads()
-    assert auto.loads == [0.5, 0.5]
 
 
-def test_an_update_without_new_measurements_changes_nothing() -> None:
-    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(1)
+def test_records_that_measure_nothing_leave_the_loads() -> None:
+    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
     job.model.update_loads()
     loads = list(job.model.loads)
-    assert not job.model.update_loads()
-    assert job.model.loads == loads
-
-
-def test_shares_without_samples_keep_their_contexts_estimate() -> None:
-    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
-    before = job.model.loads
-    job.model.begin_epoch()
-    for _ in range(10):
-        job.model.record([1, 0], [0.001, None])
-    job.model.begin_epoch()
-    assert job.model.loads == before
+    for samples, seconds in (([1, 0], [0.001, None]), ([4, 4], [None, None])):
+        for _ in range(10):
+            job.model.record(samples, seconds)
+        job.model.begin_epoch()
+        assert not job.model.update_loads()
+        assert job.model.loads == loads
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0])
@@ -258,26 +239,7 @@ def test_times_that_were_not_measured_count_as_average_ones(seconds: float | Non
     assert counts_of(auto.loads, 40) == [22, 7, 11]
 
 
-def test_nothing_measured_at_all_leaves_the_loads_equal() -> None:
-    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
-    for _ in range(5):
-        auto.record([4, 4], [None, None])
-        assert not auto.due()
-    auto.begin_epoch()
-    assert not auto.update_loads()
-    assert auto.loads == [0.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("caps", "counts"),
-    [
-        ([None, None], [48, 16]),
-        ([40, None], [40, 24]),
-        ([None, 3], [61, 3]),
-        ([40, 30], [40, 24]),
-        ([32, 32], [32, 32]),
-    ],
-)
+@pytest.mark.parametrize(("caps", "counts"), [([40, None], [40, 24]), ([None, 3], [61, 3]), ([32, 32], [32, 32])])
 def test_no_share_exceeds_its_cap(caps: list[int | None], counts: list[int]) -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64)
     job.model.caps = caps
@@ -301,48 +263,17 @@ def test_contexts_that_must_not_idle_keep_the_smallest_share(minimum: int) -> No
     assert counts_of(auto.loads, 32) == [32 - minimum, minimum]
 
 
-def test_ranks_that_were_not_measured_count_as_average_and_the_caller_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_were_not_measured_count_as_average() -> None:
     auto = SpeedModel(["rank 0", "rank 1"], None, averages=True, may_idle=False, counts_first=True)
-    with caplog.at_level(logging.INFO, "gangline"):
-        for _ in range(4):
-            auto.record([32, 32], [0.032, None])
-        assert not auto.update_loads()
-        for _ in range(4):
-            auto.record([32, 32], [0.032, 0.096])
-        assert auto.update_loads()
+    for _ in range(4):
+        auto.record([32, 32], [0.032, None])
+    assert not auto.update_loads()
+    for _ in range(4):
+        auto.record([32, 32], [0.032, 0.096])
+    assert auto.update_loads()
     assert counts_of(auto.loads, 64) == [48, 16]
     assert auto.rates(64) == pytest.approx([1000, 333.3], rel=0.05)
     assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("size", [7, 64, 333, 2000])
-def test_loads_are_short_parts_of_one_that_give_back_the_split(size: int) -> None:
-    job = Job([(0, 1e-3), (0, 2.3e-3)], size).epochs(3)
-    assert sum(job.model.loads) == pytest.approx(1, abs=2e-4)
-    assert [round(load, 4) for load in job.model.loads] == job.model.loads
-    assert job.counts[1] == pytest.approx(size / 3.3, abs=0.02 * size + 1)
-
-
-def test_an_update_logs_the_split_and_the_speeds(caplog: pytest.LogCaptureFixture) -> None:
-    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
-    for _ in range(3):
-        auto.record([32, 32], [0.32, 0.96])
-    with caplog.at_level(logging.INFO, "gangline"):
-        assert auto.update_loads()
-        assert caplog.messages == ["work_load_list auto: cpu(0) 0.75, cpu(1) 0.25 (alone 100 and 33 samples/s)"]
-        for _ in range(3):
-            auto.record([48, 16], [0.48, 0.48])
-        assert not auto.update_loads()
-    assert len(caplog.messages) == 1  # what stays is not repeated
-
-
-def test_the_state_of_other_contexts_is_refused_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    state = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2).model.state()
-    auto = SpeedModel(["gpu(0)", "gpu(1)", "gpu(2)"], LOGGER)
-    auto.load_state(state)
-    assert auto.loads == [0.3333] * 3
-    assert "the saved loads are those of cpu(0), cpu(1); gpu(0), gpu(1), gpu(2) will be measured again" in caplog.text
 
 
 def test_no_split_changes_before_a_second_of_batches_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from measure import Branches, step_of
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from gangline import Communicator, Module, cpu, spawn
 from gangline.kvstore import KVStore, create
@@ -20,6 +20,7 @@ from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.reducer import reducer
 from tests.kvstore.parameter_server.processes import run_job
+from tests.models.unequal_jobs import Stream
 
 FEATURES, CLASSES = 6, 3
 
@@ -95,16 +96,6 @@ def test_a_step_of_dist_sync_sends_the_scheduler_nothing() -> None:
         assert found == [{}] * 5
 
 
-class Stream(IterableDataset[Any]):
-    """Batches without a length."""
-
-    def __init__(self, own: list[Any]) -> None:
-        self.own = own
-
-    def __iter__(self) -> Any:
-        return iter(self.own)
-
-
 def own_batches(rank: int, count: int) -> list[Any]:
     generator = torch.Generator().manual_seed(rank)
     return [
@@ -120,7 +111,7 @@ def epochs_in_a_job(comm: Communicator) -> Any:
         for count in (4, 12):
             data: Any = own_batches(comm.rank, count - 3 * comm.rank)
             if kind != "list":
-                data = Stream(data) if kind == "stream" else data
+                data = Stream(range(len(data)), data.__getitem__) if kind == "stream" else data
                 data = DataLoader(data, batch_size=None)
             calls: Counter[str] = Counter()
             seen: list[int] = []

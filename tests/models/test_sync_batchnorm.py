@@ -1,101 +1,80 @@
-"""Synchronised batch normalisation: replicas in threads equal one network over the whole batch."""
+"""Synchronised batch normalisation: the contexts of a module equal one network over the whole batch."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
 from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from measure import contexts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gangline import Module
 from gangline.models.batchnorm.sync_batchnorm import Aborted, JointBatchNorm, ThreadBarrier
-from gangline.models.random_streams import stream
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def in_threads(functions: Sequence[Callable[[], Any]], order: Sequence[int] | None = None) -> list[Any]:
-    """Run each function in a thread of its own, started in this order; return results or errors."""
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = {index: pool.submit(functions[index]) for index in order or range(len(functions))}
-        return [futures[index].exception() or futures[index].result() for index in range(len(functions))]
-
-
-def all_well(results: list[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+Values = dict[str, torch.Tensor]
 
 
 def random(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class Trained:
-    """Run forward and backward over a whole batch or in shares; return outputs and all gradients."""
-
-    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], networks: list[nn.Module]) -> None:
-        self.networks = networks
-        self.values = {"output": torch.cat(outputs).detach()}
-        if inputs[0].grad is not None:
-            self.values["input"] = torch.cat([each.grad for each in inputs if each.grad is not None])
-        for name, parameter in networks[0].named_parameters():
-            if parameter.grad is not None:
-                self.values[name] = torch.stack([network.get_parameter(name).grad for network in networks]).sum(0)
-
-    def is_close_to(self, whole: Trained, limit: float = 1e-12) -> None:
-        assert self.values.keys() == whole.values.keys()
-        for name, expected in whole.values.items():
-            assert self.values[name].dtype == expected.dtype
-            torch.testing.assert_close(self.values[name], expected, rtol=limit, atol=limit, msg=f"{name} differs")
-        expected_buffers = dict(whole.networks[0].named_buffers())
-        first = dict(self.networks[0].named_buffers())
-        for network in self.networks:
-            for name, value in network.named_buffers():
-                torch.testing.assert_close(value, expected_buffers[name], rtol=limit, atol=limit)
-                assert torch.equal(value, first[name])  # the same bits everywhere
+def joint(network: nn.Module, loads: Sequence[float]) -> Module:
+    return Module(copy.deepcopy(network), None, contexts(len(loads)), list(loads), sync_batchnorm=True)
 
 
-def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> Trained:
-    network = copy.deepcopy(network)
-    data = data.clone().requires_grad_(data.is_floating_point())
-    output = network(data)
-    if output.requires_grad:
+def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> list[Values]:
+    """Run two passes over the whole batch; return outputs, gradients and buffers of each."""
+    network, found = copy.deepcopy(network), []
+    for _ in range(2):
+        network.zero_grad()
+        given = data.clone().requires_grad_()
+        output = network(given)
         output.backward(gradient)
-    return Trained([output], [data], [network])
+        values = {"output": output.detach(), "input": torch.zeros_like(data) if given.grad is None else given.grad}
+        values |= {name: one.clone() for name, one in network.named_buffers()}
+        gradients = {name: one.grad for name, one in network.named_parameters()}
+        found.append(values | {f"gradient of {name}": one for name, one in gradients.items() if one is not None})
+    return found
 
 
-def shared_out(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, sizes: Sequence[int]) -> Trained:
-    networks = [copy.deepcopy(network) for _ in sizes]
-    batchnorm = JointBatchNorm(networks)
-    inputs = [share.clone().requires_grad_() for share in data.split(list(sizes))]
-    gradients = gradient.split(list(sizes))
-    there, back = ThreadBarrier(range(len(sizes))), ThreadBarrier(range(len(sizes)))
+def shared_out(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, loads: Sequence[float]) -> list[Values]:
+    """Run the same two passes in shares, the first one context after the other, the second at once."""
+    found = []
+    with joint(network, loads) as module:
+        module.bind(tuple(data.shape), inputs_need_grad=True)
+        replicas = [replica.network for replica in module.bound.replicas.all]
+        for _ in range(2):
+            for replica in replicas:
+                replica.zero_grad()
+            module.forward(data)
+            values = {"output": module.get_outputs()}
+            module.backward(gradient)
+            values |= {"input": module.get_input_grads(), **dict(replicas[0].named_buffers())}
+            for name, parameter in replicas[0].named_parameters():
+                if parameter.grad is not None:
+                    values[f"gradient of {name}"] = sum(one.get_parameter(name).grad for one in replicas)
+            found.append({name: one.clone() for name, one in values.items()})
+            for other in replicas[1:]:  # the same bits everywhere, and plain layers
+                assert all(torch.equal(one, other.get_buffer(name)) for name, one in replicas[0].named_buffers())
+                pickle.loads(pickle.dumps(other))
+    return found
 
-    def forward(index: int) -> torch.Tensor:
-        with batchnorm.forward_section(there, index):
-            output: torch.Tensor = networks[index](inputs[index])
-            return output
 
-    def backward(index: int) -> None:
-        with batchnorm.backward_section(back, index):
-            outputs[index].backward(gradients[index])
-
-    outputs = all_well(in_threads([partial(forward, index) for index in range(len(sizes))]))
-    if outputs[0].requires_grad:
-        all_well(in_threads([partial(backward, index) for index in range(len(sizes))]))
-    return Trained(outputs, inputs, networks)
+def check(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, loads: Sequence[float], limit: float) -> None:
+    for found, expected in zip(
+        shared_out(network, data, gradient, loads), wholly(network, data, gradient), strict=True
+    ):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            torch.testing.assert_close(found[name], value, rtol=limit, atol=limit, msg=f"{name} differs")
 
 
 @pytest.mark.parametrize(
@@ -116,77 +95,36 @@ def test_every_kind_and_option_is_torchs(
     data, gradient = 3 * random(9, 5, *shape) + 2, random(9, 5, *shape, seed=2)
     for parameter in network.parameters():
         nn.init.uniform_(parameter, 0.5, 2)
-    shared_out(network, data, gradient, [2, 6, 1]).is_close_to(wholly(network, data, gradient))
+    check(network, data, gradient, [2, 6, 1], 1e-12)
 
 
 def test_channels_last_shares_keep_their_layout() -> None:
     data = random(5, 3, 4, 2).contiguous(memory_format=torch.channels_last)
-    gradient = random(5, 3, 4, 2, seed=2)
-    got = shared_out(nn.BatchNorm2d(3).double(), data, gradient, [2, 3])
-    got.is_close_to(wholly(nn.BatchNorm2d(3).double(), data, gradient))
-    assert got.values["output"].is_contiguous(memory_format=torch.channels_last)
+    with joint(nn.BatchNorm2d(3).double(), [2, 3]) as module:
+        module.forward(data)
+        torch.testing.assert_close(module.get_outputs(), nn.BatchNorm2d(3).double()(data), rtol=1e-12, atol=1e-12)
+        assert module.get_outputs().is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_large_mean_costs_no_more_digits_than_torchs_own_layer() -> None:
-    data, gradient = random(64, 3) + 1e3, random(64, 3, seed=2)
-    exact = wholly(nn.BatchNorm1d(3).double(), data.float().double(), gradient.float().double())
-    network = nn.BatchNorm1d(3)
-    plain = wholly(network, data.float(), gradient.float())
-    got = shared_out(network, data.float(), gradient.float(), [40, 24])
-    for name, expected in exact.values.items():
-        torchs = float((plain.values[name] - expected).norm())
-        assert float((got.values[name] - expected).norm()) <= 2 * torchs + 1e-6
+    data, gradient = random(64, 3).float() + 1e3, random(64, 3, seed=2).float()
+    exact = wholly(nn.BatchNorm1d(3).double(), data.double(), gradient.double())[0]
+    plain = wholly(nn.BatchNorm1d(3), data, gradient)[0]
+    got = shared_out(nn.BatchNorm1d(3), data, gradient, [40, 24])[0]
+    for name, expected in exact.items():
+        torchs = float((plain[name] - expected).double().norm())
+        assert float((got[name] - expected).double().norm()) <= 2 * torchs + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_statistics_in_float32_and_outputs_in_its_own_type(dtype: torch.dtype) -> None:
     data, gradient = random(11, 4, 3).to(dtype), random(11, 4, 3, seed=2).to(dtype)
     network = nn.BatchNorm1d(4)  # float32 weights, as under autocast
-    whole, got = wholly(network, data, gradient), shared_out(network, data, gradient, [7, 4])
-    got.is_close_to(whole, 2 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(dict(got.networks[1].named_buffers()), dict(whole.networks[0].named_buffers()))
-    halved = copy.deepcopy(network).to(dtype)
-    shared_out(halved, data, gradient, [7, 4]).is_close_to(wholly(halved, data, gradient), 2 * torch.finfo(dtype).eps)
-
-
-def test_under_autocast_types_are_torchs() -> None:
-    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2))
-    data, gradient = random(8, 4).float(), random(8, 2, seed=2).bfloat16()
-    networks = [copy.deepcopy(network) for _ in range(2)]
-    batchnorm, there, back = JointBatchNorm(networks), ThreadBarrier(range(2)), ThreadBarrier(range(2))
-
-    def step(index: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16), batchnorm.forward_section(there, index):
-            output: torch.Tensor = networks[index](data.split(4)[index])
-        with batchnorm.backward_section(back, index):
-            output.backward(gradient.split(4)[index])
-        return output.detach()
-
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = network(data)
-    expected.backward(gradient)
-    output = torch.cat(all_well(in_threads([partial(step, 0), partial(step, 1)])))
-    assert output.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(output, expected.detach(), rtol=0.05, atol=0.05)
-    for name, parameter in network.named_parameters():
-        gradients = [each.get_parameter(name).grad for each in networks]
-        assert {gradient.dtype for gradient in gradients if gradient is not None} == {torch.float32}
-        assert parameter.grad is not None
-        torch.testing.assert_close(sum(gradients), parameter.grad, rtol=0.1, atol=0.1)
-
-
-def test_frozen_layers_keep_their_statistics_and_other_norms_are_left_alone() -> None:
-    network = nn.Sequential(
-        nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=False)
-    ).double()
-    network[0].running_mean.fill_(0.5)  # type: ignore[union-attr, operator]
-    network[0].eval()
-    data, gradient = random(6, 3, 4), random(6, 3, 4, seed=2)
-    got = shared_out(network, data, gradient, [4, 2])
-    got.is_close_to(wholly(network, data, gradient))
-    for network in got.networks:
-        assert int(network[0].num_batches_tracked) == 0  # type: ignore[index, arg-type, union-attr]
-        assert int(network[1].num_batches_tracked) == 1  # type: ignore[index, arg-type, union-attr]
+    check(network, data, gradient, [7, 4], 2 * torch.finfo(dtype).eps)
+    got, whole = shared_out(network, data, gradient, [7, 4])[1], wholly(network, data, gradient)[1]
+    for name, _ in network.named_buffers():
+        torch.testing.assert_close(got[name], whole[name])
+    check(network.to(dtype), data, gradient, [7, 4], 2 * torch.finfo(dtype).eps)
 
 
 class Twice(nn.Module):
@@ -200,19 +138,42 @@ class Twice(nn.Module):
         return self.norm(self.linear(self.norm(data.detach())))
 
 
+class Checkpointed(nn.Module):
+    """Computes its layers again in backward, which updates running statistics twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+        self.second = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    def forward(self, data: torch.Tensor) -> Any:
+        hidden = checkpoint(self.first, data, use_reentrant=True)
+        return checkpoint(self.second, hidden, use_reentrant=True)
+
+
+def partly_frozen() -> nn.Module:
+    other_norm = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, affine=True), nn.Flatten())
+    network = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), other_norm)
+    network[0].running_mean.fill_(0.5)  # type: ignore[operator]
+    network[0].eval()
+    return network
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        partly_frozen,
         lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(),  # torch then uses the batch's statistics
         lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(3, 3)),
         Twice,
+        Checkpointed,
     ],
-    ids=["frozen without statistics", "lazy", "called twice"],
+    ids=["frozen", "frozen without statistics", "lazy", "called twice", "recomputed"],
 )
 def test_other_layers_equal_one_network_over_the_whole_batch(make: Callable[[], nn.Module]) -> None:
-    network, data, gradient = make().double(), random(6, 3), random(6, 3, seed=2)
-    network(random(2, 3))  # gives a lazy layer its shape
-    shared_out(network, data, gradient, [4, 2]).is_close_to(wholly(network, data, gradient))
+    network, data, gradient = make().double(), random(7, 3), random(7, 3, seed=2)
+    network(random(2, 3).requires_grad_())  # gives a lazy layer its shape
+    check(network, data, gradient, [4, 2, 1], 1e-12)
 
 
 def test_torchs_layer_for_process_groups_is_left_alone() -> None:
@@ -222,144 +183,67 @@ def test_torchs_layer_for_process_groups_is_left_alone() -> None:
         assert "forward" in vars(networks[0][1])
 
 
-def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing() -> None:
-    class Selecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
+class Chosen(nn.Module):
+    """Runs the layers that the first number of its share stands for; copies share the choices."""
 
-        def forward(self, data: torch.Tensor) -> Any:
-            return self.norm(data[data[:, 0] > 0])
-
-    network, data = Selecting().double(), random(6, 2).abs()
-    data[4:] *= -1
-    networks = [copy.deepcopy(network) for _ in range(2)]
-    batchnorm, there = JointBatchNorm(networks), ThreadBarrier(range(2))
-
-    def forward(index: int) -> None:
-        with batchnorm.forward_section(there, index):
-            networks[index](data[:4] if index == 0 else data[4:])
-
-    all_well(in_threads([partial(forward, 0), partial(forward, 1)]))
-    network(data)
-    for each in networks:
-        torch.testing.assert_close(dict(each.named_buffers()), dict(network.named_buffers()))
-
-
-def test_layers_that_reentrant_checkpointing_recomputes_are_synchronized_again() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
-            self.second = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-        def forward(self, data: torch.Tensor) -> Any:
-            hidden = checkpoint(self.first, data, use_reentrant=True)
-            return checkpoint(self.second, hidden, use_reentrant=True)
-
-    network, data, gradient = Checkpointed().double(), random(7, 3), random(7, 2, seed=2)
-    whole = wholly(network, data, gradient)  # which updates running statistics twice
-    assert int(whole.networks[0].get_buffer("first.1.num_batches_tracked")) == 2
-    shared_out(network, data, gradient, [4, 2, 1]).is_close_to(whole)
-
-
-class Norm(nn.Module):
-    """Network with batch normalisation and a function that a test supplies."""
-
-    def __init__(self, *then: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, *choices: str) -> None:
         super().__init__()
-        self.norm, self.other, self.then = nn.BatchNorm1d(2), nn.BatchNorm1d(2), then
+        self.n, self.o = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.choices = choices
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
-        for function in self.then:
-            data = function(self, data)
+        for layer in self.choices[int(data[0, 0])]:
+            if layer == "!":
+                raise ZeroDivisionError("a replica's own")
+            data = self.get_submodule(layer)(data)
         return data
 
 
-def norm(network: Any, data: torch.Tensor) -> torch.Tensor:
-    return network.norm(data)  # type: ignore[no-any-return]
+@pytest.mark.parametrize(
+    ("choices", "error", "text"),
+    [
+        (("n!n", "nnn", "nnn"), ZeroDivisionError, "a replica's own"),
+        (("nnn", "nnn", "n!n"), ZeroDivisionError, "a replica's own"),
+        (("n", "nn"), RuntimeError, "different number of times.*replica 0 after 1"),
+        (("", "n"), RuntimeError, "different number of times.*replica 0 after 0"),
+        (("nnn", "nnn", "nn"), RuntimeError, "different number of times.*replica 2 after 2"),
+        (("no", "on"), RuntimeError, "0: forward of 'n', 1: forward of 'o'"),
+    ],
+)
+def test_replicas_that_fail_or_differ_end_the_waits_of_all_and_the_next_batch_works(
+    choices: tuple[str, ...], error: type[Exception], text: str
+) -> None:
+    shares = torch.arange(len(choices)).repeat_interleave(3)[:, None].expand(-1, 2).double()
+    with joint(Chosen(*choices, "n").double(), [1] * len(choices)) as module:
+        for _ in range(2):  # in turn, then at once
+            with pytest.raises(error, match=text):
+                module.forward(shares)
+            for replica in module.bound.replicas.all:
+                pickle.loads(pickle.dumps(replica.network))
+            module.forward(torch.full_like(shares, len(choices)))
 
 
-def other(network: Any, data: torch.Tensor) -> torch.Tensor:
-    return network.other(data)  # type: ignore[no-any-return]
+def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing() -> None:
+    class Selecting(nn.Sequential):
+        def forward(self, data: torch.Tensor) -> Any:
+            return super().forward(data[data[:, 0] > 0])  # type: ignore[no-untyped-call]
 
-
-def fail(network: Any, data: torch.Tensor) -> torch.Tensor:
-    raise ZeroDivisionError("a replica's own")
-
-
-def forwards(networks: Sequence[nn.Module], *, one_after_another: bool = False, samples: int = 3) -> list[Any]:
-    batchnorm = JointBatchNorm(networks)
-    barrier = ThreadBarrier(range(len(networks)), one_after_another=one_after_another)
-
-    def forward(index: int) -> torch.Tensor:
-        with batchnorm.forward_section(barrier, index):
-            output: torch.Tensor = networks[index](torch.ones(samples, 2))
-            return output
-
-    results = in_threads([partial(forward, index) for index in range(len(networks))])
-    assert all("forward" not in vars(layer) for network in networks for layer in network.modules())
-    return results
-
-
-@pytest.mark.parametrize("one_after_another", [False, True])
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_in_one_replica_ends_the_wait_of_the_others(failing: int, one_after_another: bool) -> None:
-    networks = [Norm(norm, fail if index == failing else norm, norm) for index in range(3)]
-    results = forwards(networks, one_after_another=one_after_another)
-    assert isinstance(results.pop(failing), ZeroDivisionError)
-    for result in results:
-        assert isinstance(result, Aborted)
-        assert "ZeroDivisionError: a replica's own" in str(result)
-
-
-@pytest.mark.parametrize("one_after_another", [False, True])
-@pytest.mark.parametrize("calls", [(1, 2), (2, 1), (0, 1), (3, 3, 2)])
-def test_unequally_many_calls_are_an_error(calls: tuple[int, ...], one_after_another: bool) -> None:
-    networks = [Norm(*[norm] * count) for count in calls]
-    results = forwards(networks, one_after_another=one_after_another)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    fewest = calls.index(min(calls))
-    assert errors
-    for error in errors:
-        assert type(error) is RuntimeError
-        assert "different number of times" in str(error)
-        assert f"replica {fewest} after {calls[fewest]}" in str(error)
-
-
-def test_calls_of_different_layers_are_an_error_on_all() -> None:
-    for result in forwards([Norm(norm, other), Norm(other, norm)]):
-        assert type(result) is RuntimeError
-        assert "0: forward of 'norm', 1: forward of 'other'" in str(result)
+    network, data = Selecting(nn.BatchNorm1d(2)).double(), random(6, 2).abs()
+    data[4:] *= -1
+    with joint(network, [2, 1]) as module:
+        module.forward(data)
+        network(data)
+        for replica in module.bound.replicas.all:
+            torch.testing.assert_close(dict(replica.network.named_buffers()), dict(network.named_buffers()))
 
 
 def test_one_value_per_channel_is_torchs_error_for_the_whole_batch_only() -> None:
-    all_well(forwards([Norm(norm), Norm(norm)], samples=1))
-    network = nn.BatchNorm1d(2)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        shared_out(network, torch.ones(1, 2), torch.ones(1, 2), [1, 0])
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        shared_out(network, torch.ones(1, 2), torch.ones(1, 2), [1])
-    with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        shared_out(network, torch.ones(4, 2, 1, 1), torch.ones(4, 2, 1, 1), [2, 2])
-
-
-@pytest.mark.parametrize("indices", [[], [0], [0, 1]], ids=str)
-def test_backward_with_other_replicas_than_forward_is_refused(indices: list[int]) -> None:
-    networks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
-    batchnorm, there, back = JointBatchNorm(networks), ThreadBarrier(range(3)), ThreadBarrier(indices)
-
-    def step(index: int) -> None:
-        with batchnorm.forward_section(there, index):
-            output = networks[index](random(3, 2).float())
-        with ExitStack() as section:
-            if index in indices:
-                section.enter_context(batchnorm.backward_section(back, index))
-            output.sum().backward()
-
-    for error in in_threads([partial(step, index) for index in range(3)]):
-        assert type(error) is RuntimeError
-        assert "joint statistics of replicas [0, 1, 2]" in str(error)
+    with joint(nn.BatchNorm1d(2), [1, 1]) as module:
+        module.forward(torch.ones(2, 2))
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            module.forward(torch.ones(1, 2))
+        with pytest.raises(ValueError, match="expected 2D or 3D input"):
+            module.forward(torch.ones(4, 2, 1, 1))
 
 
 def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
@@ -367,55 +251,12 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
         def forward(self, data: torch.Tensor) -> torch.Tensor:
             return super().forward(data).relu()
 
-    with pytest.raises(ValueError, match=r"layer 'deep\.0' is a Own with a forward of its own"):
-        JointBatchNorm([nn.ModuleDict({"deep": nn.Sequential(Own(3))})])
-
-
-def test_nothing_is_left_on_the_network() -> None:
-    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
-    before = {name: set(vars(module)) for name, module in network.named_modules()}
-    got = shared_out(network, random(4, 2), random(4, 3), [2, 2])
-    for each in got.networks:
-        assert {name: set(vars(module)) for name, module in each.named_modules()} == before
-        pickle.loads(pickle.dumps(each[1]))  # type: ignore[index]
-    first = weakref.ref(got.networks[0])
-    del got, each
-    gc.collect()
-    assert first() is None
-
-
-def test_replicas_in_turns_draw_the_same_numbers_as_alone() -> None:
-    drawn: dict[int, list[float]] = {0: [], 1: []}
-    barrier = ThreadBarrier([0, 1], one_after_another=True)
-
-    def draw(index: int) -> None:
-        barrier.begin(index, torch.default_generator)
-        with stream(torch.device("cpu"), 5, index):
-            for _ in range(3):
-                drawn[index].append(float(torch.rand(())))
-                barrier.exchange(index, None)
-        barrier.leave(index)
-
-    all_well(in_threads([partial(draw, 0), partial(draw, 1)]))
-    for index, values in drawn.items():
-        with stream(torch.device("cpu"), 5, index):
-            assert values == [float(torch.rand(())) for _ in values]
-
-
-def test_turns_follow_the_order_of_indices() -> None:
-    seen: list[tuple[int, int]] = []
-    barrier = ThreadBarrier([5, 1, 3], one_after_another=True)
-
-    def part(index: int) -> None:
-        barrier.begin(index)
-        for step in range(3):
-            seen.append((step, index))
-            assert barrier.exchange(index, index * 10 + step) == [10 + step, 30 + step, 50 + step]
-        seen.append((3, index))
-        barrier.leave(index)
-
-    all_well(in_threads([partial(part, index) for index in (5, 3, 1)]))
-    assert seen == [(step, index) for step in range(4) for index in (1, 3, 5)]
+    network = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Own(3)))
+    with (
+        joint(network, [1, 1]) as module,
+        pytest.raises(ValueError, match=r"layer '1\.0' is a Own with a forward of its"),
+    ):
+        module.bind((4, 3))
 
 
 def test_a_participant_that_arrives_after_an_error_does_not_wait() -> None:

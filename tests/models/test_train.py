@@ -81,20 +81,14 @@ def test_pictures_of_a_run(tmp_path: Path, run: Run) -> None:
     assert [file.name.split(".")[0] for file in (tmp_path / "m-tensorboard").iterdir()] == ["events"]
 
 
-def test_only_the_data_are_read(images: Path, run: Run) -> None:
-    out, _ = run(*MLP, "--test-io", "--data-dir", images, "--augment", "flip")
-    assert re.fullmatch(r"samples-per-second=[\d.]+\n", out)
-
-
 def test_weights_are_transferred_to_other_classes(images: Path, tmp_path: Path, run: Run) -> None:
     torch.manual_seed(1)
     source = create("mlp", 7)
     save_file(source.state_dict(), tmp_path / "source.safetensors")
     layers = [name for name, module in source.named_modules() if isinstance(module, torch.nn.Linear)]
     words = ["--data-dir", images, "--pretrained", tmp_path / "source.safetensors", "--freeze-until", layers[1]]
-    out, err = run(
-        *MLP, *words, "--num-epochs", "3", "--batch-size", "6", "--lr", "0.02", "--model-prefix", tmp_path / "m"
-    )
+    words += ["--num-epochs", "3", "--batch-size", "6", "--lr", "0.02", "--model-prefix", tmp_path / "m"]
+    out, err = run(*MLP, *words)
     assert "48 training and 12 held-out images of digit0, digit1, digit2; read as 28x28 grey\n" in err
     assert float(out.split("=")[1]) > 0.8
     saved = checkpoint.read(tmp_path / "m", 3)
@@ -109,7 +103,6 @@ def test_weights_are_transferred_to_other_classes(images: Path, tmp_path: Path, 
 IMAGES = ["--data-dir", "images"]
 WRONG: list[tuple[list[str], str]] = [
     (["--clip", "norm=1", "--clip", "gradient=1"], "clip_gradient"),
-    (["--clip", "global_norm=0"], "clip_global_norm"),
     (["--clip", "global=1"], "--clip is 'global=1'; expected gradient=X or norm=X or global_norm=X"),
     (["--keep", "2"], "--save-period in minutes and --keep need --model-prefix"),
     (["--save-period", "0"], "--save-period is '0'; expected epochs, such as 2, or minutes, such as 10min"),
@@ -125,7 +118,6 @@ WRONG: list[tuple[list[str], str]] = [
         ["--lr-schedule", "cosine", "--lr-step-epochs", "2"],
         "--lr-step-epochs is 2, but --lr-schedule is cosine; only piecewise steps",
     ),
-    (["--warmup-epochs", "10"], "the warm-up takes 10 epochs of 10"),
     (["--load-epoch", "newest", "--model-prefix", "m"], "--load-epoch is 'newest'; expected a number of epochs"),
     (["--context", "parallel"], "'parallel' means all processes of a job"),
     (["--context", "cpu", "--cpus", "2"], "--context cpu and --cpus 2 are given"),
@@ -138,7 +130,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["--lr-step-epochs", "1,50", "--num-epochs", "2"], "--num-epochs is 2: the rate would not step at epoch 50"),
     (["--mom", "1.5"], "--mom is 1.5; expected a momentum from 0 to below 1"),
     (["--kv-store", "local:2"], "--kv-store is 'local:2'; expected a number of updates, and dist_async before it"),
-    (["--network", "lenett"], "network 'lenett' is unknown; did you mean 'lenet'?"),
     (["--kv-store", "devise"], "there is no store named 'devise'; did you mean 'device'?"),
     (["--optimizer", "adm"], "optimizer 'adm' is unknown; did you mean 'adam'?"),
     (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
@@ -146,7 +137,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
     (["--lr", "-1"], "learning rate is -1.0; expected a finite number"),
     (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
-    (["--gc-threshold", "0", "--gc-type", "2bit"], "threshold is 0.0; expected a finite number > 0"),
     # as in scripts of MXNet
     (["--num-examples", "60000"], "--num-examples is 60000, but the training data have 1438"),
     (["--num-classes", "1000"], "--num-classes is 1000, but the training data have 10"),
@@ -160,7 +150,6 @@ WRONG: list[tuple[list[str], str]] = [
         "--rgb-mean is '123.68' and --rgb-std '1', some of them above 1",
     ),
     ([*IMAGES, "--augment", "spin"], "augmentation 'spin' has 'spin'"),
-    ([*IMAGES, "--augment", "crop=99"], "crop is 99x99, but images are resized to 28x28"),
     ([*IMAGES, "--network", "alexnet", "--image-shape", "3,32,32"], "63"),
 ]
 """Flags of `gangline train --network mlp`, and a part of the last line that they print."""
@@ -262,15 +251,6 @@ def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(tmp_path: P
     assert set(modes.values()) == {0o640}
 
 
-def test_a_signal_before_the_first_step_is_reported_as_a_signal(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gangline.models.loop.fit.check_signals", lambda module: module.workers.ask_to_stop("SIGTERM"))
-    out, err = run(*MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m", code=143)
-    assert out == ""
-    assert "training was stopped by SIGTERM after 0 of 1 epochs; there is no checkpoint yet" in err
-
-
 @pytest.mark.parametrize(
     ("mean", "std", "expected"),
     [
@@ -288,20 +268,16 @@ def test_means_above_1_are_in_mxnets_unit(mean: str | None, std: str | None, exp
 
 
 def test_a_signal_that_ends_the_data_workers_as_they_start_is_reported_as_a_signal(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fit(*_: object, **__: object) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         raise EOFError  # as multiprocessing does if its fork server has ended
 
     monkeypatch.setattr("gangline.models.module.Module.fit", fit)
-    out, err = run(*MLP, "--num-epochs", "1", code=143)
+    out, err = run(*MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m", code=143)
     assert out == ""
-    assert "training was stopped by SIGTERM after 0 of 1 epochs" in err
-
-
-def weights(prefix: Path, epoch: int) -> dict[str, torch.Tensor]:
-    return checkpoint.read(prefix, epoch).params
+    assert "training was stopped by SIGTERM after 0 of 1 epochs; there is no checkpoint yet" in err
 
 
 @pytest.mark.slow
@@ -320,9 +296,10 @@ def test_gc_threshold_sets_the_threshold_of_2bit(tmp_path: Path, run: Run) -> No
     flags += ["--model-prefix", str(prefix), "--batch-size", "720", "--dtype", "float64"]  # two batches to an epoch
     for threshold, moves in (("0.0078125", True), ("1000", False)):
         run("train", *flags, "--gc-threshold", threshold, "--num-epochs", "1")
-        first = weights(prefix, 1)
+        first = checkpoint.read(prefix, 1).params
         run("train", *flags, "--gc-threshold", threshold, "--num-epochs", "2", "--load-epoch", "1")
-        moved = torch.cat([(weights(prefix, 2)[name] - value).flatten() for name, value in first.items()])
+        second = checkpoint.read(prefix, 2).params
+        moved = torch.cat([(second[name] - value).flatten() for name, value in first.items()])
         steps = moved / (0.5 * float(threshold))
         assert bool(steps.abs().max() > 0.5) is moves
         assert (steps - steps.round()).abs().max() < 1e-9  # multiples of the threshold, from two senders in two batches
@@ -345,13 +322,6 @@ def test_half_precision_computes_in_it_and_keeps_float32_weights(tmp_path: Path,
     states = saved.require_optimizer_state().tensors
     assert {value.dtype for value in [*saved.params.values(), *states.values()]} == {torch.float32}
     assert saved.loss_scale is not None
-
-
-@pytest.mark.slow
-def test_training_on_random_images(run: Run) -> None:
-    out, err = run("train", "--network", "mlp", "--dataset", "random", "--num-epochs", "1")
-    assert "samples/sec" in err
-    assert out.startswith("Validation-accuracy=")
 
 
 def test_flags_as_mxnets_examples_write_them(run: Run) -> None:

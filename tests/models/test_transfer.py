@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -52,8 +53,6 @@ def test_the_last_layer_is_replaced_even_by_one_of_as_many_classes(classes: int)
     before = state(network)
     assert replace_last_layer(network, classes) == NEW
     after = state(network)
-    assert after["fc2.weight"].shape == (classes, 4)
-    assert after["fc2.bias"].shape == (classes,)
     for name, value in after.items():
         assert torch.equal(value, before[name]) != (name in NEW)
     assert network(torch.zeros(2, 1, 4, 4)).shape == (2, classes)
@@ -114,14 +113,14 @@ def tied() -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize(("classes", "replace_last"), [(5, False), (10, False), (10, True)])
-def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes: int, replace_last: bool) -> None:
-    source = state(zoo.create("mlp", 10))
+@pytest.mark.parametrize("classes", [5, 7, None])
+def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes: int | None) -> None:
+    source = state(zoo.create("mlp", 7))
     path = tmp_path / "weights.safetensors"
     save_file({f"module.{name}": value for name, value in source.items()}, path)
     network, new = pretrained("mlp", path, classes)
     assert new == (["fc3.weight", "fc3.bias"] if classes == 5 else [])
-    assert network(torch.zeros(2, 784)).shape == (2, classes)
+    assert network(torch.zeros(2, 784)).shape == (2, classes or 7)
     for name, value in network.state_dict().items():
         assert (value.shape == source[name].shape and torch.equal(value, source[name])) == (name not in new)
 
@@ -129,21 +128,12 @@ def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes:
 def test_pretrained_takes_generator_and_the_builders_options(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(zoo.create("mlp", 10, num_inputs=9).state_dict(), path)
-    networks = [
+    first, second, third = (
         pretrained("mlp", path, 4, num_inputs=9, generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
-    ]
-    first, second, third = (network.get_parameter("fc3.weight") for network in networks)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, third)
-    assert networks[0].get_parameter("fc1.weight").shape == (128, 9)
-
-
-def test_without_a_class_count_it_is_that_of_the_weights(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(zoo.create("mlp", 7).state_dict(), path)
-    network, new = pretrained("mlp", path, None)
-    assert new == []
-    assert network.get_parameter("fc3.weight").shape == (7, 64)
+    )
+    assert same_bits(first.state_dict(), second.state_dict())
+    assert not torch.equal(first.get_parameter("fc3.weight"), third.get_parameter("fc3.weight"))
+    assert first.get_parameter("fc1.weight").shape == (128, 9)
 
 
 def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
@@ -156,31 +146,14 @@ def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
     network, new = pretrained("tied", path, 3)
     assert new == []
     assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
-    with pytest.raises(ValueError, match="shared under the names"):
+    with pytest.raises(ValueError, match=r"shared under the names \['0.weight', '1.weight'\]"):
         replace_last_layer(network, 3)
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "own.pth"
-    torch.save({"fc3.weight": torch.zeros(7, 64)}, path)
-    with pytest.raises(RuntimeError, match=r"'fc1.weight'.* are missing"):
-        pretrained("mlp", path, 5)
-    torch.save(state(zoo.create("mlp", 3)) | {"fc1.weight": torch.zeros(128, 9)}, path)
-    with pytest.raises(ValueError, match=r"'fc1.weight' has shape \(128, 9\); the network's has \(128, 784\)"):
-        pretrained("mlp", path, 5)
-
-
-@pytest.mark.parametrize(
-    ("layer", "frozen"),
-    [
-        ("conv", []),
-        ("norm", ["conv.weight", "conv.bias"]),
-        ("fc1", ["conv.weight", "conv.bias", "norm.weight", "norm.bias"]),
-        ("tanh", ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias"]),
-    ],
-)
-def test_layers_before_the_named_one_are_fixed(layer: str, frozen: list[str]) -> None:
-    assert freeze_until(small(), layer) == frozen
+def test_layers_before_the_named_one_are_fixed() -> None:
+    assert freeze_until(small(), "conv") == []
+    assert freeze_until(small(), "fc1") == ["conv.weight", "conv.bias", "norm.weight", "norm.bias"]
+    assert freeze_until(small(), "tanh")[4:] == ["fc1.weight", "fc1.bias"]
 
 
 def test_layers_of_nested_networks_have_their_place_in_the_whole() -> None:
@@ -191,13 +164,6 @@ def test_layers_of_nested_networks_have_their_place_in_the_whole() -> None:
     names = [name for name, _ in resnet.named_parameters()]
     assert freeze_until(resnet, "layer2.1.conv1") == names[: names.index("layer2.1.conv1.weight")]
     assert freeze_until(resnet, "fc") == names[:-2]
-
-
-@pytest.mark.parametrize("name", ["fc3", "fc2.weight", ""])
-def test_an_unknown_layer_is_refused_with_near_names(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the network has no layer '{name}'") as caught:
-        freeze_until(small(), name)
-    assert "'fc2'" in str(caught.value)
 
 
 def test_factors_are_10_and_20_for_the_new_layer() -> None:
@@ -214,8 +180,7 @@ def test_factors_are_10_and_20_for_the_new_layer() -> None:
     assert learning_rate_factors(network, NEW, weight=3, bias=1) == {"fc2.weight": 3.0}
 
 
-@pytest.mark.parametrize("contexts", [1, 2])
-def test_a_step_moves_each_parameter_by_its_factor(contexts: int) -> None:
+def test_a_step_moves_each_parameter_by_its_factor() -> None:
     layers = OrderedDict(first=nn.Linear(3, 5), second=nn.Linear(5, 4), tanh=nn.Tanh(), last=nn.Linear(4, 3))
     network = nn.Sequential(layers).double()
     new = replace_last_layer(network, 3)
@@ -225,8 +190,7 @@ def test_a_step_moves_each_parameter_by_its_factor(contexts: int) -> None:
     before = {name: parameter.detach().clone().requires_grad_() for name, parameter in network.named_parameters()}
     loss = nn.functional.cross_entropy(torch.func.functional_call(network, before, (data,)), label)
     gradients = dict(zip(before, torch.autograd.grad(loss, list(before.values())), strict=True))
-    places = [cpu(index) for index in range(contexts)]
-    with Module(network, nn.CrossEntropyLoss(), places, fixed_param_names=frozen) as module:
+    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], fixed_param_names=frozen) as module:
         module.init_optimizer("local", "sgd", {"learning_rate": 0.1, "lr_mult": factors})
         module.forward_backward_update(data, label)
         after = module.get_params()
@@ -258,26 +222,21 @@ def factors(**options: Any) -> Any:
 
 
 REFUSED: list[Any] = [
+    *((partial(freeze_until, small(), name), ValueError, rf"no layer '{name}'.*'fc2'") for name in ("fc3", "")),
     (last_of(nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())), ValueError, "Sequential has neither a linear layer"),
     (last_of(nn.Linear(2, 2)), ValueError, "the network is a single Linear"),
     (last_of(nn.Sequential(nn.LazyLinear(2))), ValueError, "layer '0' has no shape yet"),
-    (last_of(tied()), ValueError, r"shared under the names \['0.weight', '1.weight'\]"),
     (last_of(small(), 0), ValueError, "num_classes is 0; expected 1 or more"),
-    (last_of(small(), True), TypeError, "num_classes is True; expected an int"),
     (last_of(small(), 2.0), TypeError, "num_classes is 2.0; expected an int"),
     (factors(new=["fc3.weight"]), ValueError, r"new has 'fc3.weight', .*; did you mean 'fc2.weight'\?"),
-    (factors(new=["xyz"]), ValueError, r"which is not a parameter; expected one of \['conv.weight'"),
     (factors(frozen=["conv.wieght"]), ValueError, r"frozen has 'conv.wieght'.*did you mean 'conv.weight'\?"),
     (factors(frozen=["fc2.bias"]), ValueError, r"\['fc2.bias'\] are new and frozen"),
     (factors(new="fc2.weight"), TypeError, "new is 'fc2.weight'; expected a list of names"),
     (factors(weight=-1.0), ValueError, "the factor weight is -1.0"),
-    (factors(bias=math.inf), ValueError, "the factor bias is inf"),
     (factors(early=math.nan), ValueError, "the factor early is nan"),
     (partial(scale_batch, 0, 0.1, 2), ValueError, "batch_size is 0"),
     (partial(scale_batch, 8, 0.1, 0), ValueError, "devices is 0"),
-    (partial(scale_batch, 8, 0.1, 2.0), TypeError, "devices is 2.0"),  # type: ignore[arg-type]
     (partial(scale_batch, 8, -0.1, 2), ValueError, "learning rate is -0.1"),
-    (partial(scale_batch, 8, math.nan, 2), ValueError, "learning rate is nan"),
 ]
 
 

@@ -72,33 +72,27 @@ def test_what_a_network_or_loss_cannot_take_is_described(data: Any, notes: list[
         assert note in found
 
 
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (
-            lambda index: None if index == 2 else (DATA[index], 0),
-            r"sample 2 of the dataset is None, but sample 0 is \(",
-        ),
-        (lambda index: None, r"sample 0 of the dataset is None"),
-        (
-            lambda index: (DATA[index, :, index // 3 :], 0),
-            r"sample 3 of the dataset is \(\(1, 3, 4\) of torch.float32, int\), but sample 0 is \(\(1, 4, 4\)",
-        ),
-    ],
-    ids=["one is None", "all are None", "shapes differ"],
-)
-def test_a_sample_unlike_the_others_is_named(item: Callable[[int], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(Items(item))
-
-
 def second_is_none(index: int) -> Any:
     return (DATA[index], 0) if index != 2 else None
 
 
-def test_a_sample_that_a_reading_process_collates_is_named() -> None:
-    with pytest.raises(ValueError, match="sample 2 of the dataset is None, but sample 0 is"):
-        fit(Items(second_is_none, num_workers=1))
+@pytest.mark.parametrize(
+    ("item", "num_workers", "message"),
+    [
+        (second_is_none, 0, r"sample 2 of the dataset is None, but sample 0 is \("),
+        (second_is_none, 1, r"sample 2 of the dataset is None, but sample 0 is \("),
+        (lambda index: None, 0, r"sample 0 of the dataset is None"),
+        (
+            lambda index: (DATA[index, :, index // 3 :], 0),
+            0,
+            r"sample 3 of the dataset is \(\(1, 3, 4\) of torch.float32, int\), but sample 0 is \(\(1, 4, 4\)",
+        ),
+    ],
+    ids=["one is None", "read by a process", "all are None", "shapes differ"],
+)
+def test_a_sample_unlike_the_others_is_named(item: Callable[[int], Any], num_workers: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(Items(item, num_workers))
 
 
 @pytest.mark.parametrize(

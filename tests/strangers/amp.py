@@ -4,15 +4,13 @@ import torch
 import torch.nn.functional as F
 import utils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
-labels = torch.randint(4, (98,))
-dataset = TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
+dataset = utils.noisy_classes(4)
 loader = DataLoader(dataset, batch_size=24 // world_size)
 model = utils.wrap(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)))
 if world_size > 1:

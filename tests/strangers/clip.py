@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class Pairs(Dataset):

@@ -6,17 +6,15 @@ import torch
 import torch.nn.functional as F
 import utils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gangline
 
 backend = os.environ.get("TORCH_COMPILE_BACKEND", "aot_eager")
 outside = bool(os.environ.get("COMPILE_OUTSIDE"))
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
-labels = torch.randint(4, (98,))
-dataset = TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
+dataset = utils.noisy_classes(4)
 loader = DataLoader(dataset, batch_size=24 // world_size)
 network = nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.Linear(32, 4))
 model = utils.wrap(network) if outside else torch.compile(network, backend=backend)

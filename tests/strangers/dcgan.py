@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gangline
 
 latent, width = 8, 6
-rank, world_size = utils.init_distributed()
-torch.manual_seed(999)
+rank, world_size = utils.init_distributed(999)
 
 
 class Generator(nn.Module):

@@ -4,13 +4,12 @@ import torch
 import torch.nn.functional as F
 import utils
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import gangline
 
 T, ALPHA = 4.0, 0.7
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class Net(nn.Module):
@@ -26,8 +25,7 @@ class Net(nn.Module):
 
 teacher = Net(64).eval()
 student = utils.wrap(Net(8))
-labels = torch.randint(4, (98,))
-dataset = TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
+dataset = utils.noisy_classes(4)
 sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
 loader = DataLoader(dataset, batch_size=24 // world_size, sampler=sampler)
 if world_size > 1:

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 backbone = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2))
 backbone[1].running_mean.normal_()

@@ -10,7 +10,6 @@ import gangline
 
 THRESHOLD = 0.4
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 labels = torch.randint(4, (48,))
 labelled = TensorDataset(torch.randn(48, 10) + labels[:, None], labels)

@@ -4,16 +4,14 @@ import torch
 import torch.nn.functional as F
 import utils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gangline
 
 TEMPERATURE, PADDED = 2.0, 3  # the head has more classes than the data, as its size is a multiple of 8
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
-labels = torch.randint(5, (98,))
-dataset = TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
+dataset = utils.noisy_classes(5)
 loader = DataLoader(dataset, batch_size=24 // world_size)
 encoder = utils.wrap(nn.Sequential(nn.Linear(10, 32), nn.LayerNorm(32)))
 head = utils.wrap(nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 5 + PADDED)))

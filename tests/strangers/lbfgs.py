@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 features = torch.rand(98, 2)
 dataset = TensorDataset(features, (features.prod(1, keepdim=True) * 4).sin())

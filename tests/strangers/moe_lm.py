@@ -10,7 +10,6 @@ import gangline
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH = 17, 16, 4, 8
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class Sequences(Dataset):

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class Memory(nn.Module):

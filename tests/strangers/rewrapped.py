@@ -4,15 +4,13 @@ import torch
 import torch.nn.functional as F
 import utils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
-labels = torch.randint(5, (98,))
-dataset = TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
+dataset = utils.noisy_classes(5)
 blocks = [nn.Sequential(nn.Linear(n, 16), nn.Tanh()) for n in (10, 16, 16)]
 network = nn.Sequential(*blocks, nn.Linear(16, 5)).requires_grad_(False)
 

@@ -10,7 +10,6 @@ import gangline
 
 TEMPERATURE = 0.5
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 images = torch.randn(98, 3, 8, 8)
 dataset = TensorDataset(images + 0.1 * torch.randn_like(images), images.flip(3) + 0.1 * torch.randn_like(images))

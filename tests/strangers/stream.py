@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import gangline
 
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class Shards(IterableDataset):

@@ -32,13 +32,8 @@ def check(name: str, size: int, wrapper: str, backend: str, **options: Any) -> N
     assert found <= EXACT[name].tolerance
 
 
-@pytest.mark.parametrize("name", half_fast(LOSSES))
-def test_networks_and_losses_get_the_weights_of_the_plain_script(name: str) -> None:
-    check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
-
-
-@pytest.mark.parametrize("name", half_fast(LOOPS))
-def test_loops_get_the_weights_of_the_plain_script(name: str) -> None:
+@pytest.mark.parametrize("name", half_fast(LOSSES) + half_fast(LOOPS))
+def test_scripts_get_the_weights_of_the_plain_script(name: str) -> None:
     check(name, 2, EXACT[name].wrappers[0], BACKENDS[list(EXACT).index(name) % 2])
 
 

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import gangline
 
-rank, world_size = utils.init_distributed()
-torch.manual_seed(42)
+rank, world_size = utils.init_distributed(42)
 
 
 class MultiEpochsDataLoader(DataLoader):

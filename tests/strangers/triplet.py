@@ -10,7 +10,6 @@ import gangline
 
 MARGIN = 0.3
 rank, world_size = utils.init_distributed()
-torch.manual_seed(0)
 
 
 class PKSampler(Sampler):

@@ -11,14 +11,22 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 
-def init_distributed() -> tuple[int, int]:
-    """Join the job if a launcher started this process; return rank and world size."""
+def init_distributed(seed: int = 0) -> tuple[int, int]:
+    """Join the job if a launcher started this process, seed torch, and return rank and world size."""
+    torch.manual_seed(seed)
     if "WORLD_SIZE" not in os.environ:
         return 0, 1
     dist.init_process_group(os.environ.get("BACKEND", "gloo"))
     return dist.get_rank(), dist.get_world_size()
+
+
+def noisy_classes(classes: int) -> TensorDataset:
+    """Return 98 samples of 10 features about their class number."""
+    labels = torch.randint(classes, (98,))
+    return TensorDataset(torch.randn(98, 10) + labels[:, None], labels)
 
 
 def wrap(model: nn.Module, **options: Any) -> nn.Module:

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gangline
 
 LAMBDA, N_CRITIC = 10.0, 2
-rank, world_size = utils.init_distributed()
-torch.manual_seed(1)
+rank, world_size = utils.init_distributed(1)
 
 points = torch.randn(110, 2) * 0.3 + torch.randint(4, (110, 1))
 dataset = TensorDataset(points, torch.randn(110, 4), torch.rand(110, 1))
