@@ -54,7 +54,6 @@ from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
-from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
@@ -472,8 +471,6 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
         data_name = options.data_dir or options.dataset
         page = f"{prefix or 'training-progress'}.html"
         shown.append(TrainingProgress(module, page, title=f"{options.network} on {data_name}"))
-    if Plots.TENSORBOARD in plots:
-        shown.append(TensorBoard(module, f"{prefix}-tensorboard" if prefix else "tensorboard"))
     return {
         "batch_end_callback": after_batch + shown,
         "epoch_end_callback": after_epoch + shown,
