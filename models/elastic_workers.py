@@ -45,9 +45,6 @@ class ElasticWorkers(Workers):
         Returns:
             The arguments that worker 0 gave. This worker begins the store's `first_step` after them; read that after
             all collective calls of `fit`.
-
-        Raises:
-            RuntimeError: if this worker was started again alone: some weights may be newer than those of its step.
         """
         if self.store.is_restarted and not self.store.has_joined:
             self.store.check_not_restarted("fit of a worker that has started again")
@@ -77,11 +74,7 @@ class ElasticWorkers(Workers):
             action()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask to leave the job; worker 0 ends the job, because the others cannot continue without it.
-
-        Raises:
-            RuntimeError: if the job would have too few workers.
-        """
+        """Ask to leave the job; worker 0 ends the job, because the others cannot continue without it."""
         if self.is_first:
             super().ask_to_stop(reason)
         elif self._stop_request is None:

@@ -36,11 +36,6 @@ class Workers:
         """Connect to the other workers of a store; without one this worker is alone. Collective.
 
         With ``measures_loads`` the loads follow measured speeds unless GANGLINE_WORK_LOAD_LIST says otherwise.
-
-        Raises:
-            ValueError: if GANGLINE_WORK_LOAD_LIST is malformed, or does not have one number per worker.
-            MismatchError: if the workers' loads differ.
-            RuntimeError: if this worker was restarted alone, without the others.
         """
         if store is not None and not store.keeps_state:
             store.check_not_restarted("training by a Module")

@@ -1,4 +1,4 @@
-"""Write scalars for TensorBoard from the callbacks of `fit`: pip install tensorboard, then tensorboard --logdir runs."""
+"""Write scalars of a run for TensorBoard: pip install tensorboard, then tensorboard --logdir runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
-
 from gangline import Module, cpu, create_network
 from gangline.data import digits
 from gangline.models.loop.callbacks import BatchEndParam
+from torch.utils.tensorboard import SummaryWriter
 
 
 class Scalars:
@@ -22,6 +21,7 @@ class Scalars:
         self._last = 0, time.perf_counter(), 0.0  # step, time and waiting of the last period
 
     def __call__(self, param: BatchEndParam) -> None:
+        """Write the scalars of a batch, in every period, or of a validation."""
         module = self._module
         if not module.workers.is_first:
             return
@@ -48,11 +48,12 @@ class Scalars:
 
 
 def main(folder: str | Path = "runs/mlp") -> None:
+    """Train a perceptron and write its scalars."""
     train, held_out, _ = digits((1, 28, 28), torch.float32, seed=0)
     with Module(create_network("mlp"), torch.nn.CrossEntropyLoss(), context=[cpu(0), cpu(1)]) as module:
         scalars = Scalars(module, folder, batch_size=64)
-        options = {"batch_end_callback": scalars, "eval_end_callback": scalars, "optimizer_params": {"lr": 0.1}}
-        module.fit(train, held_out, num_epoch=2, batch_size=64, **options)
+        options = {"num_epoch": 2, "batch_size": 64, "optimizer_params": {"lr": 0.1, "momentum": 0.9}}
+        module.fit(train, held_out, batch_end_callback=scalars, eval_end_callback=scalars, **options)
 
 
 if __name__ == "__main__":

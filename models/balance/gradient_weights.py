@@ -45,10 +45,6 @@ class GradientWeights:
         """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
 
         The networks are the modules that the training loop calls, with their wrappers.
-
-        Raises:
-            RuntimeError: if a parameter has a weight already.
-            ValueError: if a parameter has no shape yet, or a network has torch's SyncBatchNorm.
         """
         check_not_balanced(networks)
         _check_batchnorm(networks)

@@ -409,9 +409,6 @@ def shortest_step(
 
     Each sample goes to the context that finishes it first, which is optimal because times grow with the share. Shares
     are at most ``caps``, and at least ``floors`` if these fit into the batch.
-
-    Raises:
-        ValueError: if the sum of the caps is below ``size``.
     """
     most = [None] * len(fits) if caps is None else caps
     counts = [0] * len(fits)

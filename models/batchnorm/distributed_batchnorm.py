@@ -37,12 +37,7 @@ class DistributedBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
-        """Return the normalized batch. Collective in training mode.
-
-        Raises:
-            ValueError: if the input has fewer than 2 dimensions, or the batch of all ranks has one value per channel.
-            RuntimeError: on all ranks, if they are in different layers.
-        """
+        """Return the normalized batch. Collective in training mode."""
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
         batch = current_batch()

@@ -18,7 +18,7 @@ from torch import nn
 
 from gangline.collectives.errors import DiskFullError
 from gangline.models.arguments import check_int, check_number
-from gangline.models.checkpoint.retention import BEST, epochs, remove_older
+from gangline.models.checkpoint.checkpoint import BEST, epochs, remove_older
 from gangline.models.metrics.metric import EvalMetric, reported_name
 
 if TYPE_CHECKING:

@@ -55,11 +55,7 @@ class TorchScheduler:
 def scheduler_of(
     spec: Any, base_rate: float, epochs: int, batches_per_epoch: int | None
 ) -> Schedule | DrivenScheduler | None:
-    """Create the scheduler for the ``lr_scheduler`` of `fit`; the other arguments are those of `schedule`.
-
-    Raises:
-        TypeError, ValueError: if ``spec`` is invalid.
-    """
+    """Create the scheduler for the ``lr_scheduler`` of `fit`; the other arguments are those of `schedule`."""
     if spec is None or isinstance(spec, Schedule):
         return spec
     if isinstance(spec, TorchScheduler) or callable(spec):

@@ -54,12 +54,7 @@ class SummedLoss:
     """
 
     def __init__(self, loss: Loss, normalizer: Normalizer | None = None) -> None:
-        """Check the loss, and the function from the label to the divisor of a custom loss.
-
-        Raises:
-            TypeError: if the loss or the normalizer is not callable.
-            ValueError: if the loss has parameters, or its reduction is "none".
-        """
+        """Check the loss, and the function from the label to the divisor of a custom loss."""
         if isinstance(loss, type):
             raise TypeError(f"loss is the class {loss.__name__}; expected an object: write {loss.__name__}()")
         if loss is not None and not callable(loss):
@@ -92,10 +87,6 @@ class SummedLoss:
         """Return the share's summed loss and its part of the batch's normalizer; (None, 0) if there is no loss.
 
         The labels are given on the output's device and on the host, so that counting copies nothing from a GPU.
-
-        Raises:
-            TypeError: if a torch loss gets an output or a label that is not a tensor.
-            ValueError: if output and label do not fit, or a loss of the user's own returns more than one number.
         """
         if self.loss is None:
             if not isinstance(output, torch.Tensor) or not output.is_floating_point():

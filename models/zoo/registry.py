@@ -63,12 +63,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a registered name, or import "package.module:builder" or "torchvision:NAME".
-
-    Raises:
-        ValueError: if the name is unknown; or as `import_by_name.resolve`.
-        RuntimeError: if the module fails on import.
-    """
+    """Return the entry of a registered name, or import "package.module:builder" or "torchvision:NAME"."""
     if name.startswith("torchvision:"):
         return Entry(import_by_name.network_builder(name.replace(":", ".models:")), (3, 224, 224), name)
     if import_by_name.is_module_path(name):

@@ -554,7 +554,10 @@ def test_arrays_are_split_too_and_every_part_has_every_label() -> None:
     assert torch.cat([first, second]).sort().values.equal(data)
     for part, its_labels in ((first, ours), (second, theirs)):
         assert labels[part].equal(its_labels)
-    assert [torch.bincount(part, minlength=8)[[7, 3, 5]].tolist() for part in (ours, theirs)] == [[90, 9, 2], [10, 1, 1]]
+    assert [torch.bincount(part, minlength=8)[[7, 3, 5]].tolist() for part in (ours, theirs)] == [
+        [90, 9, 2],
+        [10, 1, 1],
+    ]
 
 
 ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))

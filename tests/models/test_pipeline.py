@@ -13,8 +13,7 @@ from measure import distance, plain_loop, same_bits
 from torch import nn
 
 from gangline import Pipeline, Trainer, cpu, create, spawn
-from gangline.models.pipelines.pipeline import measured_layers
-from gangline.models.pipelines.schedule import cut, one_forward_one_backward
+from gangline.models.pipelines.pipeline import cut, measured_layers, one_forward_one_backward
 
 STEPS = 20
 TEXT, _, CHARACTERS = python_documentation(16)

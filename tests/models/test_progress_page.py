@@ -420,7 +420,6 @@ def test_a_record_can_be_restored_from_its_data() -> None:
         ],
         per_point=4,
         validations=[Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})],
-        epochs={0: 0, 1: 3},
         splits=[Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])],
     )
     data = json.loads(json.dumps(record.data(), allow_nan=False))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 from tests.kvstore.test_launch import ROOT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

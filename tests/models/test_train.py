@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from gangline.cli.options import normalization
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 from gangline.models.loop import fit
 from gangline.models.reports.page import read_progress
 from gangline.models.zoo import create

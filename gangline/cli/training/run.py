@@ -42,8 +42,7 @@ from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
 from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
-from gangline.models.checkpoint.checkpoint import read_metadata
-from gangline.models.checkpoint.retention import epochs, paths_of
+from gangline.models.checkpoint.checkpoint import epochs, paths_of, read_metadata
 from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
