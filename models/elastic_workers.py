@@ -37,16 +37,13 @@ class ElasticWorkers(Workers):
     def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
         """Begin to train. Collective; a worker that joins late gets the others' data and cannot call it again.
 
-        Args:
-            position: number of global batches, over all epochs, that are done; worker 0's counts.
-            step: number of training batches that the module has run, likewise.
-            resumes: whether a checkpoint is resumed, likewise.
-
         Returns:
-            The arguments that worker 0 gave. This worker begins the store's `first_step` after them; read that after
-            all collective calls of `fit`.
+            The arguments of worker 0: global batches done over all epochs, training batches that its module has run,
+            and whether a checkpoint is resumed. This worker begins the store's `first_step` after them; read that
+            after all collective calls of `fit`.
         """
         if self.store.is_restarted and not self.store.has_joined:
+            # Some weights may be newer than those of its step.
             self.store.check_not_restarted("fit of a worker that has started again")
         self._began_at, step, resumes = self.store.group.broadcast([position, step, resumes], "fit")
         self.has_begun = True
@@ -55,9 +52,7 @@ class ElasticWorkers(Workers):
     def share_of(self, position: int, samples: int) -> slice | None:
         """Begin a step, and return this worker's slice of its global batch; None if this worker has left the job.
 
-        Args:
-            position: number of the batch over all epochs.
-            samples: number of samples in it.
+        ``position`` is the number of the batch over all epochs.
         """
         share = self.store.share(samples, position - self._began_at)
         self.has_left = share is None

@@ -23,16 +23,16 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     order_of,
+    own_iteration,
     sampler_of,
+    unprepared,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
+from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
-from gangline.models.balance.prepared_loader import own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
-from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 from gangline.models.data.batches import copy_loader, length_of

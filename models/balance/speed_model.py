@@ -82,7 +82,6 @@ class SpeedModel:
         self.caps: list[int | None] = [None] * len(names)
         """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
         self.names = list(names)
-        """Names of the contexts."""
         self._counts_first = counts_first
         self._reset()
 

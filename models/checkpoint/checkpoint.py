@@ -58,7 +58,6 @@ class Checkpoint:
     path: Path | None = None
     """The JSON file; None before it is written."""
     id: str = ""
-    """Unique id."""
     params: dict[str, torch.Tensor]
     """Parameters and buffers on the host, averaged over the replicas."""
     position: dict[str, Any]
@@ -70,18 +69,15 @@ class Checkpoint:
     samples_seen: list[int]
     """Samples of each replica since running statistics were last averaged."""
     random: dict[str, Any]
-    """The host's random states."""
     compression_residuals: dict[str, torch.Tensor]
     loss_scale: dict[str, Any] | None
     load_balancer: dict[str, Any] | None
     worker_balance: dict[str, Any] | None
     """Loads of the workers and the measurements behind them, equal on all workers; None: fixed loads."""
     metadata: dict[str, Any]
-    """See `RunState.metadata`."""
     stateful: dict[str, Any]
-    """States of `RunState.stateful`, by name."""
     run: str | None
-    """See `RunState.run`."""
+    """As of `RunState`, like the two before."""
     other_workers: list[Checkpoint] = field(default_factory=list)
     """The checkpoint as ranks 1 and up must resume it."""
 

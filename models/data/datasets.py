@@ -82,7 +82,7 @@ def image_folder(
     Args:
         root: path or URL of the folder, with one sub-folder per class.
         image_shape: (channels, height, width) of the network's input.
-        dtype: dtype of the images.
+        dtype: as for `ImageFolder`.
         seed: seed of the split and of the augmentation.
         validation: folder with the held-out images, in the same classes; None: hold out a fifth of each class.
         augmentation: augmentation of the training images; held-out images get its `for_evaluation`.

@@ -512,8 +512,7 @@ class LossRise:
         self._batches = 0
         self._recent: deque[float] = deque(maxlen=_RECENT // self.every)
         self._is_over = False
-        self.start = math.nan
-        """The first loss."""
+        self.start = math.nan  # the first loss
 
     def is_due(self) -> bool:
         """Count a batch; return True if its loss must be checked."""

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -244,7 +244,6 @@ class _Step:
     pipeline: Pipeline
     replica: _Replica
     data: Batch
-    """The whole batch."""
     label: Batch | None
     slices: list[slice]
     """Micro-batches of the part."""
@@ -424,24 +423,17 @@ def measured_layers(network: nn.Sequential, data: Any, context: Context, kept: i
     return seconds, nbytes
 
 
-class Pass(NamedTuple):
-    """Forward or backward of a micro-batch."""
-
-    micro_batch: int
-    is_forward: bool
-
-
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a stage in the order of 1F1B (PipeDream-Flush; Narayanan and others, 2021).
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[tuple[int, bool]]:
+    """Return the passes of a stage, (micro-batch, is_forward), in 1F1B order (PipeDream-Flush; Narayanan et al. 2021).
 
     A stage runs forward until the first gradient can come back, then forward and backward in turn, so it keeps the
     activations of at most ``stages - stage`` micro-batches.
     """
     ahead = min(stages - stage - 1, micro_batches)
-    order = [Pass(number, True) for number in range(ahead)]
+    order = [(number, True) for number in range(ahead)]
     for number in range(micro_batches - ahead):
-        order += [Pass(number + ahead, True), Pass(number, False)]
-    return order + [Pass(number, False) for number in range(micro_batches - ahead, micro_batches)]
+        order += [(number + ahead, True), (number, False)]
+    return order + [(number, False) for number in range(micro_batches - ahead, micro_batches)]
 
 
 def cut(

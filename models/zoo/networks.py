@@ -121,10 +121,8 @@ class ResNet(nn.Module):
     def __init__(self, depths: tuple[int, int, int, int], bottleneck: bool, num_classes: int = 1000) -> None:
         """Build the layers; convolutions are initialised by He et al. 2015 ("Delving deep into rectifiers"), fan-out.
 
-        Args:
-            depths: number of blocks in each stage.
-            bottleneck: True: blocks have three convolutions, 1x1, 3x3 and 1x1 to four times the width; else two, 3x3.
-            num_classes: number of outputs.
+        ``depths`` are the blocks in each stage. With ``bottleneck`` a block has three convolutions, 1x1, 3x3 and 1x1 to
+        four times the width; else two, 3x3.
         """
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
