@@ -175,17 +175,13 @@ class DrivenScheduler:
             raise ValueError(
                 f"{self.name} changes the momentum too, which stores do not support; give cycle_momentum=False"
             )
+        self.awaited_metric = self._metric if isinstance(self._scheduler, ReduceLROnPlateau) else None  # "": any
         self.state()  # fail now rather than in the first checkpoint
 
     @property
     def name(self) -> str:
         """The name of the scheduler's class."""
         return type(self._scheduler).__name__
-
-    @property
-    def awaited_metric(self) -> str | None:
-        """The validation metric that it needs; "": the first one; None: none."""
-        return self._metric if isinstance(self._scheduler, ReduceLROnPlateau) else None
 
     def __call__(self, epoch: int = 0, batch: int = 0) -> float:  # noqa: ARG002  the signature of a Schedule
         """Return the rate of the next update."""
